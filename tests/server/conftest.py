@@ -19,7 +19,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    running = start_server(tiny_folder, tmp_path_factory.mktemp("server") / "log")
+    files = tmp_path_factory.mktemp("server_files")
+    running = start_server(tiny_folder, tmp_path_factory.mktemp("server") / "log", "--files-dir", str(files))
     yield running
     assert running.stop() == 0, running.tail()
 

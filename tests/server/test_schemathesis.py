@@ -18,9 +18,22 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/e
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # with errors in Anthropic's format
 POSTS = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
+FILES = [
+    ("/v1/files", "POST"),
+    ("/v1/files", "GET"),
+    ("/v1/files/{file_id}", "GET"),
+    ("/v1/files/{file_id}", "DELETE"),
+    ("/v1/files/{file_id}/content", "GET"),
+    ("/v1/batches", "POST"),
+    ("/v1/batches", "GET"),
+    ("/v1/batches/{batch_id}", "GET"),
+    ("/v1/batches/{batch_id}/cancel", "POST"),
+]
 # Any path is valid, so only bodies have negative cases.
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
 CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
+CASES += [(path, method, GenerationMode.POSITIVE) for path, method in FILES]
+CASES += [("/v1/batches", "POST", GenerationMode.NEGATIVE)]
 
 # Valid values; with generated ones, few requests would pass the check of the model name.
 VALID_VALUES: dict[str, dict[str, Any]] = {
@@ -64,7 +77,7 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
     )
     @given(case=operation.as_strategy(generation_mode=mode), level=st.integers(0, 3))
     def send(case: Case, level: int) -> None:
-        if method == "POST":
+        if path in POSTS:
             case.body = with_valid_values(case.body, path, level=level)
         response = case.call(base_url=server.url, session=session, timeout=60)
         statuses[response.status_code] += 1
@@ -77,7 +90,7 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
 
     send()
     session.close()
-    if method == "POST" and path != "/tokenize":  # requires exactly one of two optional parameters
+    if path in POSTS and path != "/tokenize":  # requires exactly one of two optional parameters
         assert mode is GenerationMode.NEGATIVE or statuses[200], f"no request was valid: {statuses}"
         assert statuses[400], f"no request was invalid: {statuses}"
     assert server.get("/health").status_code == 200

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from chairlift.byte_sizes import parse_bytes
 from chairlift.cli.app import RUN, app
 from chairlift.errors import InvalidParameter
 from chairlift.server.options import ServerOptions
@@ -76,6 +77,8 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         isolate_keys=server.isolate_keys,
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
+        files_dir=server.files_dir,
+        files_quota=parse_bytes("files_quota", server.files_quota),
         drain_timeout=server.drain_timeout,
         api_workers=server.api_workers,
         limits=Limits(

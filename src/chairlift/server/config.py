@@ -31,6 +31,8 @@ class ServerConfig:
     isolate_keys: bool = False  # whether requests with different keys share no cached prefixes
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
+    files_dir: Path | None = None  # of uploaded files and batches; None: there are none
+    files_quota: int = 10 * 2**30  # bytes of the files of one key
     drain_timeout: float = 30.0
     api_workers: int = 1  # HTTP processes; with more than one, a further process joins them with the engine
     engine_module: str = ENGINE_MODULE  # run as the engine process; tests and benchmarks run others

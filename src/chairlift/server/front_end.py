@@ -19,6 +19,7 @@ from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.config import ServerConfig
+from chairlift.server.files.folder import FilesFolder
 from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app
 from chairlift.server.http.host_names import HostNames
@@ -81,6 +82,7 @@ class HTTPServer:
             hosts=HostNames(config.host, config.allowed_hosts),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
+            files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),
             tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )
         backlog = SHARED_BACKLOG if shared else BACKLOG

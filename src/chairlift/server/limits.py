@@ -15,6 +15,8 @@ class Limits:
     max_text_jobs: int = 64  # concurrent tokenize and detokenize requests; more are answered with 429
     max_completions: int = 256  # per request: prompts x n
     max_body_bytes: int = 8 * 2**20
+    max_file_bytes: int = 512 * 2**20  # of an uploaded file
+    file_seconds: float = 600.0  # time limit for an upload
     max_body_values: int = 2**18  # JSON values in a body; parsing them blocks the event loop
     max_held_bytes: int = 512 * 2**20  # bodies of all requests in flight; more are answered with 429
     max_headers: int = 128

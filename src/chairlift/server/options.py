@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from chairlift.byte_sizes import parse_bytes
 from chairlift.options.checks import at_least, between
 from chairlift.options.declaration import check_options, option
 from chairlift.text.tool_formats.base import TOOL_FORMATS
@@ -62,6 +63,16 @@ class ServerOptions:
         help="Let the dashboard change the batching policy of the running engine.",
         group=SERVER,
         default_text="if only this machine can reach the server",
+    )
+    files_dir: Path | None = option(
+        None,
+        help="Keep the files and batches of /v1/files and /v1/batches in this folder. It holds prompts and outputs.",
+        group=SERVER,
+        metavar="FOLDER",
+        default_text="no files",
+    )
+    files_quota: int | str = option(
+        "10GiB", help="Size of all files of one API key.", group=SERVER, metavar="SIZE", check=parse_bytes
     )
     api_key: Sequence[str] | None = option(
         None,

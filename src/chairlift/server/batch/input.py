@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -56,10 +56,10 @@ def _fingerprint(custom_id: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def scan(path: Path) -> LineSet:
+def scan(path: Path, paths: Sequence[str] = PATHS) -> LineSet:
     """Read the file once and return its lines; raises if a custom_id is used twice."""
     lines = LineSet()
-    for line in read_lines(path):
+    for line in read_lines(path, paths):
         if line.custom_id is not None and lines.has(line.custom_id, line.number):
             first = next(other.number for other in read_lines(path) if other.custom_id == line.custom_id)
             problem = f"line {line.number} of {str(path)!r} has the custom_id {line.custom_id[:100]!r} of line {first}"
@@ -70,15 +70,16 @@ def scan(path: Path) -> LineSet:
     return lines
 
 
-def read_lines(path: Path) -> Iterator[BatchLine]:
-    """Iterate over the lines of a file without holding them all in memory. Empty lines are skipped."""
+def read_lines(path: Path, paths: Sequence[str] = PATHS) -> Iterator[BatchLine]:
+    """Iterate over the lines of a file without holding them all in memory. Empty lines are skipped, and requests to
+    other paths than `paths` are invalid."""
     try:
         with path.open("rb") as file:
             number = 0
             while data := _read_line(file):
                 number += 1
                 if data.strip():
-                    yield _parse(number, data)
+                    yield _parse(number, data, paths)
     except OSError as error:
         raise InvalidParameter("input", f"cannot read {str(path)!r} ({error.strerror})") from None
 
@@ -91,7 +92,7 @@ def _read_line(file: IO[bytes]) -> bytes:
     return data
 
 
-def _parse(number: int, data: bytes) -> BatchLine:
+def _parse(number: int, data: bytes, paths: Sequence[str]) -> BatchLine:
     if len(data) > MAX_LINE_BYTES:
         return _invalid(number, None, "line_too_long", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -103,18 +104,18 @@ def _parse(number: int, data: bytes) -> BatchLine:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return _invalid(number, None, "invalid_custom_id", "custom_id must be a string that is not empty")
-    return _parse_fields(number, custom_id, fields)
+    return _parse_fields(number, custom_id, fields, paths)
 
 
-def _parse_fields(number: int, custom_id: str, fields: dict[str, Any]) -> BatchLine:
+def _parse_fields(number: int, custom_id: str, fields: dict[str, Any], paths: Sequence[str]) -> BatchLine:
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if unknown := sorted(set(fields) - {"custom_id", "method", "url", "body"}):
         return _invalid(number, custom_id, "invalid_line", f"unknown keys {', '.join(unknown)[:200]}")
     if method != "POST":
         return _invalid(number, custom_id, "invalid_method", f"method must be POST, got {str(method)[:40]!r}")
-    if url not in PATHS:
+    if not isinstance(url, str) or url not in paths:
         return _invalid(
-            number, custom_id, "invalid_url", f"url must be one of {', '.join(PATHS)}, got {str(url)[:100]!r}"
+            number, custom_id, "invalid_url", f"url must be one of {', '.join(paths)}, got {str(url)[:100]!r}"
         )
     if not isinstance(body, dict):
         return _invalid(number, custom_id, "invalid_body", "body must be a JSON object")

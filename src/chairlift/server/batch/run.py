@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.batch.input import BatchLine, read_lines, scan
+from chairlift.server.batch.input import PATHS, BatchLine, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
 
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
@@ -32,12 +32,13 @@ ProgressCallback = Callable[["BatchRun"], None]
 class BatchRun:
     """One run over a batch file; lines with a response from an earlier run are skipped."""
 
-    def __init__(self, source: Path, target: Path, *, concurrency: int) -> None:
+    def __init__(self, source: Path, target: Path, *, concurrency: int, paths: Sequence[str] = PATHS) -> None:
         if target.exists() and source.exists() and target.samefile(source):
             raise InvalidParameter("output", "is the input; give another file")
         self._source = source
         self._concurrency = concurrency
-        lines = scan(source)
+        self._paths = paths
+        lines = scan(source, paths)
         self.total = len(lines)
         self.output = BatchOutput(target)
         if not self.output.done <= lines:
@@ -69,7 +70,7 @@ class BatchRun:
 
     def _todo(self) -> Iterator[BatchLine]:
         done = self.output.done
-        return (line for line in read_lines(self._source) if not done.has(line.custom_id, line.number))
+        return (line for line in read_lines(self._source, self._paths) if not done.has(line.custom_id, line.number))
 
     async def _work(self, todo: Iterator[BatchLine], send: Send, on_progress: ProgressCallback) -> None:
         for line in todo:

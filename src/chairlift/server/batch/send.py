@@ -8,11 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
-from starlette.types import Message
-
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, EngineDead
+from chairlift.server.batch.asgi_call import call
 from chairlift.server.batch.run import BatchResponse, Send
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import make_service
@@ -48,37 +46,6 @@ async def _require_ready(engine: EngineClient) -> None:
     """Wait until the engine is started or restarted; raise if it failed."""
     if await engine.wait_until_settled() is not EngineState.READY:
         raise EngineDead(f"the engine failed: {engine.problem}")
-
-
-async def call(app: FastAPI, path: str, body: bytes) -> BatchResponse:
-    """Send a POST request to an ASGI application; the client never disconnects."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-    }
-    unread, sent = [body], list[Message]()
-
-    async def receive() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # never completes: there is no disconnect
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    start, *parts = sent
-    request_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
-    return BatchResponse(start["status"], request_id, b"".join(part.get("body", b"") for part in parts))
 
 
 @asynccontextmanager

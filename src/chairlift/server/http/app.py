@@ -20,13 +20,16 @@ from chairlift.errors import ChairliftError
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.dashboard.routes import add_dashboard_routes
+from chairlift.server.files.batch_runner import BatchRunner
+from chairlift.server.files.folder import FilesFolder
+from chairlift.server.files.routes import add_file_routes
 from chairlift.server.http.access_log import AccessLog
 from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
-from chairlift.server.http.routes import add_generation_routes, add_status_routes, add_tokenizer_routes
+from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.tracing import Tracing
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.service import Service
@@ -52,13 +55,18 @@ def make_app(
     public_metrics: bool = False,
     access_log: Path | None = None,
     tracer_provider: TracerProvider | None = None,
+    files: FilesFolder | None = None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
-        pinging = asyncio.create_task(_ping(service))
+        tasks = [asyncio.create_task(_ping(service))]
+        if files is not None:
+            tasks.append(asyncio.create_task(BatchRunner(files, service, make_internal_app(service)).run()))
         yield
-        pinging.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if tracer_provider is not None:
             await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
 
@@ -78,7 +86,7 @@ def make_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
@@ -92,8 +100,18 @@ def make_app(
     add_generation_routes(app, service)
     add_tokenizer_routes(app, service)
     add_status_routes(app, service)
+    add_file_routes(app, files, ERRORS)
     if dashboard:
         add_dashboard_routes(app, service)
+    return app
+
+
+def make_internal_app(service: Service) -> FastAPI:
+    """The generation routes for requests of this process, whose clients were authenticated before."""
+    app = FastAPI(openapi_url=None)
+    app.add_middleware(OutermostMiddleware)
+    _add_error_handlers(app)
+    add_generation_routes(app, service)
     return app
 
 

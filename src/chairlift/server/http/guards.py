@@ -26,6 +26,7 @@ log = logging.getLogger("chairlift.server")
 
 PROBE_PATHS = frozenset({"/health", "/ready"})  # without a key and for any host name: they reveal nothing else
 METRICS_PATH = "/metrics"
+UPLOAD_PATH = "/v1/files"
 CLOSE = {"Connection": "close"}  # for requests whose end is not certain
 
 
@@ -95,7 +96,8 @@ class RequestGuard:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _LimitedBody(receive, self._limits, self._held, self._metrics, state)
+        limited = _LimitedUpload if _is_upload(scope) else _LimitedBody
+        body = limited(receive, self._limits, self._held, self._metrics, state)
         try:
             await self._app(scope, body, send)
         finally:
@@ -127,9 +129,14 @@ class RequestGuard:
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
         length = dict(headers).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._limits.max_body_bytes:
-            return _too_large(self._limits.max_body_bytes)
+        most = self._limits.max_file_bytes if _is_upload(scope) else self._limits.max_body_bytes
+        if length.isdigit() and int(length) > most:
+            return _too_large(most)
         return None
+
+
+def _is_upload(scope: Scope) -> bool:
+    return bool(scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
 
 
 def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
@@ -177,7 +184,14 @@ class _LimitedBody:
         except TimeoutError:
             problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
             raise APIError(408, problem, type_="timeout_error", code="timeout") from None
-        piece: bytes = message.get("body", b"")
+        self._check(message.get("body", b""))
+        if not message.get("more_body", False):
+            self._complete = True
+            self._state["arrived"] = time.monotonic()
+        return message
+
+    def _check(self, piece: bytes) -> None:
+        """Raise if the body exceeds a limit with its next piece."""
         if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
             raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
         has_room = self._held.has_room(self._tenant, len(piece))
@@ -191,13 +205,25 @@ class _LimitedBody:
         self._values.feed(piece)
         if self._values.count > self._limits.max_body_values:
             raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
-        if not message.get("more_body", False):
-            self._complete = True
-            self._state["arrived"] = time.monotonic()
-        return message
 
     def release(self) -> None:
         self._held.give_back(self._tenant, self._size)
+
+
+class _LimitedUpload(_LimitedBody):
+    """The body of an upload: it may be longer and is not JSON, and only a part of it is in memory."""
+
+    def __init__(
+        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
+    ) -> None:
+        super().__init__(receive, limits, held, metrics, state)
+        self._deadline = asyncio.get_running_loop().time() + limits.file_seconds
+        self._uploaded = 0
+
+    def _check(self, piece: bytes) -> None:
+        self._uploaded += len(piece)
+        if self._uploaded > self._limits.max_file_bytes:
+            raise _too_large(self._limits.max_file_bytes)
 
 
 def _too_large(limit: int) -> APIError:

@@ -42,48 +42,48 @@ MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its l
 _json = msgspec.json.Encoder()  # used in threads: FastAPI's own takes a second of the event loop for a million tokens
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also removes FastAPI's description of validation errors, which this server never sends.
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
 )
 
 
 def add_generation_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=_ERRORS)
+    @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await service.generation.handle(TextGeneration(body, service.model), http)
 
-    @app.post("/v1/chat/completions", responses=_ERRORS)
+    @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await service.generation.handle(ChatGeneration(body, service.model), http)
 
-    @app.post("/v1/responses", responses=_ERRORS)
+    @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await service.generation.handle(ResponsesGeneration(body, service.model), http)
 
-    @app.post("/v1/messages", responses=_ERRORS)
+    @app.post("/v1/messages", responses=ERRORS)
     async def messages(body: MessagesRequest, http: Request) -> Response:
         return await service.generation.handle(MessagesGeneration(body, service.model), http)
 
-    @app.post("/v1/embeddings", responses=_ERRORS)
+    @app.post("/v1/embeddings", responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
         return await service.generation.handle(EmbeddingGeneration(body, service.model), http)
 
-    @app.post("/v1/score", responses=_ERRORS)
+    @app.post("/v1/score", responses=ERRORS)
     @app.post("/score", include_in_schema=False)
     async def score(body: ScoreRequest, http: Request) -> Response:
         return await service.generation.handle(ScoreGeneration(body, service.model), http)
 
-    @app.post("/v1/rerank", responses=_ERRORS)
+    @app.post("/v1/rerank", responses=ERRORS)
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, http: Request) -> Response:
         return await service.generation.handle(RerankGeneration(body, service.model), http)
 
-    @app.get("/v1/models", responses=_ERRORS)
+    @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(service, name) for name in service.model.names]}
 
-    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    @app.get("/v1/models/{model:path}", responses=ERRORS)
     async def model(model: str) -> dict[str, Any]:
         service.model.check_name(model)
         return _model_card(service, model)
@@ -100,7 +100,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
 
 
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses=_ERRORS)
+    @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
         await end_admission_for_parsing(http)
@@ -109,7 +109,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
             done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
             return Response(await unless_disconnected(http, done), media_type="application/json")
 
-    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    @app.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
         service.model.check_name(body.model)
         await end_admission_for_parsing(http)
@@ -118,7 +118,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
             done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
             return Response(await unless_disconnected(http, done), media_type="application/json")
 
-    @app.post("/detokenize", responses=_ERRORS)
+    @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
         await end_admission_for_parsing(http)
@@ -165,24 +165,24 @@ def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
 
 
 def add_status_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health", responses=_ERRORS)
+    @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """200 while the engine is ready, 503 while it is starting or restarting."""
         if service.engine.state is not EngineState.READY:
             return unavailable(f"the engine is {service.engine.state.value}").response()
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", responses=_ERRORS)
+    @app.get("/ready", responses=ERRORS)
     async def ready() -> Response:
         """Like /health, but also 503 while the server is shutting down."""
         if service.admission.draining:
             return unavailable("the server is shutting down").response()
         return await health()
 
-    @app.get("/metrics", responses=_ERRORS)
+    @app.get("/metrics", responses=ERRORS)
     async def metrics() -> Response:
         return Response(await service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/version", responses=_ERRORS)
+    @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
         return {"version": chairlift.__version__}

@@ -1,0 +1,1 @@
+"""Uploaded files and batches of requests, kept in a folder."""

@@ -1,0 +1,185 @@
+"""Runs the batches of a folder below interactive traffic, and continues them after a restart.
+
+A line is sent only while at least a quarter of the engine's slots is free, so that interactive requests find room, and
+never while another request waits. One process of those that share the folder does this: the one that has its lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from fastapi import FastAPI
+
+from chairlift.errors import ChairliftError
+from chairlift.server.batch.asgi_call import call
+from chairlift.server.batch.run import BatchResponse, BatchRun
+from chairlift.server.files.batch_record import BatchRecord, BatchStatus
+from chairlift.server.files.file_store import OUTPUT_PURPOSE
+from chairlift.server.files.folder import FilesFolder, OwnerFolder
+from chairlift.server.process.engine_client import EngineState
+from chairlift.server.service import Service
+
+log = logging.getLogger("chairlift.server")
+
+POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
+WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
+FREE_SHARE = 0.25  # of the engine's slots stay free for interactive requests
+
+
+class BatchRunner:
+    def __init__(self, folder: FilesFolder, service: Service, app: FastAPI) -> None:
+        """`app` answers requests without checking keys."""
+        self._folder = folder
+        self._service = service
+        self._app = app
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Run batches until cancelled; what is not finished continues at the next start."""
+        try:
+            while True:
+                if self._folder.lock():
+                    await self._look()
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Start batches that are new or were interrupted, and cancel those that clients have cancelled."""
+        for owner, batch in await asyncio.to_thread(self._batches):
+            task = self._running.get(batch.id)
+            if task is not None and task.done():
+                del self._running[batch.id]
+            elif task is None and not batch.status.is_final:
+                self._running[batch.id] = asyncio.create_task(self._run_batch(owner, batch))
+            elif task is not None and batch.status is BatchStatus.CANCELLING:
+                task.cancel("by the client")
+
+    def _batches(self) -> list[tuple[OwnerFolder, BatchRecord]]:
+        return [(owner, batch) for owner in self._folder.owners() for batch in owner.batches.all()]
+
+    async def _run_batch(self, owner: OwnerFolder, batch: BatchRecord) -> None:
+        try:
+            if batch.status is not BatchStatus.CANCELLING:
+                await self._answer(owner, batch)
+        except asyncio.CancelledError as error:
+            if error.args != ("by the client",):
+                raise  # the server stops
+            batch.enter(BatchStatus.CANCELLING, batch.cancelling_at or time.time())
+        except ChairliftError as error:
+            source = str(owner.files.content(batch.input_file_id))
+            batch.problem = str(error).replace(repr(source), "the input file")
+            batch.enter(BatchStatus.FAILED, time.time())
+            owner.batches.save(batch.id, batch)
+            return
+        except Exception:
+            log.exception("batch %s stopped", batch.id)
+            raise
+        await asyncio.shield(asyncio.to_thread(_finish, owner, batch))
+
+    async def _answer(self, owner: OwnerFolder, batch: BatchRecord) -> None:
+        """Answer all lines that have no response yet, until the batch expires."""
+        source, target = owner.files.content(batch.input_file_id), owner.results(batch.id)
+        if not source.exists():
+            raise ChairliftError("the input file was deleted")
+        loaded = await self._loaded()
+        run = await asyncio.to_thread(self._open, source, target, loaded, batch.endpoint)
+        batch.total = run.total
+        before = _count(target)
+        batch.enter(BatchStatus.IN_PROGRESS, batch.in_progress_at or time.time())
+        owner.batches.save(batch.id, batch)
+        saved = time.monotonic()
+
+        def on_progress(run: BatchRun) -> None:
+            nonlocal saved
+            batch.completed, batch.failed = before[0] + run.answered, before[1] + run.failed
+            if time.monotonic() - saved > POLL_SECONDS and not _is_cancelling(owner, batch.id):
+                saved = time.monotonic()
+                owner.batches.save(batch.id, batch)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                await run.run(lambda path, body: self._send(path, body, batch), on_progress)
+
+    @staticmethod
+    def _open(source: Path, target: Path, slots: int, endpoint: str) -> BatchRun:
+        return BatchRun(source, target, concurrency=slots, paths=(endpoint,))
+
+    async def _loaded(self) -> int:
+        """Wait for the engine; return its number of slots."""
+        while self._service.engine.state is not EngineState.READY or self._service.engine.loaded is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return self._service.engine.loaded.max_batch_requests
+
+    async def _send(self, path: str, body: bytes, batch: BatchRecord) -> BatchResponse:
+        slots = await self._loaded()
+        most = max(1, int(slots * (1 - FREE_SHARE)))
+        while self._service.admission.draining or self._service.engine.num_open >= most:
+            await asyncio.sleep(WAIT_SECONDS)
+        given = {"key": batch.key, "tenant": batch.tenant, "allowance": None}
+        return await call(self._app, path, body, {**given, "arrived": time.monotonic(), "timelines": {}})
+
+
+def _is_cancelling(owner: OwnerFolder, batch_id: str) -> bool:
+    found = owner.batches.find(batch_id)
+    return found is not None and found.status is BatchStatus.CANCELLING
+
+
+def _count(results: Path) -> tuple[int, int]:
+    """Count the responses of an earlier run: good ones and others."""
+    good = bad = 0
+    with results.open("rb") as lines:
+        for line in lines:
+            good, bad = (good + 1, bad) if _is_good(line) else (good, bad + 1)
+    return good, bad
+
+
+def _is_good(line: bytes) -> bool:
+    response = json.loads(line)["response"]
+    return response is not None and response["status_code"] == 200
+
+
+def _finish(owner: OwnerFolder, batch: BatchRecord) -> None:
+    """Divide the responses into an output and an error file, and enter the final status.
+
+    Ids of these files derive from the batch's, so that a repetition after a crash replaces them.
+    """
+    results = owner.results(batch.id)
+    now = time.time()
+    if results.exists():
+        batch.completed, batch.failed = _count(results)
+        batch.output_file_id = _save(owner, batch.id, "output", results, _is_good)
+        batch.error_file_id = _save(owner, batch.id, "error", results, lambda line: not _is_good(line))
+    if batch.status is BatchStatus.CANCELLING:
+        batch.enter(BatchStatus.CANCELLED, now)
+    elif batch.completed + batch.failed < batch.total:
+        batch.enter(BatchStatus.EXPIRED, now)
+    else:
+        batch.enter(BatchStatus.FINALIZING, batch.finalizing_at or now)
+        batch.enter(BatchStatus.COMPLETED, now)
+    owner.batches.save(batch.id, batch)
+    results.unlink(missing_ok=True)
+
+
+def _save(owner: OwnerFolder, batch_id: str, kind: str, results: Path, chosen: Callable[[bytes], bool]) -> str | None:
+    """Save the chosen lines as a file; None if there are none."""
+    file_id, name = f"file-{batch_id}-{kind}", f"{batch_id}_{kind}.jsonl"
+    temporary: IO[bytes]
+    with TemporaryFile() as temporary, results.open("rb") as lines:
+        for line in lines:
+            if chosen(line):
+                temporary.write(line)
+        if not temporary.tell():
+            return None
+        temporary.seek(0)
+        return owner.files.add(temporary, name, OUTPUT_PURPOSE, file_id=file_id).id

@@ -1,0 +1,169 @@
+"""The routes /v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Query
+from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.batch.input import PATHS
+from chairlift.server.files.batch_record import BatchRecord, BatchStatus
+from chairlift.server.files.file_store import PURPOSES, StoredFile
+from chairlift.server.files.folder import FilesFolder, OwnerFolder
+from chairlift.server.http.errors import APIError
+from chairlift.server.openai.strict import StrictModel
+
+MAX_FILENAME = 255
+MAX_LIFETIME = 30 * 86_400  # seconds
+WINDOW_SECONDS = 24 * 3600
+FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+Entry = TypeVar("Entry", StoredFile, BatchRecord)
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class BatchRequest(StrictModel):
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
+    ] = None
+
+
+def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int | str, dict[str, Any]]) -> None:
+    def owner_of(http: Request) -> OwnerFolder:
+        if folder is None:
+            raise APIError(404, "this server keeps no files; start it with --files-dir FOLDER", code="files_disabled")
+        return folder.owner(http.state.key)
+
+    @app.post("/v1/files", responses=errors)
+    async def upload(http: Request) -> JSONResponse:
+        owner = owner_of(http)
+        async with http.form(max_files=1, max_fields=len(FORM_FIELDS)) as form:
+            return JSONResponse((await asyncio.to_thread(_store, owner, dict(form))).body())
+
+    @app.get("/v1/files", responses=errors)
+    async def files(
+        http: Request,
+        purpose: str | None = None,
+        limit: Limit = 10_000,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        found = await asyncio.to_thread(owner_of(http).files.all)
+        chosen = [file for file in found if purpose is None or file.purpose == purpose]
+        return _page(chosen if order == "desc" else chosen[::-1], limit, after)
+
+    @app.get("/v1/files/{file_id}", responses=errors)
+    async def file(file_id: str, http: Request) -> dict[str, Any]:
+        return _found(owner_of(http).files.find(file_id), "file").body()
+
+    @app.get("/v1/files/{file_id}/content", responses=errors)
+    async def content(file_id: str, http: Request) -> Response:
+        store = owner_of(http).files
+        found = _found(store.find(file_id), "file")
+        return FileResponse(store.content(found.id), media_type="application/octet-stream", filename=found.filename)
+
+    @app.delete("/v1/files/{file_id}", responses=errors)
+    async def delete(file_id: str, http: Request) -> dict[str, Any]:
+        store = owner_of(http).files
+        await asyncio.to_thread(store.delete, _found(store.find(file_id), "file").id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @app.post("/v1/batches", responses=errors)
+    async def create(body: BatchRequest, http: Request) -> dict[str, Any]:
+        owner = owner_of(http)
+        if body.endpoint not in PATHS:
+            raise InvalidParameter("endpoint", f"must be one of {', '.join(PATHS)}, got {body.endpoint[:100]!r}")
+        source = owner.files.find(body.input_file_id)
+        if source is None or source.purpose != "batch":
+            raise InvalidParameter("input_file_id", "is not a file that was uploaded with purpose 'batch'")
+        now = int(time.time())
+        batch = BatchRecord(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=body.endpoint,
+            input_file_id=source.id,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + WINDOW_SECONDS,
+            metadata=body.metadata,
+            key=http.state.key,
+            tenant=http.state.tenant,
+        )
+        await asyncio.to_thread(owner.batches.save, batch.id, batch)
+        return batch.body()
+
+    @app.get("/v1/batches", responses=errors)
+    async def batches(http: Request, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
+        owner = owner_of(http)
+        found = await asyncio.to_thread(lambda: list(owner.batches.all()))
+        return _page(sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True), limit, after)
+
+    @app.get("/v1/batches/{batch_id}", responses=errors)
+    async def batch(batch_id: str, http: Request) -> dict[str, Any]:
+        return _found(owner_of(http).batches.find(batch_id), "batch").body()
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses=errors)
+    async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
+        owner = owner_of(http)
+        found = _found(owner.batches.find(batch_id), "batch")
+        if found.status.is_final:
+            raise APIError(409, f"the batch is {found.status.value} already", param="batch_id", code="invalid_state")
+        if found.status is not BatchStatus.CANCELLING:
+            found.enter(BatchStatus.CANCELLING, time.time())
+            await asyncio.to_thread(owner.batches.save, found.id, found)
+        return found.body()
+
+
+def _store(owner: OwnerFolder, form: dict[str, Any]) -> StoredFile:
+    if unknown := sorted(set(form) - set(FORM_FIELDS)):
+        raise InvalidParameter(unknown[0][:100], "unknown parameter", "unknown_parameter")
+    purpose, file = form.get("purpose"), form.get("file")
+    if purpose not in PURPOSES:
+        raise InvalidParameter("purpose", f"must be {' or '.join(PURPOSES)}, got {str(purpose)[:40]!r}")
+    if not isinstance(file, UploadFile):
+        raise InvalidParameter("file", "must be a file")
+    name = (file.filename or "file").replace("\\", "/").rsplit("/", 1)[-1][:MAX_FILENAME]
+    return owner.files.add(file.file, name, purpose, expires_at=_expiry(form))
+
+
+def _expiry(form: dict[str, Any]) -> int | None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidParameter("expires_after.anchor", "must be created_at")
+    if not str(seconds).isdecimal() or not 3600 <= int(str(seconds)) <= MAX_LIFETIME:
+        raise InvalidParameter("expires_after.seconds", f"must be from 3600 to {MAX_LIFETIME}")
+    return int(time.time()) + int(str(seconds))
+
+
+def _found(entry: Entry | None, kind: str) -> Entry:
+    if entry is None:
+        raise APIError(404, f"there is no such {kind}", param=f"{kind}_id", code="not_found")
+    return entry
+
+
+def _page(entries: Sequence[Entry], limit: int, after: str | None) -> dict[str, Any]:
+    ids = [entry.id for entry in entries]
+    begin = ids.index(after) + 1 if after in ids else 0
+    if after is not None and not begin:
+        raise InvalidParameter("after", "is not an id of this list")
+    page = entries[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": [entry.body() for entry in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": begin + limit < len(entries),
+    }

@@ -72,6 +72,7 @@ def test_most_options_have_a_check() -> None:
         "model",
         "host",
         "served_model_name",
+        "files_dir",
         "uds",
         "chat_template",
         "ssl_certfile",

@@ -15,7 +15,9 @@ import openai
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from chairlift.cli.main import app
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.batch_runner import _finish
 from chairlift.server.files.file_store import FileStore
@@ -184,9 +186,9 @@ def test_bad_uploads_are_refused(files_server: RunningServer) -> None:
 
 
 def test_a_server_without_a_folder_says_how_to_give_one() -> None:
-    app = FastAPI()
-    add_file_routes(app, None, {})
-    answer = TestClient(app).get("/v1/files")
+    without = FastAPI()
+    add_file_routes(without, None, {})
+    answer = TestClient(without).get("/v1/files")
     assert answer.status_code == 404
     assert "--files-dir" in answer.text
 
@@ -242,6 +244,13 @@ def test_one_process_runs_the_batches_of_a_folder(tmp_path: Path) -> None:
     assert first.lock()
     assert first.lock()
     assert not second.lock()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_server_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["serve", "--files-dir", str(tmp_path / "file" / "x")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --files-dir: cannot write")
 
 
 def test_files_expire(tmp_path: Path) -> None:

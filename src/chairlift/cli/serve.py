@@ -55,12 +55,16 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
 def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> ServerConfig:
     from chairlift.core.orderings.fair import parse_weights
     from chairlift.server.config import ServerConfig
+    from chairlift.server.files.folder import FilesFolder
     from chairlift.server.limits import Limits
     from chairlift.server.process.engine_client import Supervision
 
     keys = _key_sources(server)
+    files_quota = parse_bytes("files_quota", server.files_quota)
     if server.isolate_keys and not keys:
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
+    if server.files_dir is not None:
+        FilesFolder(server.files_dir, files_quota)  # refuses a folder that cannot be written
     return ServerConfig(
         model=model,
         served_names=server.served_model_name or (),
@@ -78,7 +82,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
         files_dir=server.files_dir,
-        files_quota=parse_bytes("files_quota", server.files_quota),
+        files_quota=files_quota,
         drain_timeout=server.drain_timeout,
         api_workers=server.api_workers,
         limits=Limits(

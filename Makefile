@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 # Two workers take whole files, so that each file sets up its model or server once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -33,7 +34,11 @@ chat: install  ## talk to the default model in the terminal
 test: install lint typecheck  ## run what CI runs: style, types and tests
 	$(PYTEST)
 
-test-all: install lint typecheck  ## also run the slow tests
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients]'
+	@touch $@
+
+test-all: install $(CLIENTS) lint typecheck  ## also run the slow tests and those of client libraries
 	HYPOTHESIS_PROFILE=searching $(PYTEST) -m ''
 
 lint: install

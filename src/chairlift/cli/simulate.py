@@ -85,7 +85,7 @@ def simulate(
             show_default="if a trace marks shared prefixes",
         ),
     ] = None,
-    file: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    file: Annotated[str | None, typer.Argument(hidden=True, help="Refused with a hint: see --trace.")] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with a real run recorded by `bench profile --record`."),

@@ -13,7 +13,7 @@ import pytest
 from chairlift.lab.bench.base import BENCHES
 from tests.tiny import write_tiny_checkpoint
 
-TOY = Path(__file__).parent / "toys" / "cold_start_bench.py"
+TOY = Path(__file__).parent / "toys" / "load_time_bench.py"
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "bench.md"
 FOLDER = Path(__file__).parents[2] / "src" / "chairlift" / "lab" / "bench"
 
@@ -35,33 +35,33 @@ def test_every_folder_is_a_bench() -> None:
 
 def test_a_plugin_is_listed_with_the_first_line_of_its_docstring() -> None:
     shown = run("--help").stdout
-    assert "cold-start" in shown
+    assert "load-time" in shown
     assert "Seconds to load a model" in shown
-    assert "cold-start" not in run("--help", plugins=None).stdout
+    assert "load-time" not in run("--help", plugins=None).stdout
 
 
 def test_a_plugin_has_its_own_options_and_those_of_all_benches() -> None:
-    shown = run("cold-start", "--help").stdout
+    shown = run("load-time", "--help").stdout
     assert all(option in shown for option in ("--starts", "--json", "--quiet", "--device"))
-    assert "chairlift bench cold-start --starts 3" in shown
+    assert "chairlift bench load-time --starts 3" in shown
     assert "--plot" not in shown
 
 
 def test_a_plugin_measures_prints_and_writes_a_report(tmp_path: Path) -> None:
     model, file = write_tiny_checkpoint(tmp_path / "tiny"), tmp_path / "result.json"
     engine = ["--model", str(model), "--device", "cpu", "--kv-memory", "4MiB"]
-    done = run("cold-start", *engine, "--starts", "2", "--json", str(file))
+    done = run("load-time", *engine, "--starts", "2", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    assert "Cold start" in done.stdout
+    assert "Load time" in done.stdout
     report = json.loads(file.read_text())
-    assert report["bench"] == "cold-start"
+    assert report["bench"] == "load-time"
     assert report["settings"] == {"model": str(model), "starts": 2}
     assert [row["name"] for row in report["rows"]] == ["1", "2"]
     assert f"{report['rows'][0]['first_token_ms']:.1f}" in done.stdout
 
 
 def test_a_plugin_is_refused_before_it_measures_if_the_report_cannot_be_written() -> None:
-    done = run("cold-start", "--json", "no/such/folder.json")
+    done = run("load-time", "--json", "no/such/folder.json")
     assert done.returncode == 2
     assert "--json: cannot write" in done.stderr
 

@@ -26,6 +26,7 @@ from chairlift.options.config_file import read_config_file
 from chairlift.options.declaration import Option, options_of
 
 _CONFIG_FILE, _CONTEXT = "config_file", "typer_context"
+WIDEST_CHOICES = 60  # characters; longer lists go into the help text, which is wrapped
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list: "TEXT"}
 
 
@@ -104,7 +105,11 @@ def _annotation(option: Option) -> Any:
     }
     shown = option.choices or option.forms
     if shown is not None:
-        settings["metavar"] = _show_choices(shown)
+        choices = _show_choices(shown)
+        if len(choices) <= WIDEST_CHOICES:
+            settings["metavar"] = choices
+        else:
+            settings["metavar"], settings["help"] = "NAME", f"{option.help} One of {choices[1:-1].replace('|', ', ')}."
     if option.choices is not None:
         settings["autocompletion"] = _completer(option.choices)
     value = list[str] if option.kind is list else option.kind

@@ -18,8 +18,8 @@ COLUMNS = (
 )
 
 
-@bench("cold-start", "chairlift bench cold-start --starts 3 --json result.json")
-def bench_cold_start(
+@bench("load-time", "chairlift bench load-time --starts 3 --json result.json")
+def bench_load_time(
     engine: EngineOptions,
     note: Note,
     starts: Annotated[int, typer.Option(help="How many times to load the model.")] = 2,
@@ -35,4 +35,4 @@ def bench_cold_start(
         answered = time.perf_counter()
         rows.append({"name": f"{number}", "load_seconds": loaded - begun, "first_token_ms": 1e3 * (answered - loaded)})
     settings = {"model": engine.model, "starts": starts}
-    return BenchResult(settings, rows, [Table("Cold start", COLUMNS, rows)])
+    return BenchResult(settings, rows, [Table("Load time", COLUMNS, rows)])

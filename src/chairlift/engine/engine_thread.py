@@ -63,7 +63,7 @@ class EngineThread:
             self._ended = True
         self._on_end(reason)
         while not self._calls.empty():
-            self._calls.get().future.set_exception(EngineDead(CLOSED))
+            self._calls.get().refuse()
         self._engine.shut_down()
 
     def _turn(self) -> None:
@@ -99,6 +99,11 @@ class _Call:
             raise
         except Exception as error:
             self.future.set_exception(error)
+
+    def refuse(self) -> None:
+        """End the call without making it; its caller may have cancelled it."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineDead(CLOSED))
 
 
 class _Stopped(Exception):

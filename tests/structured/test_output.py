@@ -365,6 +365,15 @@ def test_an_optional_structure_that_is_not_valid_is_ignored(engine: Engine) -> N
         assert completion.ending == Ending(FinishReason.LENGTH)
 
 
+def test_min_tokens_apply_without_an_optional_structure_that_failed(started: StartedEngine) -> None:
+    engine, (eos, *_) = started.engine, started.engine.eos_ids
+    plain = SamplingParams(max_tokens=9, min_tokens=6, logit_bias={eos: 100.0})
+    (expected,) = run(engine, [plain])
+    (found,) = run(engine, [plain.clone(structure=replace(Structure.regex("("), optional=True))])
+    assert len(found.tokens) == len(expected.tokens) == 7
+    assert found.ending == Ending(FinishReason.STOP)
+
+
 # ---- during compilation ----------------------------------------------------------------------------------------------
 
 SLOW = Structure.regex("(a|b*)" * 20_000)  # more than the compiler's three seconds

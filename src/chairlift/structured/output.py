@@ -147,20 +147,17 @@ class StructuredOutput:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
-        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget.
+        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget, or whose
+        optional grammar failed before they have `min_tokens`.
 
         A request has a row for its next token and one for the token after each of its drafts.
         """
         tasks: list[_MaskTask] = []
         row = 0
         for request, drafted in zip(requests, drafts or [()] * len(requests), strict=True):
-            state, thinking = self._states.get(request.id), self._thinking.get(request.id)
-            restrictions: list[Restriction | None] = [None] * (1 + len(drafted))
-            if thinking is not None:
-                restrictions = thinking.restrictions(request, drafted)
-            if state is not None or any(restrictions):
-                suppressed = [self._suppressed(request, ahead) for ahead in range(1 + len(drafted))]
-                tasks.append(_MaskTask(request, state, row, tuple(drafted), suppressed, restrictions))
+            if request.params.has_masks:
+                task = self._task(request, row, tuple(drafted))
+                tasks += [task] if task.needed else []
             row += 1 + len(drafted)
         if not tasks:
             return None
@@ -170,6 +167,17 @@ class StructuredOutput:
                 task.state.follow(task.request)
         self._filling = self._thread.submit(self._fill, tasks)
         return MaskJob([row for task in tasks for row in task.rows], self._filling)
+
+    def _task(self, request: Request, row: int, drafts: tuple[int, ...]) -> _MaskTask:
+        state, thinking = self._states.get(request.id), self._thinking.get(request.id)
+        restrictions: list[Restriction | None] = [None] * (1 + len(drafts))
+        if thinking is not None:
+            restrictions = thinking.restrictions(request, drafts)
+        suppressed: list[Bits | None] = [None] * (1 + len(drafts))
+        dropped = state is None and request.params.structure is not None  # an optional grammar that failed
+        if state is not None or (dropped and request.num_output < request.params.min_tokens):
+            suppressed = [self._suppressed(request, ahead) for ahead in range(1 + len(drafts))]
+        return _MaskTask(request, state, row, drafts, suppressed, restrictions)
 
     def _wait_for_masks(self) -> None:
         """Wait for the masks of an interrupted step: matchers are not thread-safe."""
@@ -215,7 +223,9 @@ class StructuredOutput:
                     _fill_after_drafts(masks, task, task.state.matcher)
             if not task.has_grammar:
                 masks[:] = ~np.uint32(0)
-                for mask, restriction in zip(masks, task.restrictions, strict=True):
+                for mask, suppressed, restriction in zip(masks, task.suppressed, task.restrictions, strict=True):
+                    if suppressed is not None:
+                        mask &= ~suppressed
                     _restrict(mask, restriction)
         return allowed
 
@@ -236,6 +246,11 @@ class _MaskTask:
     drafts: tuple[int, ...]
     suppressed: list[Bits | None]  # one entry per row
     restrictions: list[Restriction | None]  # one entry per row
+
+    @property
+    def needed(self) -> bool:
+        """Whether any token is excluded."""
+        return self.state is not None or any(one is not None for one in (*self.suppressed, *self.restrictions))
 
     @property
     def has_grammar(self) -> bool:

@@ -144,7 +144,7 @@ class AsyncLLM:
                 await asyncio.wrap_future(submitting)
                 yield request
             finally:
-                if not request.done:
+                if not request.done or request.error is not None:  # after an error, other completions may be running
                     self._thread.call(lambda: self._router.cancel(request))
 
     async def _parse(self, prompt: Prompt) -> PromptInput:
@@ -180,7 +180,7 @@ class _OpenRequest:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._unread: dict[int, StreamedText] = {}  # by completion
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     # Called in the engine's thread.
 
@@ -199,15 +199,15 @@ class _OpenRequest:
             before = self._unread.get(piece.completion_index)
             self._unread[piece.completion_index] = piece if before is None else _joined(before, piece)
         self.done = self.done or done
-        self._error = self._error or error
+        self.error = self.error or error
         self._changed.set()
 
     async def finished(self) -> RequestOutput:
         """Wait for the whole result."""
         while not self.done:
             await self._wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self.collector.results[0]
 
     async def __aiter__(self) -> AsyncIterator[StreamedText]:
@@ -217,8 +217,8 @@ class _OpenRequest:
             pieces, self._unread = self._unread, {}
             for piece in pieces.values():
                 yield piece
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     async def _wait(self) -> None:
         await self._changed.wait()

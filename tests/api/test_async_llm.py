@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, AsyncLLM, SamplingParams, Structure
+from chairlift.core.events import RequestFinished
 from chairlift.core.integrity import check_quiescent
+from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.errors import EngineDead, InvalidParameter
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
@@ -166,6 +168,26 @@ def test_bad_input_is_refused_by_name(run: Any) -> None:
 def test_a_timeout_ends_a_request(run: Any) -> None:
     result = run(lambda llm: llm.generate("a", GREEDY.clone(max_tokens=200), timeout=0.001))
     assert result.outputs[0].finish_reason == "deadline"
+
+
+def test_a_completion_that_fails_cancels_its_siblings(run: Any) -> None:
+    async def generate(llm: AsyncLLM) -> int:
+        engine = llm._router._engine
+        structured, finished = engine._structured, list[RequestFinished]()
+        assert structured is not None
+        engine.subscribe(lambda events: finished.extend(one for one in events if isinstance(one, RequestFinished)))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidParameter, match="regex: too complex"):
+            patch.setattr(structured, "ending", lambda request: failing(request))
+            await llm.generate("a", GREEDY.clone(max_tokens=200, n=3, structure=Structure.regex("a+", "regex")))
+        await until_idle(llm)
+        return sum(one.ending.reason is FinishReason.CANCELLED for one in finished)
+
+    def failing(request: Request) -> Ending | None:
+        if request.leader is None and request.num_output == 3:
+            return Ending(FinishReason.ERROR, "too complex", "regex")
+        return None
+
+    assert run(generate) == 2
 
 
 def test_closing_ends_open_requests(folder: Path) -> None:

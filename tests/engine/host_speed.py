@@ -38,12 +38,14 @@ VOCAB = 300
 class WithoutKernels(GPURunner):
     """A runner that returns a constant token without running kernels."""
 
-    def _forward(self, shape: BatchShape) -> ComputedStep:
+    def _forward(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
         return ComputedStep(torch.empty(0), torch.full((shape.samples,), 5, dtype=torch.int32), None)
 
 
 def make_engine(requests: int) -> Engine:
-    model: Any = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB, attention_layers=(), dtype=torch.float32)
+    model: Any = SimpleNamespace(
+        device=torch.device("cpu"), vocab_size=VOCAB, hidden_size=1, attention_layers=(), dtype=torch.float32
+    )
     runner = WithoutKernels(
         cast(CausalLM, model),
         cast(

@@ -15,6 +15,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.core.driving import make_scheduler
+from tests.engine.host_speed import measure
 from tests.text import backends
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -118,3 +119,7 @@ def test_all_steps_in_flight_are_computed_again_after_an_interruption() -> None:
     assert executor.calls.count("read 0") == executor.calls.count("read 1") == 0
     assert sum(call.startswith("read") for call in executor.calls) == 4
     check_quiescent(engine.scheduler)
+
+
+def test_the_measurement_of_the_host_runs() -> None:
+    assert "2 requests, temperature 0: step " in measure(2, 0.0)

@@ -170,15 +170,16 @@ def test_a_timeout_ends_a_request(run: Any) -> None:
     assert result.outputs[0].finish_reason == "deadline"
 
 
-def test_a_completion_that_fails_cancels_its_siblings(run: Any) -> None:
+def test_a_completion_that_fails_cancels_its_siblings(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def generate(llm: AsyncLLM) -> int:
         engine = llm._router._engine
         structured, finished = engine._structured, list[RequestFinished]()
         assert structured is not None
         engine.subscribe(lambda events: finished.extend(one for one in events if isinstance(one, RequestFinished)))
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidParameter, match="regex: too complex"):
-            patch.setattr(structured, "ending", lambda request: failing(request))
-            await llm.generate("a", GREEDY.clone(max_tokens=200, n=3, structure=Structure.regex("a+", "regex")))
+        params = GREEDY.clone(max_tokens=200, n=3, structure=Structure.regex("a+", "regex"))
+        monkeypatch.setattr(structured, "ending", failing)
+        with pytest.raises(InvalidParameter, match="regex: too complex"):
+            await llm.generate("a", params)
         await until_idle(llm)
         return sum(one.ending.reason is FinishReason.CANCELLED for one in finished)
 

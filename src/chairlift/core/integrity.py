@@ -77,6 +77,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         assert chunk.count >= 1
         assert chunk.end == request.num_planned <= request.num_expected + len(chunk.drafts)
         assert not chunk.drafts or (chunk.samples and chunk.known_end == request.num_known)
+        assert not chunk.read or plan.reads, "the plan does not say that a chunk reads prompt positions"
         assert not chunk.read or chunk.start <= chunk.read.start < chunk.read.stop <= chunk.end
         assert not (chunk.samples and chunk.known_end - 1 in chunk.read), "a row is both sampled and read"
         first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size

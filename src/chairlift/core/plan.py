@@ -80,6 +80,7 @@ class StepPlan:
     idle_rows: int = 0  # padding rows for finished requests of a static batch
     swap_outs: tuple[BlockSwap, ...] = ()  # before everything else: this step may overwrite these blocks
     swap_ins: tuple[BlockSwap, ...] = ()  # next, before the copies of the chunks
+    reads: bool = False  # whether any chunk reads prompt positions
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ class PlanBuilder:
         self.prefill_room = min(limits.prefill_tokens, self.room)
         self.slots = limits.slots
         self.memory_was_short = False
+        self.reads = False  # whether a chunk that was added reads prompt positions
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
         self._limited_tenants: Collection[str] = ()
@@ -53,6 +54,7 @@ class PlanBuilder:
         start = request.num_planned
         samples = start + count == request.num_expected and not request.prompt_only
         read = request.positions_to_read(start, start + count)
+        self.reads = self.reads or bool(read)
         table, generation = kv.table(request), request.generation
         self.chunks[request.id] = Chunk(request, start, count, table, samples, copies, generation, read=read)
 

@@ -85,6 +85,7 @@ class Request:
         "eos_ids",
         "generation",
         "group",
+        "has_masks",
         "id",
         "leader",
         "max_new_tokens",
@@ -129,6 +130,7 @@ class Request:
         self.id = request_id
         self.order = -1  # position in the order of submission, set by the scheduler
         self.params = params
+        self.has_masks = params.has_masks  # read for each request of each step
         self.arrival = arrival
         self.seed = seed
         self.eos_ids = eos_ids
@@ -186,7 +188,7 @@ class Request:
     def num_behind(self) -> int:
         """Tokens still to be computed. The last token that may be generated never needs to be."""
         expected = len(self._tokens) + self.num_unread
-        if self.num_unread and (self.params.has_masks or self.group is not None):
+        if self.num_unread and (self.has_masks or self.group is not None):
             return 0  # the next token depends on tokens that are not read yet
         if 0 < self.max_new_tokens <= expected - self.num_prompt:
             return 0

@@ -147,15 +147,15 @@ class StructuredOutput:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
-        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget, or whose
-        optional grammar failed before they have `min_tokens`.
+        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget, or that
+        need `min_tokens` after their optional grammar failed.
 
         A request has a row for its next token and one for the token after each of its drafts.
         """
         tasks: list[_MaskTask] = []
         row = 0
         for request, drafted in zip(requests, drafts or [()] * len(requests), strict=True):
-            if request.params.has_masks:
+            if request.has_masks:
                 task = self._task(request, row, tuple(drafted))
                 tasks += [task] if task.needed else []
             row += 1 + len(drafted)

@@ -28,6 +28,7 @@ class ResultApplier:
 
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         assert len(result.tokens) == len(result.logprobs)
+        reads = result.plan.reads
         num_read = 0  # sampled tokens
         for chunk in result.plan.chunks:
             request = chunk.request
@@ -43,7 +44,7 @@ class ResultApplier:
             request.num_computed = chunk.known_end
             self._kv.commit(request)
             request.num_unread -= chunk.samples
-            if chunk.read:
+            if reads and chunk.read:
                 self._publish_prompt(chunk, result, now)
             if chunk.drafts:
                 self._state.events.append(DraftsVerified(now, request.id, len(chunk.drafts), accepted))
@@ -51,7 +52,7 @@ class ResultApplier:
                 self._advance_beam(request, result, result.tokens[sampled.start], now, ends)
             else:
                 self._append(request, result, sampled, now, ends)
-            if request.prompt_only and request.num_computed == request.num_prompt:
+            if not chunk.samples and request.prompt_only and request.num_computed == request.num_prompt:
                 self.finish(request, Ending(FinishReason.LENGTH), now)
             if chunk.drafts and request.status is Status.RUNNING:
                 request.rewind()

@@ -274,7 +274,9 @@ class Scheduler:
             request.num_planned = chunk.start + chunk.count
             request.num_unread += chunk.samples
         self._num_steps += 1
-        return StepPlan(self._num_steps - 1, chunks, len(self.idle), tuple(builder.swap_outs), tuple(builder.swap_ins))
+        reads = builder.reads and any(chunk.read for chunk in chunks)
+        swap_outs, swap_ins = tuple(builder.swap_outs), tuple(builder.swap_ins)
+        return StepPlan(self._num_steps - 1, chunks, len(self.idle), swap_outs, swap_ins, reads)
 
     # ---- applying its result ------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class GPURunner(ModelRunner):
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
         packed = self._packer.pack(plan, staging)
-        reads = any(chunk.read for chunk in plan.chunks)
+        reads = plan.reads
         # Captured steps keep the hidden states of all rows only for a draft network.
         capturable = packed.capturable and (not reads or self.draft_observer is not None)
         graphs = self.preparation.graphs if capturable else None

@@ -123,6 +123,9 @@ class PromptOutputs:
     vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of prompts that are complete
 
 
+NO_PROMPT_OUTPUTS = PromptOutputs()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """One token per chunk that samples, in the plan's order, plus one for each accepted draft."""
@@ -134,4 +137,4 @@ class StepResult:
     padding_tokens: int = 0  # padding rows: idle slots, and rows that fill up a padded batch
     accepted: Mapping[str, int] = field(default_factory=dict)  # accepted drafts by request id
     candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id; beams ignore the sampled token
-    prompts: PromptOutputs = PromptOutputs()
+    prompts: PromptOutputs = NO_PROMPT_OUTPUTS

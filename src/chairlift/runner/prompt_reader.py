@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from chairlift.core.plan import Chunk, PromptOutputs
+from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.pooling import PoolingKind
 from chairlift.models.base import CausalLM
@@ -39,7 +39,7 @@ class PromptReader:
         """hidden [R, hidden]: the rows of the positions `chunk.read` of all chunks, in their order."""
         reading = [chunk for chunk in chunks if chunk.read]
         if not reading:
-            return PromptOutputs()
+            return NO_PROMPT_OUTPUTS
         rows = hidden.split([len(chunk.read) for chunk in reading])
         scored = [(chunk, own) for chunk, own in zip(reading, rows, strict=True) if chunk.request.scores_prompt]
         pooled = [(chunk, own) for chunk, own in zip(reading, rows, strict=True) if not chunk.request.scores_prompt]

@@ -18,7 +18,7 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
-from chairlift.core.plan import Chunk, PromptOutputs, StepPlan
+from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
@@ -139,8 +139,7 @@ class GPURunner(ModelRunner):
         from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
-            prompts = self._read_prompts(plan, packed, step) if reads else PromptOutputs()
+        prompts = self._read_prompts(plan, packed, step) if reads else NO_PROMPT_OUTPUTS
         seconds = time.perf_counter() - begun
         launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical and tuned)
         if self.draft_observer is not None:
@@ -155,7 +154,8 @@ class GPURunner(ModelRunner):
             for first, chunk in zip(first_rows, plan.chunks, strict=True)
             for position in chunk.read
         ]
-        return self.prompt_reader.read(plan.chunks, step.output.hidden.last[sent(rows, self.device)])
+        with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
+            return self.prompt_reader.read(plan.chunks, step.output.hidden.last[sent(rows, self.device)])
 
     def _forward(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
         """The whole step as kernels that read nothing but device memory: what a graph captures.

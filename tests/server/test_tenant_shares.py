@@ -77,7 +77,7 @@ def admit(front: FrontEnd, requests: list[Submit]) -> None:
 
 
 def waiting_ids(front: FrontEnd, tenant: str) -> list[str]:
-    return [stream.ids[0] for stream in front.engine.newest_waiting(tenant)]
+    return [stream.ids[0] for stream in front.engine.newest_waiting() if stream.tenant == tenant]
 
 
 def finish_all(front: FrontEnd) -> None:

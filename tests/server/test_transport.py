@@ -285,7 +285,10 @@ def test_cors_origins() -> None:
         refused = HTTP.post(front.url + TEXT, content=BODY, headers=headers)
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
-        other = HTTP.post(front.url + TEXT, content=BODY, headers=headers | {"Origin": "https://b.example"})
+        strange = headers | {"Origin": "https://b.example"}
+        for path in (TEXT, "/v1/messages"):
+            assert HTTP.options(front.url + path, headers=strange).status_code == 400
+        other = HTTP.post(front.url + TEXT, content=BODY, headers=strange)
         assert "access-control-allow-origin" not in other.headers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,17 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Submit, Update
 from chairlift.server.workers.config_codec import decode_config, encode_config
 from chairlift.server.workers.hub import Hub, WorkerLink
-from chairlift.server.workers.messages import CancelStream, SubmitAll, ToWorker, Updates, WireError
+from chairlift.server.workers.messages import (
+    CancelStream,
+    Channel,
+    StopWorker,
+    SubmitAll,
+    ToWorker,
+    Updates,
+    WireError,
+)
+from chairlift.server.workers.pool import WorkerPool
+from chairlift.server.workers.remote import HubChannel
 from tests.server.front_end import ScriptedEngine, stay_silent
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
@@ -311,6 +322,44 @@ def test_the_hub_forgets_streams_that_are_finished_or_cancelled() -> None:
         assert engine.num_open == 0
         assert not link._streams
         await engine.stop()
+
+    asyncio.run(check())
+
+
+class StoppableProcess:
+    """A worker's process that exits when it is told to, and never else."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.returncode: int | None = None
+        self._exit = asyncio.create_task(self._run(channel))
+
+    async def _run(self, end: socket.socket) -> None:
+        channel: HubChannel = await Channel.open(end, ToWorker)
+        while not isinstance(await channel.receive(), StopWorker):
+            pass
+        channel.close()
+        self.returncode = 0
+
+    async def wait(self) -> None:
+        await self._exit
+
+
+def test_a_worker_that_starts_while_the_server_stops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        metrics = Metrics()
+        pool = WorkerPool(
+            ServerConfig("m", ["m"], {}, api_workers=2), None, ScriptedEngine(metrics, stay_silent), metrics
+        )
+
+        async def spawn(*command: str, pass_fds: list[int]) -> StoppableProcess:
+            pool.drain()
+            return StoppableProcess(socket.socket(fileno=os.dup(pass_fds[0])))
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+        with socket.socket() as listener:
+            assert await asyncio.wait_for(pool._run_worker(listener), 10) == 0
+        assert pool.is_idle
+        await pool.engine.stop()
 
     asyncio.run(check())
 

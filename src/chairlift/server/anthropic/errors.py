@@ -64,7 +64,9 @@ class _ConvertingSend:
                 await self._send_error(self._start)
 
     async def _send_error(self, start: Message) -> None:
-        body = msgspec.json.encode(anthropic_error(start["status"], msgspec.json.decode(self._body)))
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        body = self._body
+        if dict(headers).get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
+            body = msgspec.json.encode(anthropic_error(start["status"], msgspec.json.decode(body)))
         await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})

@@ -85,7 +85,7 @@ class MessageInput:
 
     def _add_message(self, location: str, given: dict[str, Any]) -> None:
         role, content = given.get("role"), given.get("content")
-        if role not in _BLOCKS:
+        if not isinstance(role, str) or role not in _BLOCKS:
             raise InvalidParameter(f"{location}.role", f"must be user or assistant, got {str(role)[:40]!r}")
         if unknown := set(given) - {"role", "content"}:
             raise InvalidParameter(f"{location}.{min(unknown)}", "unknown parameter", "unknown_parameter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from functools import partial
 from starlette.requests import Request as HTTPRequest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.shares import MOST_OVER_LIMIT, SharedLimit, share_of
+from chairlift.server.generation.shares import MOST_OVER_LIMIT, SharedLimit, shares_of
 from chairlift.server.http.errors import APIError, too_busy, unavailable
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
@@ -136,12 +136,13 @@ class AdmissionControl(Admission):
         for one in self._reservations:
             using[one.tenant] += one.count
         using[tenant] += count
-        share = partial(share_of, limit=capacity, using=Counter(using), weights=self._limits.tenant_weights)
-        if using[tenant] > share(tenant) or using.total() > MOST_OVER_LIMIT * capacity:
+        share = shares_of(capacity, using, self._limits.tenant_weights)
+        if using[tenant] > share[tenant] or using.total() > MOST_OVER_LIMIT * capacity:
             raise self._too_busy("the queue is full; try again in a moment")
-        waiting = {other: self._newest_waiting(other) for other in using if other != tenant}
+        waiting = self._newest_waiting()
+        waiting.pop(tenant, None)
         while missing > 0:
-            excess = {other: using[other] / share(other) for other, found in waiting.items() if found}
+            excess = {other: using[other] / share[other] for other, found in waiting.items() if found}
             largest = max(excess, key=excess.__getitem__, default=tenant)
             if excess.get(largest, 0.0) <= 1.0:
                 return
@@ -150,14 +151,14 @@ class AdmissionControl(Admission):
             missing -= size
             end()
 
-    def _newest_waiting(self, tenant: str) -> list[tuple[int, Callable[[], None]]]:
-        """The number of sequences of each waiting request of a tenant, and how to end it; the newest first."""
-        preparing = [one for one in reversed(self._reservations) if one.tenant == tenant]
-        submitted = self._engine.newest_waiting(tenant)
-        return [
-            *((one.count, partial(self._displace_reservation, one)) for one in preparing),
-            *((stream.num_open, partial(self._displace_stream, stream)) for stream in submitted),
-        ]
+    def _newest_waiting(self) -> dict[str, list[tuple[int, Callable[[], None]]]]:
+        """The number of sequences of each waiting request, and how to end it, by tenant; the newest first."""
+        found: defaultdict[str, list[tuple[int, Callable[[], None]]]] = defaultdict(list)
+        for one in reversed(self._reservations):
+            found[one.tenant].append((one.count, partial(self._displace_reservation, one)))
+        for stream in self._engine.newest_waiting():
+            found[stream.tenant].append((stream.num_open, partial(self._displace_stream, stream)))
+        return found
 
     def _displace_reservation(self, reservation: Reservation) -> None:
         self.release(reservation)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 MOST_OVER_LIMIT = 2  # times a limit that tenants may use together by claiming their shares
 
 
-def share_of(tenant: str, limit: float, using: Mapping[str, int], weights: Mapping[str, float]) -> float:
-    """Return a tenant's share of `limit`, by weight, among the tenants that are using some of it and itself."""
-    total = sum(weights.get(one, 1.0) for one in using.keys() | {tenant})
-    return limit * weights.get(tenant, 1.0) / total
+def shares_of(limit: float, tenants: Collection[str], weights: Mapping[str, float]) -> dict[str, float]:
+    """Divide `limit` among the tenants by weight."""
+    total = sum(weights.get(one, 1.0) for one in tenants)
+    return {one: limit * weights.get(one, 1.0) / total for one in tenants}
 
 
 class SharedLimit:
@@ -31,7 +31,8 @@ class SharedLimit:
             return True
         if self.total + amount > MOST_OVER_LIMIT * self._limit:
             return False
-        return self._using[tenant] + amount <= share_of(tenant, self._limit, self._using, self._weights)
+        shares = shares_of(self._limit, self._using.keys() | {tenant}, self._weights)
+        return self._using[tenant] + amount <= shares[tenant]
 
     def take(self, tenant: str, amount: int) -> None:
         self._using[tenant] += amount

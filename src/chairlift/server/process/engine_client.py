@@ -111,9 +111,9 @@ class EngineClient:
         """Number of submitted sequences that are not finished, of the tenants that have any."""
         return self._requests.sequences_by_tenant
 
-    def newest_waiting(self, tenant: str) -> list[UpdateStream]:
-        """The streams of a tenant whose requests wait in the engine's queue, the newest first."""
-        return [one for one in self._requests.streams() if one.tenant == tenant and one.is_waiting][::-1]
+    def newest_waiting(self) -> list[UpdateStream]:
+        """The streams whose requests wait in the engine's queue, the newest first."""
+        return [one for one in self._requests.streams() if one.is_waiting][::-1]
 
     @property
     def pid(self) -> int | None:

@@ -111,6 +111,8 @@ class WorkerPool:
         link.send(Configure(encode_config(self._worker_config()), self._chat_template, self._keys))
         link.send_status()
         self._hub.links.add(link)
+        if self._stopping.is_set():  # the order was sent before this worker was there
+            link.send(StopWorker())
         watching = asyncio.create_task(self._watch(link, process))
         try:
             await link.serve()

@@ -49,6 +49,10 @@ class KeyTable:
     def replace(self, keys: Iterable[APIKey]) -> None:
         self._keys = {key.digest: key for key in keys}
 
+    def get(self, digest: bytes) -> APIKey | None:
+        """Return the key with this digest; None if there is none, or none any more."""
+        return self._keys.get(digest)
+
     def find(self, secret: bytes) -> APIKey | None:
         """Return the key that a client sent. The time of a lookup depends on the digest, which reveals nothing."""
         return self._keys.get(_digest(secret))

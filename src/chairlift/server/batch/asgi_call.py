@@ -40,5 +40,6 @@ async def call(app: FastAPI, path: str, body: bytes, state: dict[str, Any] | Non
 
     await app(scope, receive, send)
     start, *parts = sent
-    request_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
-    return BatchResponse(start["status"], request_id, b"".join(part.get("body", b"") for part in parts))
+    headers = {name.lower(): value for name, value in start["headers"]}
+    request_id, content = headers.get(b"x-request-id", b"").decode(), b"".join(part.get("body", b"") for part in parts)
+    return BatchResponse(start["status"], request_id, content, may_retry=b"retry-after" in headers)

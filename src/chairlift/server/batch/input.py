@@ -56,8 +56,8 @@ def _fingerprint(custom_id: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def scan(path: Path, paths: Sequence[str] = PATHS) -> LineSet:
-    """Read the file once and return its lines; raises if a custom_id is used twice."""
+def scan(path: Path, paths: Sequence[str] = PATHS, max_lines: int | None = None) -> LineSet:
+    """Read the file once and return its lines; raises if a custom_id is used twice or if there are too many lines."""
     lines = LineSet()
     for line in read_lines(path, paths):
         if line.custom_id is not None and lines.has(line.custom_id, line.number):
@@ -65,6 +65,8 @@ def scan(path: Path, paths: Sequence[str] = PATHS) -> LineSet:
             problem = f"line {line.number} of {str(path)!r} has the custom_id {line.custom_id[:100]!r} of line {first}"
             raise InvalidParameter("input", f"{problem} again; each must have its own")
         lines.add(line.custom_id, line.number)
+        if max_lines is not None and len(lines) > max_lines:
+            raise InvalidParameter("input", f"{str(path)!r} has more than {max_lines} lines")
     if not len(lines):
         raise InvalidParameter("input", f"{str(path)!r} has no lines in it")
     return lines

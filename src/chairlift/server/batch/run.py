@@ -22,6 +22,7 @@ class BatchResponse:
     status: int
     request_id: str
     body: bytes
+    may_retry: bool = True  # whether the same request may succeed later
 
 
 Send = Callable[[str, bytes], Awaitable[BatchResponse]]
@@ -32,13 +33,21 @@ ProgressCallback = Callable[["BatchRun"], None]
 class BatchRun:
     """One run over a batch file; lines with a response from an earlier run are skipped."""
 
-    def __init__(self, source: Path, target: Path, *, concurrency: int, paths: Sequence[str] = PATHS) -> None:
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        *,
+        concurrency: int,
+        paths: Sequence[str] = PATHS,
+        max_lines: int | None = None,
+    ) -> None:
         if target.exists() and source.exists() and target.samefile(source):
             raise InvalidParameter("output", "is the input; give another file")
         self._source = source
         self._concurrency = concurrency
         self._paths = paths
-        lines = scan(source, paths)
+        lines = scan(source, paths, max_lines)
         self.total = len(lines)
         self.output = BatchOutput(target)
         if not self.output.done <= lines:
@@ -99,9 +108,11 @@ class BatchRun:
             self.failed += 1
 
     async def _send_until_accepted(self, line: BatchLine, send: Send) -> BatchResponse:
-        while (response := await send(line.path, line.body)).status == 429:  # the queue is full
-            await asyncio.sleep(RETRY_SECONDS)
-        return response
+        while True:
+            response = await send(line.path, line.body)
+            if response.status != 429 or not response.may_retry:
+                return response
+            await asyncio.sleep(RETRY_SECONDS)  # the queue is full, or a limit of the API key is reached
 
     async def _keep_synced(self) -> None:
         while True:

@@ -1,7 +1,8 @@
 """Runs the batches of a folder below interactive traffic, and continues them after a restart.
 
-A line is sent only while at least a quarter of the engine's slots is free, so that interactive requests find room, and
-never while another request waits. One process of those that share the folder does this: the one that has its lock.
+A line is sent only while at least a quarter of the engine's slots is free, so that interactive requests find room. Of
+each owner one batch runs at a time, the oldest first. One process of those that share the folder does this: the
+one that has its lock.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO
 from fastapi import FastAPI
 
 from chairlift.errors import ChairliftError
+from chairlift.server.access.keys import KeyTable
 from chairlift.server.batch.asgi_call import call
 from chairlift.server.batch.run import BatchResponse, BatchRun
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
@@ -32,22 +34,28 @@ log = logging.getLogger("chairlift.server")
 POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
 WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
 FREE_SHARE = 0.25  # of the engine's slots stay free for interactive requests
+MAX_LINES = 50_000  # of a batch, as in OpenAI's API; they are in memory
 
 
 class BatchRunner:
-    def __init__(self, folder: FilesFolder, service: Service, app: FastAPI) -> None:
-        """`app` answers requests without checking keys."""
+    def __init__(self, folder: FilesFolder, service: Service, app: FastAPI, keys: KeyTable) -> None:
+        """`app` answers requests without checking keys, but applies their limits."""
         self._folder = folder
         self._service = service
         self._app = app
+        self._keys = keys
+        self._num_sent = 0  # lines without a response
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Run batches until cancelled; what is not finished continues at the next start."""
         try:
             while True:
-                if self._folder.lock():
-                    await self._look()
+                try:
+                    if self._folder.lock():
+                        await self._look()
+                except Exception:  # no file descriptors, or a damaged record: it may be repaired
+                    log.exception("the folder of batches cannot be read")
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._running.values():
@@ -56,13 +64,17 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Start batches that are new or were interrupted, and cancel those that clients have cancelled."""
-        for owner, batch in await asyncio.to_thread(self._batches):
+        batches = await asyncio.to_thread(self._batches)
+        busy = {owner.path for owner, batch in batches if batch.id in self._running}
+        for owner, batch in sorted(batches, key=lambda found: found[1].created_at):
+            is_cancelling = batch.status is BatchStatus.CANCELLING
             task = self._running.get(batch.id)
             if task is not None and task.done():
                 del self._running[batch.id]
-            elif task is None and not batch.status.is_final:
+            elif task is None and not batch.status.is_final and (is_cancelling or owner.path not in busy):
+                busy.add(owner.path)
                 self._running[batch.id] = asyncio.create_task(self._run_batch(owner, batch))
-            elif task is not None and batch.status is BatchStatus.CANCELLING:
+            elif task is not None and is_cancelling and not task.cancelling():
                 task.cancel("by the client")
 
     def _batches(self) -> list[tuple[OwnerFolder, BatchRecord]]:
@@ -85,17 +97,20 @@ class BatchRunner:
         except Exception:
             log.exception("batch %s stopped", batch.id)
             raise
-        await asyncio.shield(asyncio.to_thread(_finish, owner, batch))
+        finishing = asyncio.create_task(asyncio.to_thread(_finish, owner, batch))
+        while not finishing.done():
+            with suppress(asyncio.CancelledError):  # a second run would write the same files at the same time
+                await asyncio.wait([finishing])
+        finishing.result()
 
     async def _answer(self, owner: OwnerFolder, batch: BatchRecord) -> None:
         """Answer all lines that have no response yet, until the batch expires."""
         source, target = owner.files.content(batch.input_file_id), owner.results(batch.id)
         if not source.exists():
             raise ChairliftError("the input file was deleted")
-        loaded = await self._loaded()
-        run = await asyncio.to_thread(self._open, source, target, loaded, batch.endpoint)
+        run = await asyncio.to_thread(self._open, source, target, await self._most_lines(), batch.endpoint)
         batch.total = run.total
-        before = _count(target)
+        before = await asyncio.to_thread(_count, target)
         batch.enter(BatchStatus.IN_PROGRESS, batch.in_progress_at or time.time())
         owner.batches.save(batch.id, batch)
         saved = time.monotonic()
@@ -112,22 +127,29 @@ class BatchRunner:
                 await run.run(lambda path, body: self._send(path, body, batch), on_progress)
 
     @staticmethod
-    def _open(source: Path, target: Path, slots: int, endpoint: str) -> BatchRun:
-        return BatchRun(source, target, concurrency=slots, paths=(endpoint,))
+    def _open(source: Path, target: Path, concurrency: int, endpoint: str) -> BatchRun:
+        return BatchRun(source, target, concurrency=concurrency, paths=(endpoint,), max_lines=MAX_LINES)
 
-    async def _loaded(self) -> int:
-        """Wait for the engine; return its number of slots."""
+    async def _most_lines(self) -> int:
+        """Wait for the engine; return how many lines of all batches it may have at once."""
         while self._service.engine.state is not EngineState.READY or self._service.engine.loaded is None:
             await asyncio.sleep(POLL_SECONDS)
-        return self._service.engine.loaded.max_batch_requests
+        return max(1, int(self._service.engine.loaded.max_batch_requests * (1 - FREE_SHARE)))
 
     async def _send(self, path: str, body: bytes, batch: BatchRecord) -> BatchResponse:
-        slots = await self._loaded()
-        most = max(1, int(slots * (1 - FREE_SHARE)))
-        while self._service.admission.draining or self._service.engine.num_open >= most:
+        most = await self._most_lines()
+        # Lines that were just sent are not among the engine's open requests yet.
+        while self._service.admission.draining or max(self._num_sent, self._service.engine.num_open) >= most:
             await asyncio.sleep(WAIT_SECONDS)
-        given = {"key": batch.key, "tenant": batch.tenant, "allowance": None}
-        return await call(self._app, path, body, {**given, "arrived": time.monotonic(), "timelines": {}})
+        key = None if batch.key is None else self._keys.get(batch.key)
+        if batch.key is not None and key is None:
+            raise ChairliftError("the API key of this batch is no longer valid")
+        given = {"api_key": key, "key": batch.key, "tenant": batch.tenant, "allowance": None}
+        self._num_sent += 1
+        try:
+            return await call(self._app, path, body, {**given, "arrived": time.monotonic(), "timelines": {}})
+        finally:
+            self._num_sent -= 1
 
 
 def _is_cancelling(owner: OwnerFolder, batch_id: str) -> bool:

@@ -57,12 +57,14 @@ def make_app(
     tracer_provider: TracerProvider | None = None,
     files: FilesFolder | None = None,
 ) -> FastAPI:
+    table = KeyTable() if keys is None else keys
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
         tasks = [asyncio.create_task(_ping(service))]
         if files is not None:
-            tasks.append(asyncio.create_task(BatchRunner(files, service, make_internal_app(service)).run()))
+            tasks.append(asyncio.create_task(BatchRunner(files, service, make_internal_app(service), table).run()))
         yield
         for task in tasks:
             task.cancel()
@@ -71,12 +73,12 @@ def make_app(
             await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    hosts, keys = hosts or HostNames(), keys or KeyTable()
+    hosts = hosts or HostNames()
     app.router.route_class = threaded_body_route(service.admission)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(
         RequestGuard,
-        keys=keys,
+        keys=table,
         hosts=hosts,
         limits=service.limits,
         metrics=service.metrics,
@@ -107,8 +109,10 @@ def make_app(
 
 
 def make_internal_app(service: Service) -> FastAPI:
-    """The generation routes for requests of this process, whose clients were authenticated before."""
+    """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
+    keys apply."""
     app = FastAPI(openapi_url=None)
+    app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(OutermostMiddleware)
     _add_error_handlers(app)
     add_generation_routes(app, service)

@@ -12,6 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import PromptPooled, PromptScored, RequestAdmitted
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.engine.startup import LoadedModel, start_engine
+from tests.api.beam_reference import check_beams
 from tests.api.conftest import Run, run_greedy
 from tests.api.prompt_outputs import SCORED, check_embedding, expected_logprobs, pooled
 from tests.comparison import check_greedy, reference_tokens
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.model
 
 NEW_TOKENS = 8
 SHORT_PROMPT = 100  # longer ones are tested by `make test-all`
+ALONE = slice(None, None, 4)  # of the short prompts; `make test-all` runs every prompt alone
 
 
 @dataclass
@@ -81,7 +83,9 @@ def test_the_reference_equals_generate_of_transformers(reference: Reference) -> 
 
 def test_one_request_alone(default_model: LoadedModel, reference: Reference) -> None:
     engine = engine_for(default_model, max_batch_requests=1)
-    run_and_check(engine, reference, reference.short(SHORT_PROMPT))
+    few = reference.short(SHORT_PROMPT)[ALONE]
+    assert len(few) >= 7
+    run_and_check(engine, reference, few)
 
 
 @pytest.mark.slow
@@ -100,7 +104,7 @@ def test_all_at_once_with_a_cold_then_a_warm_cache(default_model: LoadedModel, r
     assert cached > 0.8 * sum(map(len, reference.prompts))
 
 
-@pytest.mark.parametrize(("chunk", "longest"), [(1, 20), (7, 100), (64, 600), (512, 1500)])
+@pytest.mark.parametrize(("chunk", "longest"), [(1, 15), (7, 100), (64, 160), (512, 600)])
 def test_chunk_sizes_without_a_prefix_cache(
     default_model: LoadedModel, reference: Reference, chunk: int, longest: int
 ) -> None:
@@ -111,8 +115,8 @@ def test_chunk_sizes_without_a_prefix_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_small_chunks_of_every_prompt(default_model: LoadedModel, reference: Reference, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_chunks_of_every_prompt(default_model: LoadedModel, reference: Reference, chunk: int) -> None:
     engine = engine_for(default_model, max_prefill_tokens=chunk, prefix_caching=False)
     run_and_check(engine, reference, range(len(reference.prompts)))
 
@@ -162,3 +166,9 @@ def test_prompt_outputs(default_model: LoadedModel, hf_default: Any) -> None:
             assert [value for _, value in one.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
         check_embedding(hf_default, prompt, vectors[mean], "mean")
         check_embedding(hf_default, prompt, vectors[last], "last")
+
+
+@pytest.mark.usefixtures("one_thread")  # batches are too small for more
+def test_beams_of_one_prompt_equal_transformers(default_model: LoadedModel, hf_default: Any) -> None:
+    """Here rather than in test_beams.py, because each file in `make test` loads the models anew."""
+    check_beams(default_model, hf_default, SHORT[2:3], width=4, new=6)

@@ -11,7 +11,7 @@ import pytest
 try:
     from hypothesis import HealthCheck, settings
 
-    from tests.repeatable import ignore_loaded_modules
+    from tests.repeatable import PROFILE, ignore_loaded_modules
 except ImportError:  # tests/gpu and tests/kernels run without it
     settings = None
 
@@ -27,14 +27,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # `make test` uses the same examples every time, so that it never fails by chance; `make test-all` searches for more.
 if settings is not None:
-    profile = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
     # No limits on time either: a busy machine must not fail a test.
     settings.register_profile(
         "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.register_profile("searching", derandomize=False)
-    settings.load_profile(profile)
-    if profile == "repeatable":
+    settings.load_profile(PROFILE)
+    if PROFILE == "repeatable":
         ignore_loaded_modules()
 
 

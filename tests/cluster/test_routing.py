@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.cluster.routing.loads import ReplicaLoads
@@ -15,6 +15,7 @@ from chairlift.cluster.routing.prefix_map import PrefixMap
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import FIRST_ESTIMATE, OUTPUT_COST, Route, Router
 from chairlift.errors import InvalidParameter
+from tests.repeatable import examples
 
 ROOM = 100_000
 
@@ -94,6 +95,7 @@ def test_reports_add_the_requests_of_other_routers() -> None:
 
 
 @pytest.mark.parametrize("policy", ROUTERS.names())
+@settings(max_examples=examples(30, 200))
 @given(data=st.data())
 def test_loads_return_to_zero(policy: str, data: st.DataObject) -> None:
     """Whatever the order of starts, ends and departures, the account closes."""

@@ -22,6 +22,7 @@ from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
 from tests.core.memory_model import MemoryModel
+from tests.repeatable import examples
 
 STRATEGIES = st.fixed_dictionaries(
     {
@@ -222,7 +223,7 @@ class Workload(RuleBasedStateMachine):
 
 
 TestWorkload = Workload.TestCase
-TestWorkload.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestWorkload.settings = settings(max_examples=examples(75, 300), stateful_step_count=60, deadline=None)
 
 
 def test_a_starved_request_is_next_once_its_sibling_runs() -> None:

@@ -26,6 +26,7 @@ from chairlift.lab.simulator.roofline import ModelShape, Roofline
 from chairlift.lab.simulator.run import simulate
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor, SpeedProfile
+from tests.repeatable import examples
 
 UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
 
@@ -92,7 +93,7 @@ def test_the_times_of_one_request() -> None:
     assert outcome.busy_seconds == pytest.approx(record.e2e)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(60, 300))
 @given(
     seed=st.integers(0, 10**6),
     count=st.sampled_from([12, 40]),

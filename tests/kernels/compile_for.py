@@ -1,7 +1,7 @@
-"""`python compile_for.py CAPABILITY`: compile every Triton kernel for a GPU that is not there, and list the kernels.
+"""`python compile_for.py CAPABILITY [brief]`: compile every Triton kernel for a GPU that is not there, and list them.
 
 Launches go to a driver that does nothing. Kernels are called through their wrappers, in the shapes of a Llama with GQA,
-so that signatures, tiles and launch options are those of real steps.
+so that signatures, tiles and launch options are those of real steps. `brief` compiles products for one batch size.
 """
 
 # ruff: noqa: E402 - driver and launch options are replaced before the kernels are imported
@@ -21,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of one program
 capability = int(sys.argv[1])
 hopper = capability >= 90
+brief = "brief" in sys.argv[2:]
+BATCH_SIZES = (100,) if brief else (1, 24, 100)
 compiled: list[str] = []
 
 
@@ -99,7 +101,7 @@ def compile_invariant_attention(case: Any) -> None:
 
 def compile_products() -> None:
     weight = torch.randn(2 * INNER, HIDDEN).to(BF16)
-    for rows in (1, 24, 100):
+    for rows in BATCH_SIZES:
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         squares = torch.ones(rows, 4)
         product.product(x, weight, squares=squares, eps=1e-6, gated=True)
@@ -111,11 +113,11 @@ def compile_products() -> None:
 
 
 def compile_int4() -> None:
-    for group, dtype in ((32, BF16), (128, torch.float16)):
+    for group, dtype in ((32, BF16),) if brief else ((32, BF16), (128, torch.float16)):
         scales = torch.ones(2 * INNER, HIDDEN // group).to(dtype)
         weight = store(torch.ones(2 * INNER, HIDDEN, dtype=torch.uint8), scales, scales if group == 32 else None, group)
         int4.dequantize(weight, dtype)
-        for rows in (1, 24, 100):
+        for rows in BATCH_SIZES:
             x = launch.empty_rows(rows, HIDDEN, dtype=dtype, device=CPU)
             int4.int4_product(x, weight, squares=torch.ones(rows, 4), eps=1e-6, gated=True)
             total = launch.empty_rows(rows, 2 * INNER, dtype=dtype, device=CPU)

@@ -135,11 +135,12 @@ def test_the_compiling_process_does_without_torch(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("variants", ["brief", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", [80, 89, 90])
-def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+def test_every_kernel_compiles(capability: int, variants: str, tmp_path: Path) -> None:
     """Compiling needs no GPU. FP8 caches and weights are left out before compute capability 8.9."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for", str(capability)],
+        [sys.executable, "-m", "tests.kernels.compile_for", str(capability), variants],
         env=without_interpreter(tmp_path),
         cwd=Path(__file__).parents[2],
         capture_output=True,

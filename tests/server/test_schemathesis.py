@@ -101,7 +101,7 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
 def test_no_generated_request_makes_the_server_fail(
     server: RunningServer, path: str, method: str, mode: GenerationMode
 ) -> None:
-    fuzz(server, path, method, mode, 40 if path in POSTS else 8, derandomize=True)
+    fuzz(server, path, method, mode, 25 if path in POSTS else 4, derandomize=True)
 
 
 @pytest.mark.slow

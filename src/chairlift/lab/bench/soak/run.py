@@ -1,4 +1,13 @@
-"""Mixed traffic on a server for a while: nothing may fail, change or grow."""
+"""Mixed traffic on a server for a while: nothing may fail, change or grow.
+
+    references    the greedy answers of an idle server
+    warm-up       prompts until every KV block was written once: memory that is first used later looks like growth
+    calibration   requests per second of a closed loop
+    traffic       random arrivals at a share of that rate; then every open request has REQUEST_SECONDS to end
+    verdict       the idle server after the traffic compared with the idle server before it
+
+Every phase is bounded, so that the bench also ends on a slow or busy machine.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +19,13 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
+from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.soak.resources import (
     ProcessSample,
@@ -29,10 +40,14 @@ from chairlift.lab.report.progress import Note
 
 MAX_WAITING = 1000
 SAMPLE_SECONDS = 1.0
-REQUEST_SECONDS = 300.0  # a request that takes longer hangs
+REQUEST_SECONDS = 120.0  # a request that takes longer hangs
+WARM_UP_SECONDS = 180.0
+WARM_UP_CONCURRENCY = 4
+METRICS_SECONDS = 10.0  # for an answer of /metrics
 SETTLE_SECONDS = 30.0  # for the server to become idle after the traffic
 MAX_PROBLEMS = 20
-MAX_OPEN_FACTOR = 4  # times the concurrency: if the machine becomes slower, the traffic waits instead of piling up
+HELD = ("requests_open", "requests_running", "requests_waiting", "kv_blocks_used")  # gauges that are 0 when idle
+MAX_OPEN_FACTOR = 2  # times the concurrency: if the machine becomes slower, the traffic waits instead of piling up
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +77,15 @@ class SoakFailed(ChairliftError):
 
 
 def soak(model: str, options: Mapping[str, Any], plan: SoakPlan, note: Note) -> SoakFigures:
+    block_size = EngineConfig(**options).block_size
     with local_server(model, options, max_waiting=MAX_WAITING) as server:
-        return asyncio.run(_Soak(server, plan, note).run())
+        return asyncio.run(_Soak(server, block_size, plan, note).run())
 
 
 class _Soak:
-    def __init__(self, server: LocalServer, plan: SoakPlan, note: Note) -> None:
+    def __init__(self, server: LocalServer, block_size: int, plan: SoakPlan, note: Note) -> None:
         self._server = server
+        self._block_size = block_size
         self._plan = plan
         self._note = note
         self._http = HttpClient(Address.parse(server.url))
@@ -77,55 +94,93 @@ class _Soak:
         self._num_open = 0
 
     async def run(self) -> SoakFigures:
+        try:
+            await self._run_phases()
+        except SoakFailed as error:  # with what was found before
+            raise SoakFailed("; ".join([*self._figures.problems, str(error)])) from error
+        return self._figures
+
+    async def _run_phases(self) -> None:
         plan, figures = self._plan, self._figures
+        self._note("greedy answers")
         references = {question: await self._reference(question) for question in QUESTIONS}
         traffic = SoakTraffic(MODEL_NAME, plan.seed, references)
+        self._note("warming up: writing every KV block")
+        await self._warm_up(traffic)
         self._note(f"measuring the capacity, {plan.calibration_seconds:g} s")
-        capacity = await self._calibrate(traffic)
-        figures.rate = plan.load * capacity
+        figures.rate = plan.load * await self._calibrate(traffic)
         await self._settle()
         figures.idle_before = self._sample()
         self._clear()
         begun = time.perf_counter()
         sampling = asyncio.create_task(self._watch())
-        await self._send_at_rate(traffic, figures.rate, plan.seconds)
+        await self._send_at_rate(traffic, sampling)
         figures.seconds = time.perf_counter() - begun
+        if sampling.done():
+            sampling.result()  # raises what ended it
         sampling.cancel()
         await self._settle()
         figures.idle_after = self._sample()
         self._judge()
-        return figures
 
     async def _reference(self, question: str) -> str:
-        status, body = await self._post(SoakTraffic(MODEL_NAME, 0).reference_request(question))
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                status, body = await self._post(SoakTraffic(MODEL_NAME, 0).reference_request(question))
+        except TimeoutError:
+            raise SoakFailed(f"an idle server did not answer in {REQUEST_SECONDS:g} s") from None
         if problem := expect_ok(status, body):
             raise SoakFailed(f"the server does not answer as it should: {problem}")
         return answer_text(body)
 
+    async def _warm_up(self, traffic: SoakTraffic) -> None:
+        """Send different prompts until their blocks, which the prefix cache keeps, are all of the pool."""
+        missing = self._gauges()["kv_blocks_total"]
+
+        async def send_in_turn() -> None:
+            nonlocal missing
+            while missing > 0:
+                status, body = await self._post(traffic.warm_up_request())
+                if problem := expect_ok(status, body):
+                    raise SoakFailed(f"the warm-up failed: {problem}")
+                missing -= json.loads(body)["usage"]["prompt_tokens"] // self._block_size
+
+        try:
+            async with asyncio.timeout(WARM_UP_SECONDS):
+                await asyncio.gather(*(send_in_turn() for _ in range(WARM_UP_CONCURRENCY)))
+        except TimeoutError:
+            problem = f"{missing:,.0f} KV blocks were not written after {WARM_UP_SECONDS:g} s"
+            raise SoakFailed(f"{problem}; choose a smaller --kv-memory") from None
+
     async def _calibrate(self, traffic: SoakTraffic) -> float:
-        """Requests per second of a closed loop."""
-        begun = time.perf_counter()
+        """Requests per second of a closed loop; those that are open for as long again are cut off."""
+        begun, limit = time.perf_counter(), self._plan.calibration_seconds
         count = 0
 
         async def send_in_turn() -> None:
             nonlocal count
-            while time.perf_counter() - begun < self._plan.calibration_seconds:
+            while time.perf_counter() - begun < limit:
                 await self._send(traffic.request())
                 count += 1
 
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(self._plan.concurrency):
-                clients.create_task(send_in_turn())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * limit):
+                await asyncio.gather(*(send_in_turn() for _ in range(self._plan.concurrency)))
+        if not count:
+            raise SoakFailed(f"no request ended in {2 * limit:g} s")
         return count / (time.perf_counter() - begun)
 
-    async def _send_at_rate(self, traffic: SoakTraffic, rate: float, seconds: float) -> None:
-        """Send requests at random times until `seconds` have passed, and wait for all of them."""
-        rng, end = random.Random(self._plan.seed + 1), time.perf_counter() + seconds
+    async def _send_at_rate(self, traffic: SoakTraffic, sampling: asyncio.Task[None]) -> None:
+        """Send requests at random times until the end of the plan or of `sampling`, and wait for all of them."""
+        plan, rate = self._plan, self._figures.rate
+        rng, end = random.Random(plan.seed + 1), time.perf_counter() + plan.seconds
         async with asyncio.TaskGroup() as in_flight:
-            while time.perf_counter() < end:
-                await asyncio.sleep(rng.expovariate(rate))
-                while self._num_open >= MAX_OPEN_FACTOR * self._plan.concurrency:
+            while not sampling.done():
+                await asyncio.sleep(min(rng.expovariate(rate), max(0.0, end - time.perf_counter())))
+                while self._num_open >= MAX_OPEN_FACTOR * plan.concurrency and time.perf_counter() < end:
                     await asyncio.sleep(0.05)
+                if time.perf_counter() >= end:
+                    break
                 in_flight.create_task(self._send(traffic.request()))
 
     async def _send(self, request: SoakRequest) -> None:
@@ -159,7 +214,13 @@ class _Soak:
     # ---- the server ----------------------------------------------------------------------------------------------
 
     def _sample(self) -> dict[str, ProcessSample]:
-        return {role: process_sample(pid) for role, pid in self._pids.items()}
+        found = {}
+        for role, pid in self._pids.items():
+            try:
+                found[role] = process_sample(pid)
+            except FileNotFoundError:
+                raise SoakFailed(f"the process of the {role} ended") from None
+        return found
 
     async def _watch(self) -> None:
         begun = time.perf_counter()
@@ -178,17 +239,17 @@ class _Soak:
             if time.perf_counter() > end:
                 raise SoakFailed(f"the server still holds something without any requests: {held}")
             await asyncio.sleep(0.2)
-            held = await asyncio.to_thread(self._held)
+            gauges = await asyncio.to_thread(self._gauges)
+            held = {name: gauges[name] for name in HELD}
 
-    def _held(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self._server.url}/metrics") as response:
-            text = response.read().decode()
-        names = ("requests_open", "requests_running", "requests_waiting", "kv_blocks_used")
-        return {
-            name: float(found[1])
-            for name in names
-            if (found := re.search(rf"^chairlift_{name} (\S+)", text, re.MULTILINE))
-        }
+    def _gauges(self) -> dict[str, float]:
+        """The server's metrics without labels, by name."""
+        try:
+            with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=METRICS_SECONDS) as response:
+                text = response.read().decode()
+        except OSError as error:
+            raise SoakFailed(f"/metrics: {error}") from error
+        return {found[1]: float(found[2]) for found in re.finditer(r"^chairlift_(\w+) (\S+)$", text, re.MULTILINE)}
 
     def _clear(self) -> None:
         """Forget the figures of the calibration, but not its problems."""

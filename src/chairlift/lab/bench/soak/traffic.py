@@ -27,6 +27,8 @@ QUESTIONS = (
     "Count from one to ten.",
     "Tell me about the sea, the sea, the sea.",
 )
+WORDS = ("snow", "lift", "valley", "sun", "ski")
+WARM_UP_WORDS = 200
 # By kind, how often it is chosen.
 KINDS = {
     "greedy": 30,
@@ -71,6 +73,11 @@ class SoakTraffic:
         """The request whose answer is the reference of a question."""
         return SoakRequest("reference", "/v1/chat/completions", self._greedy(question), expect_ok)
 
+    def warm_up_request(self) -> SoakRequest:
+        """A long prompt that differs from all others, and one token."""
+        body = {"model": self._model, "prompt": self._words(WARM_UP_WORDS), "max_tokens": 1}
+        return SoakRequest("warm-up", "/v1/completions", body, expect_ok)
+
     def _make(self, kind: str) -> SoakRequest:
         rng, question = self._rng, self._rng.choice(QUESTIONS)
         chat, completion = "/v1/chat/completions", "/v1/completions"
@@ -93,8 +100,12 @@ class SoakTraffic:
                 body = sampled | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 96}
                 return SoakRequest(kind, chat, body | {"stream": rng.random() < 0.5}, _expect_call)
             case "long prompt":
-                text = " ".join(rng.choices(("snow", "lift", "valley", "sun", "ski"), k=rng.randint(50, 150)))
-                body = {"model": self._model, "prompt": text, "max_tokens": 4, "temperature": 0}
+                body = {
+                    "model": self._model,
+                    "prompt": self._words(rng.randint(50, 150)),
+                    "max_tokens": 4,
+                    "temperature": 0,
+                }
                 return SoakRequest(kind, completion, body, expect_ok)
             case "cancelled" | "killed":
                 body = sampled | {"max_tokens": 200, "ignore_eos": True, "stream": kind == "cancelled", "n": 2}
@@ -105,6 +116,9 @@ class SoakTraffic:
             case _:
                 wrong = rng.choice(({"temperature": -1}, {"n": 0}, {"guided_regex": "("}, {"nonsense": 1}))
                 return SoakRequest(kind, chat, sampled | wrong, _expect_refusal)
+
+    def _words(self, count: int) -> str:
+        return " ".join(self._rng.choices(WORDS, k=count))
 
     def _chat(self, question: str, **options: Any) -> dict[str, Any]:
         return {"model": self._model, "messages": [{"role": "user", "content": question}]} | options

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +22,7 @@ from chairlift.cli.main import app
 from chairlift.lab.bench.soak import run
 from chairlift.lab.bench.soak.resources import ProcessSample, growth_problems, memory_growth
 from chairlift.lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
+from chairlift.lab.common.cpu_time import children
 from chairlift.lab.load.local_server import LocalServer
 from tests.tiny import write_tiny_checkpoint
 
@@ -69,6 +73,9 @@ def test_answers_are_checked() -> None:
     tool = find_request("tool").check
     call = {"function": {"name": "get_weather", "arguments": '{"city": "Oslo", "warm": false}'}}
     assert tool(200, chat_body(None, "tool_calls", tool_calls=[call])) is None
+    assert tool(200, chat_body(None, "tool_calls", tool_calls=[call, call])) is None
+    wrong = {"function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    assert "breaks the schema" in str(tool(200, chat_body(None, "tool_calls", tool_calls=[call, wrong])))
     assert "is not JSON" in str(tool(200, chat_body("no call")))
     invalid = find_request("invalid").check
     assert invalid(400, b'{"error": {"message": "m"}}') is None
@@ -162,6 +169,18 @@ def test_a_short_soak_of_a_tiny_model(tmp_path: Path) -> None:
     rows = run_soak(folder, tmp_path / "result.json", *options, "--memory-tolerance", "200MiB")
     assert {"front end", "engine"} <= {row["name"] for row in rows}
     assert {"greedy", "sampled"} <= {row["name"] for row in rows} <= {*KINDS, "front end", "engine"}
+
+
+def test_a_terminated_bench_stops_its_server(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny", positions=4096)
+    command = [sys.executable, "-m", "chairlift", "bench", "soak", "--model", str(folder), "--kv-memory", "8MiB"]
+    with Popen(command) as bench:
+        while not (servers := children(bench.pid)):
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not [pid for pid in servers if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.slow

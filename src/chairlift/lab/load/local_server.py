@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,7 +56,7 @@ def local_server(
     port = _free_port()
     command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
     command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, _exit_on_sigterm():
         variables = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
         variables |= environment or {}
         process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -64,6 +66,23 @@ def local_server(
             yield server
         finally:
             _stop(process)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit, so that a terminated measurement stops its server."""
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set handlers
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:

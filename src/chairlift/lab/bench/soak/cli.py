@@ -19,7 +19,7 @@ from chairlift.terminal.options import EngineOptions, given
 
 DEFAULTS = {
     "speculate": "ngram",
-    "quantization": "none",  # int8 products depend on how many rows a step has, and with them close decisions
+    "batch_invariant": True,  # otherwise rounding depends on the batch, and close decisions of greedy answers with it
     "kv_memory": "128MiB",  # the warm-up writes all of it
 }
 REQUEST_COLUMNS = (
@@ -43,7 +43,7 @@ PROCESS_COLUMNS = (
     "soak",
     "chairlift bench soak",
     "chairlift bench soak --seconds 60 --json result.json",
-    "chairlift bench soak --model Qwen/Qwen3-0.6B --load 0.9 --speculate layers:8",
+    "chairlift bench soak --model Qwen/Qwen3-0.6B --load 0.9",
 )
 def bench_soak(
     context: typer.Context,
@@ -64,8 +64,8 @@ def bench_soak(
     killed connections, invalid, …) arrive at random times. There must be no
     5xx, greedy answers must stay the same, structured ones must match their
     schema, and the memory, file descriptors and threads of both processes must
-    not grow. Unless given, the options are --speculate ngram, --quantization
-    none and --kv-memory 128MiB.
+    not grow. Unless given, the options are --speculate ngram,
+    --batch-invariant and --kv-memory 128MiB.
     """
     options = engine.config() | {name: value for name, value in DEFAULTS.items() if not given(context, name)}
     tolerance = parse_bytes("memory_tolerance", memory_tolerance)

@@ -164,13 +164,15 @@ def _expect_pattern(status: int, body: bytes) -> str | None:
 def _expect_call(status: int, body: bytes) -> str | None:
     if problem := expect_ok(status, body):
         return problem
-    arguments = ""
+    arguments = {0: ""}  # by call: there may be several
     for choice in _choices(body):
         message = choice.get("message") or choice.get("delta") or {}
-        for call in message.get("tool_calls") or ():
-            if call.get("index", 0) == 0:
-                arguments += call["function"].get("arguments", "")
-    return _json_problem(arguments, is_complete=_finish_reason(body) != "length")
+        for position, call in enumerate(message.get("tool_calls") or ()):
+            number = call.get("index", position)  # only streamed calls have an index
+            arguments[number] = arguments.get(number, "") + call["function"].get("arguments", "")
+    is_complete = _finish_reason(body) != "length"
+    problems = (_json_problem(text, is_complete=is_complete) for text in arguments.values())
+    return next(filter(None, problems), None)
 
 
 def _json_problem(text: str, *, is_complete: bool) -> str | None:

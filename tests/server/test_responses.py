@@ -93,7 +93,7 @@ def test_output_items_can_be_sent_back_as_input(server: RunningServer) -> None:
 def test_a_stream_adds_up_to_the_whole_response(server: RunningServer) -> None:
     whole = server.client().responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
     body = {"model": NAME, "input": QUESTION, "max_output_tokens": 20, "temperature": 0, "ignore_eos": True}
-    events = sse(server, body)
+    events = sse(server, {**body, "stream_options": {"include_usage": True, "include_obfuscation": False}})
     assert in_order(events) == MESSAGE_EVENTS
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert len(deltas) > 1

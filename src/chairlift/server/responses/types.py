@@ -39,6 +39,7 @@ class Reasoning(StrictModel):
 
 class ResponseStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
+    include_usage: Literal[True] | None = None  # sent by aiperf; the last event always has the usage
 
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]

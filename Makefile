@@ -36,6 +36,9 @@ test: install lint typecheck  ## run what CI runs: style, types and tests
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients]'
+	@# aiperf pins versions that other tools do not work with.
+	$(BIN)/python -m venv --without-pip $(VENV)/aiperf
+	$(BIN)/python -m pip --python $(VENV)/aiperf/bin/python install --quiet --disable-pip-version-check 'aiperf>=0.13'
 	@touch $@
 
 test-all: install $(CLIENTS) lint typecheck  ## also run the slow tests and those of client libraries

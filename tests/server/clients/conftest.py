@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.server.clients.scenario import MESSAGES
 from tests.server.running_server import NAME, RunningServer
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # read when litellm is imported: no list from the network
 
 
 @pytest.fixture(scope="session")

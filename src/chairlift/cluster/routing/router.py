@@ -60,7 +60,7 @@ class Router:
         route.started = True
 
     def ended(self, route: Route, num_output: int | None = None) -> None:
-        """A request ended, with so many tokens if it ended well."""
+        """A request ended; `num_output` are its tokens, if it ended well."""
         if num_output is not None:
             self._mean_output = MEMORY * self._mean_output + (1 - MEMORY) * num_output
         if not route.ended and route.replica in self.loads:

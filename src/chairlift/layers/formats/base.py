@@ -41,7 +41,7 @@ class WeightFormat(ABC):
     stores_experts: ClassVar[bool] = False  # models with experts can use it; the experts themselves stay plain
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
-    most_fused_rows: ClassVar[int] = 0  # on a GPU, steps of up to so many rows use `fused`
+    most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`
     rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
 
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
@@ -133,7 +133,7 @@ class WeightFormat(ABC):
         return True
 
     def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        """Whether `fused` is the fastest product of so many rows; asked up to `most_fused_rows`."""
+        """Whether `fused` is the fastest product of `rows` rows; called up to `most_fused_rows`."""
         return True
 
     def fused(
@@ -156,7 +156,7 @@ class WeightFormat(ABC):
         return squares, add_to * next_norm.to(add_to.dtype)
 
     def adds_rounded(self, rows: int) -> bool:
-        """Whether `multiply_rounded` of so many rows does an addition in the same kernel."""
+        """Whether `multiply_rounded` of `rows` rows does an addition in the same kernel."""
         return False
 
     def multiply_rounded(

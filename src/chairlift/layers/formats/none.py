@@ -115,7 +115,7 @@ class PlainWeight(WeightFormat):
         return product(x, self.plain, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
 
     def _own_kernel_is_faster(self, x: Tensor) -> bool:
-        """Whether our Triton product is faster than torch's for so many rows."""
+        """Whether our Triton product is faster than torch's for `rows` rows."""
         if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
         return self.fuses_rows(len(x), gated=False)

@@ -295,7 +295,7 @@ class _Forwarder:
         self.link.forward(update)
 
     def on_cut_short(self, reason: str, count: int) -> None:
-        """The worker counts these when it is told about the end."""
+        """The worker counts these when it receives the end."""
 
 
 class RelayStream(UpdateStream):

@@ -27,7 +27,7 @@ class Int4Tiling(NamedTuple):
 
 
 def _splits(tiles: int, programs: int, depth: int, group: int) -> int:
-    """Splits of the sum that give so many programs, with at least four chunks each."""
+    """Splits of the sum that give this number of programs, with at least four chunks each."""
     chunks = cdiv(depth, 4 * min(group, 64))
     return max(1, min(last_power_of_2(cdiv(programs, tiles)), MOST_SPLITS, chunks // 4))
 

@@ -99,7 +99,7 @@ def product(
 
 @cache
 def _reach(depth: int) -> float:
-    """A power of two by which normalised rows of so many elements can be scaled within e4m3. None is above the square
+    """A power of two by which normalised rows of `depth` elements can be scaled within e4m3. None is above the square
     root of their number; a factor of four is left for the weights of norms that are not part of the matrix."""
     return float(2.0 ** math.floor(math.log2(448.0 / math.sqrt(depth)) - 2))
 

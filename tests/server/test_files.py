@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -237,6 +238,32 @@ def test_an_expired_batch_keeps_what_it_has(tmp_path: Path) -> None:
     assert (saved.status, saved.completed, saved.error_file_id) == (BatchStatus.EXPIRED, 1, None)
     assert saved.output_file_id is not None
     assert json.loads(owner.files.content(saved.output_file_id).read_text()) == answer
+
+
+def test_a_cancellation_is_not_lost_to_a_save_of_progress(tmp_path: Path) -> None:
+    owner = FilesFolder(tmp_path, 1000).owner(None)
+    batch = BatchRecord(
+        id="batch_1", endpoint=CHAT, input_file_id="f", completion_window="24h", created_at=1, expires_at=2
+    )
+    owner.batches.save(batch.id, batch)
+    owner.cancel(batch.id)
+    owner.batches.save(batch.id, batch)  # by the process that runs it
+    (found,) = owner.all_batches()
+    assert found.status is BatchStatus.CANCELLING
+    batch.enter(BatchStatus.COMPLETED, 3.0)
+    owner.batches.save(batch.id, batch)
+    (found,) = owner.all_batches()
+    assert found.status is BatchStatus.COMPLETED, "it was finished before the cancellation was seen"
+
+
+def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "public" / "files"
+    folder.mkdir(parents=True)
+    for name in (".file-1.content", ".file-2.content"):
+        (folder / name).touch()
+    os.utime(folder / ".file-1.content", (1, 1))
+    assert FilesFolder(tmp_path, 1000).lock()
+    assert [path.name for path in folder.iterdir()] == [".file-2.content"], "the newer one may still be written"
 
 
 def test_one_process_runs_the_batches_of_a_folder(tmp_path: Path) -> None:

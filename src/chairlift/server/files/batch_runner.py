@@ -8,6 +8,7 @@ one that has its lock.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import time
@@ -46,6 +47,7 @@ class BatchRunner:
         self._keys = keys
         self._num_sent = 0  # lines without a response
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._finished: set[str] = set()  # ids of batches that need not be read again
 
     async def run(self) -> None:
         """Run batches until cancelled; what is not finished continues at the next start."""
@@ -78,7 +80,16 @@ class BatchRunner:
                 task.cancel("by the client")
 
     def _batches(self) -> list[tuple[OwnerFolder, BatchRecord]]:
-        return [(owner, batch) for owner in self._folder.owners() for batch in owner.batches.all()]
+        """Read the batches that are not finished."""
+        found = []
+        for owner in self._folder.owners():
+            for batch_id in set(owner.batches.ids()) - self._finished:
+                batch = owner.find_batch(batch_id)
+                if batch is not None and batch.status.is_final and batch_id not in self._running:
+                    self._finished.add(batch_id)
+                elif batch is not None:
+                    found.append((owner, batch))
+        return found
 
     async def _run_batch(self, owner: OwnerFolder, batch: BatchRecord) -> None:
         try:
@@ -90,18 +101,23 @@ class BatchRunner:
             batch.enter(BatchStatus.CANCELLING, batch.cancelling_at or time.time())
         except ChairliftError as error:
             source = str(owner.files.content(batch.input_file_id))
-            batch.problem = str(error).replace(repr(source), "the input file")
-            batch.enter(BatchStatus.FAILED, time.time())
-            owner.batches.save(batch.id, batch)
+            await self._fail(owner, batch, str(error).replace(repr(source), "the input file"))
             return
         except Exception:
             log.exception("batch %s stopped", batch.id)
-            raise
+            await self._fail(owner, batch, "the server could not run this batch")
+            return
         finishing = asyncio.create_task(asyncio.to_thread(_finish, owner, batch))
         while not finishing.done():
             with suppress(asyncio.CancelledError):  # a second run would write the same files at the same time
                 await asyncio.wait([finishing])
         finishing.result()
+
+    @staticmethod
+    async def _fail(owner: OwnerFolder, batch: BatchRecord, problem: str) -> None:
+        batch.problem = problem
+        batch.enter(BatchStatus.FAILED, time.time())
+        await asyncio.to_thread(owner.batches.save, batch.id, batch)
 
     async def _answer(self, owner: OwnerFolder, batch: BatchRecord) -> None:
         """Answer all lines that have no response yet, until the batch expires."""
@@ -112,19 +128,18 @@ class BatchRunner:
         batch.total = run.total
         before = await asyncio.to_thread(_count, target)
         batch.enter(BatchStatus.IN_PROGRESS, batch.in_progress_at or time.time())
-        owner.batches.save(batch.id, batch)
-        saved = time.monotonic()
 
         def on_progress(run: BatchRun) -> None:
-            nonlocal saved
             batch.completed, batch.failed = before[0] + run.answered, before[1] + run.failed
-            if time.monotonic() - saved > POLL_SECONDS and not _is_cancelling(owner, batch.id):
-                saved = time.monotonic()
-                owner.batches.save(batch.id, batch)
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
-                await run.run(lambda path, body: self._send(path, body, batch), on_progress)
+        saving = asyncio.create_task(_keep_saved(owner, batch))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                    await run.run(lambda path, body: self._send(path, body, batch), on_progress)
+        finally:
+            saving.cancel()
+            await asyncio.wait([saving])
 
     @staticmethod
     def _open(source: Path, target: Path, concurrency: int, endpoint: str) -> BatchRun:
@@ -152,9 +167,16 @@ class BatchRunner:
             self._num_sent -= 1
 
 
-def _is_cancelling(owner: OwnerFolder, batch_id: str) -> bool:
-    found = owner.batches.find(batch_id)
-    return found is not None and found.status is BatchStatus.CANCELLING
+async def _keep_saved(owner: OwnerFolder, batch: BatchRecord) -> None:
+    """Save a batch's progress again and again. A save that has begun is finished before a later one begins."""
+    while True:
+        save = asyncio.create_task(asyncio.to_thread(owner.batches.save, batch.id, copy.copy(batch)))
+        try:
+            await asyncio.shield(save)
+        except asyncio.CancelledError:
+            await asyncio.wait([save])
+            raise
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _count(results: Path) -> tuple[int, int]:

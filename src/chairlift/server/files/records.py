@@ -49,10 +49,11 @@ class RecordFolder(Generic[Record]):
     def delete(self, record_id: str) -> None:
         self._path(record_id).unlink(missing_ok=True)
 
+    def ids(self) -> Iterator[str]:
+        return (path.stem for path in self.folder.glob("*.json")) if self.folder.exists() else iter(())
+
     def all(self) -> Iterator[Record]:
-        for path in self.folder.glob("*.json") if self.folder.exists() else ():
-            if (found := self.find(path.stem)) is not None:
-                yield found
+        return filter(None, map(self.find, self.ids()))
 
     def _path(self, record_id: str) -> Path:
         return self.folder / f"{record_id}.json"

@@ -19,10 +19,11 @@ from chairlift.server.batch.input import PATHS
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.file_store import PURPOSES, StoredFile
 from chairlift.server.files.folder import FilesFolder, OwnerFolder
-from chairlift.server.http.errors import APIError
+from chairlift.server.http.errors import APIError, too_busy
 from chairlift.server.openai.strict import StrictModel
 
 MAX_FILENAME = 255
+MAX_OPEN_BATCHES = 100  # of one owner
 MAX_LIFETIME = 30 * 86_400  # seconds
 WINDOW_SECONDS = 24 * 3600
 FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -100,29 +101,34 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
             key=http.state.key,
             tenant=http.state.tenant,
         )
-        await asyncio.to_thread(owner.batches.save, batch.id, batch)
+        await asyncio.to_thread(_add_batch, owner, batch)
         return batch.body()
 
     @app.get("/v1/batches", responses=errors)
     async def batches(http: Request, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
         owner = owner_of(http)
-        found = await asyncio.to_thread(lambda: list(owner.batches.all()))
+        found = await asyncio.to_thread(lambda: list(owner.all_batches()))
         return _page(sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True), limit, after)
 
     @app.get("/v1/batches/{batch_id}", responses=errors)
     async def batch(batch_id: str, http: Request) -> dict[str, Any]:
-        return _found(owner_of(http).batches.find(batch_id), "batch").body()
+        return _found(owner_of(http).find_batch(batch_id), "batch").body()
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=errors)
     async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
         owner = owner_of(http)
-        found = _found(owner.batches.find(batch_id), "batch")
+        found = _found(owner.find_batch(batch_id), "batch")
         if found.status.is_final:
             raise APIError(409, f"the batch is {found.status.value} already", param="batch_id", code="invalid_state")
         if found.status is not BatchStatus.CANCELLING:
-            found.enter(BatchStatus.CANCELLING, time.time())
-            await asyncio.to_thread(owner.batches.save, found.id, found)
-        return found.body()
+            owner.cancel(found.id)
+        return _found(owner.find_batch(batch_id), "batch").body()
+
+
+def _add_batch(owner: OwnerFolder, batch: BatchRecord) -> None:
+    if sum(not other.status.is_final for other in owner.batches.all()) >= MAX_OPEN_BATCHES:
+        raise too_busy(f"{MAX_OPEN_BATCHES} batches are not finished yet; wait for one of them")
+    owner.batches.save(batch.id, batch)
 
 
 def _store(owner: OwnerFolder, form: dict[str, Any]) -> StoredFile:

@@ -90,16 +90,15 @@ class Hub:
             await asyncio.wait(waiting, timeout=SAMPLES_SECONDS)
 
     async def run(self) -> None:
-        """Collect the metrics of the workers again and again, and send the sums to those with dashboard pages."""
+        """Collect the metrics of the workers again and again, and send them the sums: for dashboard pages, and for
+        batches, which wait while the engine has much to do."""
         while True:
             await asyncio.sleep(TOTALS_SECONDS)
             await self.collect_samples()
             self.update_watching()
-            if self._watching:
-                totals = Totals(self.metrics.values(), self.engine.num_open)
-                for link in self.links:
-                    if link.is_watching:
-                        link.send(totals)
+            totals = Totals(self.metrics.values(), self.engine.num_open)
+            for link in self.links:
+                link.send(totals)
 
     def update_watching(self) -> None:
         """Tell all workers when the first dashboard page is opened and when the last one is closed."""

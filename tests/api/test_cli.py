@@ -33,6 +33,7 @@ COMMANDS = [
     ["record"],
     ["profile"],
     ["models"],
+    ["compile"],
     ["bench"],
     *(["bench", name] for name in BENCHES.names()),
 ]

@@ -39,7 +39,7 @@ class FlakyKVCache(KVCache):
 
     failures = random.Random(0)
     failing = False
-    on_attempt: Callable[[Request], None]
+    on_attempt: Callable[[Request], None] = staticmethod(lambda request: None)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         self.on_attempt(request)

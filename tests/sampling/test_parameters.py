@@ -60,7 +60,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": -2}, "top_k", "an integer of at least 0"),
     ({"top_p": 0.0}, "top_p", "a number above 0 and at most 1"),
     ({"min_p": 1.1}, "min_p", "at most 1"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "at least 0.01"),
     ({"presence_penalty": 2.1}, "presence_penalty", "at most 2"),
     ({"frequency_penalty": -2.1}, "frequency_penalty", "at least -2"),
     ({"logit_bias": [1]}, "logit_bias", "must map token ids to numbers"),

@@ -106,10 +106,12 @@ def test_a_last_message_of_the_assistant_is_continued(server: RunningServer) -> 
     assert message.content[0].text == chat.choices[0].message.content
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+@pytest.mark.parametrize(
+    "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}]
+)
 def test_a_forced_tool_is_used(tool_server: RunningServer, choice: Any) -> None:
     message = client_of(tool_server).messages.create(
-        model=NAME, messages=QUESTION, max_tokens=200, tools=[WEATHER], tool_choice=choice
+        model=NAME, messages=QUESTION, max_tokens=400, tools=[WEATHER], tool_choice=choice, extra_body={"seed": 1}
     )
     assert message.stop_reason == "tool_use"
     call = message.content[0]

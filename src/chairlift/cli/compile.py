@@ -35,6 +35,7 @@ class CompileOptions(EngineOptions):
     group=RUN,
     examples=[
         "chairlift compile Qwen/Qwen3-0.6B --device h200 --out /opt/kernels",
+        "chairlift compile ./checkpoint --device h100 --out kernels --quantization fp8",
         "TRITON_CACHE_DIR=/opt/kernels chairlift serve Qwen/Qwen3-0.6B",
     ],
 )

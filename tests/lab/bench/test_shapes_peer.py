@@ -214,6 +214,7 @@ def test_errors_of_our_process_are_raised_here(
 
 def test_a_peer_sees_only_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = EngineConfig(device="cuda")
     assert _only_this(config) == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

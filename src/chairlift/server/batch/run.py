@@ -57,7 +57,6 @@ class BatchRun:
         self.done_before = len(self.output.done)
         self.answered = self.failed = self.output_tokens = 0
         self._suspects = asyncio.Lock()
-        self._reading = asyncio.Lock()
 
     @property
     def is_complete(self) -> bool:
@@ -83,18 +82,14 @@ class BatchRun:
         return (line for line in read_lines(self._source, self._paths) if not done.has(line.custom_id, line.number))
 
     async def _work(self, todo: Iterator[BatchLine], send: Send, on_progress: ProgressCallback) -> None:
-        while (line := await self._next(todo)) is not None:
+        for line in todo:
             if line.problem:
                 self.output.write_problem(line)
                 self.failed += 1
             else:
                 await self._answer(line, send)
             on_progress(self)
-
-    async def _next(self, todo: Iterator[BatchLine]) -> BatchLine | None:
-        """Read a line in a thread: it may have megabytes."""
-        async with self._reading:
-            return await asyncio.to_thread(next, todo, None)
+            await asyncio.sleep(0)  # a series of invalid lines must not block the event loop
 
     async def _answer(self, line: BatchLine, send: Send) -> None:
         response = await self._send_until_accepted(line, send)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import CacheControl, TextBlock
-from chairlift.server.openai.strict import StrictModel, invalid_field
-
-Block = TypeVar("Block", bound=StrictModel)
+from chairlift.server.openai.strict import StrictModel, parse_at
 
 
 class _ToolUse(StrictModel):
@@ -142,8 +138,4 @@ def _block(location: str, role: str, given: Any) -> StrictModel:
     known = f"must be one of {', '.join(_BLOCKS[role])} in a message of the {role}, got {kind[:40]!r}"
     if kind not in _BLOCKS[role]:
         raise InvalidParameter(f"{location}.type", _REFUSED.get(kind, known))
-    try:
-        return _BLOCKS[role][kind].model_validate(given)
-    except ValidationError as error:
-        field = invalid_field(error.errors(include_url=False), given)
-        raise field.renamed(f"{location}.{field.parameter}" if field.parameter else location) from error
+    return parse_at(location, _BLOCKS[role][kind], given)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel, invalid_field
+from chairlift.server.openai.strict import StrictModel, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Integer, Tools
 
 MAX_STOP_SEQUENCES = 64
@@ -116,10 +116,7 @@ class CountTokensRequest(GenerationBody):
             tool_choice=_chat_choice(choice) if self.tools else None,
             parallel_tool_calls=False if self.tools and choice.disable_parallel_tool_use else None,
         )
-        try:
-            return ChatRequest(**given)
-        except ValidationError as error:
-            raise invalid_field(error.errors(include_url=False), given) from error
+        return parse_at("", ChatRequest, given)
 
     def _reasoning(self) -> tuple[str | None, int | None]:
         """Return the reasoning effort and the thinking budget. Without `thinking` and an effort, the model does what it
@@ -158,11 +155,7 @@ def _chat_tool(index: int, given: dict[str, Any]) -> dict[str, Any]:
     if kind not in (None, "custom"):
         problem = f"only client tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
         raise InvalidParameter(f"tools[{index}].type", problem)
-    try:
-        tool = MessageTool.model_validate(given)
-    except ValidationError as error:
-        field = invalid_field(error.errors(include_url=False), given)
-        raise field.renamed(f"tools[{index}].{field.parameter}") from error
+    tool = parse_at(f"tools[{index}]", MessageTool, given)
     if tool.input_schema is None:
         raise InvalidParameter(f"tools[{index}].input_schema", "is missing")
     function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -103,28 +104,27 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
-        await end_admission_for_parsing(http)
-        with service.admission.reserve_text_job(http.state.tenant or ""):
-            work = partial(_tokenize, body, service.model, service.max_model_len)
-            done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
-            return Response(await unless_disconnected(http, done), media_type="application/json")
+        work = partial(_tokenize, body, service.model, service.max_model_len)
+        return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
         service.model.check_name(body.model)
-        await end_admission_for_parsing(http)
-        with service.admission.reserve_text_job(http.state.tenant or ""):
-            work = partial(_count_tokens, body, service.model, service.max_model_len)
-            done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
-            return Response(await unless_disconnected(http, done), media_type="application/json")
+        work = partial(_count_tokens, body, service.model, service.max_model_len)
+        return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
-        await end_admission_for_parsing(http)
-        with service.admission.reserve_text_job(http.state.tenant or ""):
-            done = service.tokenizer_pool.run_text_job(len(body.tokens), partial(_detokenize, body, service.model))
-            return Response(await unless_disconnected(http, done), media_type="application/json")
+        return await _run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
+
+
+async def _run_text_job(service: Service, http: Request, size: int, work: Callable[[], bytes]) -> Response:
+    """Respond with the JSON of `work`, which runs in a thread; `size` decides in which."""
+    await end_admission_for_parsing(http)
+    with service.admission.reserve_text_job(http.state.tenant or ""):
+        done = service.tokenizer_pool.run_text_job(size, work)
+        return Response(await unless_disconnected(http, done), media_type="application/json")
 
 
 def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> bytes:

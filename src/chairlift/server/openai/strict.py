@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from chairlift.errors import InvalidParameter
 
@@ -79,3 +79,15 @@ class StrictModel(BaseModel):
     @classmethod
     def _limit_parameters(cls, data: Any) -> Any:
         return _check_count(data, MAX_PARAMETERS, "parameters")
+
+
+Model = TypeVar("Model", bound=StrictModel)
+
+
+def parse_at(location: str, model: type[Model], given: Any) -> Model:
+    """Validate a part of a body; errors name the field below `location`, which is empty for the whole body."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        field = invalid_field(error.errors(include_url=False), given)
+        raise field.renamed(".".join(filter(None, (location, field.parameter)))) from error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel, invalid_field
+from chairlift.server.openai.strict import StrictModel, parse_at
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",
@@ -18,9 +16,6 @@ _REFUSED_PARTS = {
 _REFUSED_ITEMS = {
     "item_reference": "nothing is kept between requests, so send the item itself (clients do so with store: false)",
 }
-
-
-Model = TypeVar("Model", bound=StrictModel)
 
 
 class _Item(StrictModel):
@@ -155,7 +150,7 @@ def _parse_item(location: str, given: dict[str, Any]) -> _Item:
     if not isinstance(kind, str) or kind not in _KINDS:
         known = f"must be one of {', '.join(_KINDS)}, got {str(kind)[:40]!r}"
         raise InvalidParameter(f"{location}.type", _REFUSED_ITEMS.get(str(kind), known))
-    return _parse(_KINDS[kind], location, given)
+    return parse_at(location, _KINDS[kind], given)
 
 
 def _text(location: str, content: Any) -> str:
@@ -171,12 +166,4 @@ def _part(location: str, part: Any) -> str:
         raise InvalidParameter(location, f"must be an object with type and text, got {type(part).__name__}")
     if str(part.get("type")) in _REFUSED_PARTS:
         raise InvalidParameter(f"{location}.type", f"{part['type']}: {_REFUSED_PARTS[part['type']]}")
-    return _parse(_TextPart, location, part).text
-
-
-def _parse(model: type[Model], location: str, given: dict[str, Any]) -> Model:
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        field = invalid_field(error.errors(include_url=False), given)
-        raise field.renamed(f"{location}.{field.parameter}" if field.parameter else location) from error
+    return parse_at(location, _TextPart, part).text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel, invalid_field, max_entries
+from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 
 MAX_METADATA = 16
@@ -109,10 +109,7 @@ class ResponsesRequest(GenerationBody):
             tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
             parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
         )
-        try:
-            return ChatRequest(**given)
-        except ValidationError as error:
-            raise invalid_field(error.errors(include_url=False), given) from error
+        return parse_at("", ChatRequest, given)
 
 
 def _response_format(given: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from chairlift.errors import InvalidParameter
@@ -12,6 +11,7 @@ from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.openai.strict import renamed_parameter
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
 
@@ -67,13 +67,6 @@ def tokenize_messages(body: CountTokensRequest, chat: ChatGeneration, max_tokens
 
 
 def renamed(error: InvalidParameter) -> InvalidParameter:
-    for chat_name, name in _NAMES.items():
-        parameter, found = re.subn(rf"^(?:{chat_name})(?![a-z_])", name, error.parameter)
-        if found:
-            return error.renamed(parameter, _tool_names(error.problem))
-    return error.renamed(error.parameter, _tool_names(error.problem))
-
-
-def _tool_names(problem: str) -> str:
-    """Replace names of chat tools by those of this endpoint, whose tools are flat."""
-    return problem.replace("].function.parameters", "].input_schema").replace("].function", "]")
+    # Tools are flat in this endpoint.
+    problem = error.problem.replace("].function.parameters", "].input_schema").replace("].function", "]")
+    return error.renamed(renamed_parameter(error.parameter, _NAMES), problem)

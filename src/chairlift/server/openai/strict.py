@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -91,3 +92,12 @@ def parse_at(location: str, model: type[Model], given: Any) -> Model:
     except ValidationError as error:
         field = invalid_field(error.errors(include_url=False), given)
         raise field.renamed(".".join(filter(None, (location, field.parameter)))) from error
+
+
+def renamed_parameter(parameter: str, names: Mapping[str, str]) -> str:
+    """Translate a parameter's name; `names` maps patterns of its beginning to what replaces them."""
+    for pattern, name in names.items():
+        renamed, found = re.subn(rf"^(?:{pattern})(?![a-z_])", name, parameter)
+        if found:
+            return renamed
+    return parameter

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.openai.strict import renamed_parameter
 from chairlift.server.responses.input import InputMessages
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
@@ -52,12 +51,4 @@ class ResponsesGeneration(GenerationRequest):
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         problem = error.problem.replace("].function", "]")  # tools are flat in this endpoint
-        return error.renamed(_renamed(error.parameter), problem)
-
-
-def _renamed(parameter: str) -> str:
-    for chat_name, name in _NAMES.items():
-        renamed, found = re.subn(rf"^(?:{chat_name})(?![a-z_])", name, parameter)
-        if found:
-            return renamed
-    return parameter
+        return error.renamed(renamed_parameter(error.parameter, _NAMES), problem)

@@ -33,7 +33,7 @@ def add_batch(folder: FilesFolder, key: APIKey, *bodies: dict[str, Any]) -> None
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     now = int(time.time())
     batch = BatchRecord(
-        id="batch_1",
+        id=f"batch_{key.name}",
         endpoint=PATH,
         input_file_id="file-1",
         completion_window="24h",
@@ -47,7 +47,7 @@ def add_batch(folder: FilesFolder, key: APIKey, *bodies: dict[str, Any]) -> None
 
 def ended(folder: FilesFolder, key: APIKey) -> BatchRecord:
     def found() -> BatchRecord:
-        batch = folder.owner(key.digest).batches.find("batch_1")
+        batch = folder.owner(key.digest).batches.find(f"batch_{key.name}")
         assert batch is not None
         return batch
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend, AttentionLayer
+from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 
 
 class HiddenStates(NamedTuple):
@@ -20,8 +21,8 @@ class HiddenStates(NamedTuple):
 class CausalLM(Protocol):
     """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
 
-    There is no batch axis, no padding and no mask. Only `attend` depends on which token belongs to which sequence;
-    everything else in the model works on each token on its own.
+    There is no batch axis, no padding and no mask. Only `attend` and `recurrent` depend on which token belongs to which
+    sequence; everything else in the model works on each token on its own.
     """
 
     @property
@@ -39,17 +40,26 @@ class CausalLM(Protocol):
     def attention_layers(self) -> tuple[AttentionLayer, ...]: ...
 
     @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def device(self) -> torch.device: ...
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         """Run the layers on tokens, positions [T] int64; `last` has only `rows` [S] if given.
 
-        `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row.
+        `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row. `recurrent` is needed by models with
+        recurrent layers.
         """
         ...
 
@@ -92,6 +102,9 @@ class ModelInfo(Protocol):
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]: ...
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]: ...
 
     @property
     def num_parameters(self) -> int: ...

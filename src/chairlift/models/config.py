@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
 
 
@@ -50,6 +51,7 @@ class LayerConfig:
     rope: Rope | None  # None: this layer has no rotation
     intermediate_size: int  # of the feed-forward block, or of each of its experts
     experts: ExpertsConfig | None = None
+    recurrent: RecurrentLayer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,10 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         return tuple(layer.attention for layer in self.layers)
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def num_parameters(self) -> int:

@@ -14,6 +14,7 @@ from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part, Targets, prefixed
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.layers.rows import one_by_one
 from chairlift.models.base import HiddenStates
@@ -51,6 +52,7 @@ class Decoder:
         self.hidden_size = config.hidden_size
         self.max_len = config.max_len
         self.attention_layers = config.attention_layers
+        self.recurrent_layers = config.recurrent_layers
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
@@ -158,9 +160,14 @@ class Decoder:
         return self.embedding(tokens)
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        return self.stack(tokens, positions, attend, self.taps, rows)
+        return self.stack(tokens, positions, attend, self.taps, rows, recurrent)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chairlift.attention.interface import Attend, AttentionLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.probe import AttentionRecorder, CannotPlug
 from chairlift.models.transformers_classes import (
@@ -41,6 +42,7 @@ class FallbackInfo:
     max_len: int
     attention_layers: tuple[AttentionLayer, ...]
     num_parameters: int
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
 
 
 def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
@@ -92,6 +94,7 @@ class TransformersModel:
         self.hidden_size = info.hidden_size
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
+        self.recurrent_layers = info.recurrent_layers
         self.dtype = self.kv_dtype = dtype
         self.quantization = "none"
         self.has_own_threads = False
@@ -101,8 +104,14 @@ class TransformersModel:
         self._head = _Head(shell)
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
+        assert recurrent is None, "models with recurrent layers do not run by the fallback"
         layers = self.attention_layers
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ from chairlift.attention.interface import Attend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import RMSNorm
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
@@ -57,7 +58,13 @@ class LayerStack(ABC):
 
     @abstractmethod
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        taps: Sequence[int],
+        rows: Tensor | None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         """As `CausalLM.hidden_states`, with the inputs of the layers `taps`."""
 

@@ -16,6 +16,7 @@ from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.norm import RMSNorm
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
@@ -65,8 +66,15 @@ class FusedCPUStack(LayerStack):
         return stack
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        taps: Sequence[int],
+        rows: Tensor | None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
+        assert recurrent is None, "layers with states are not fused"
         if not isinstance(attend, HostAttend):
             return self._plain(tokens, positions, attend, taps, rows)
         assert self._fused is not None

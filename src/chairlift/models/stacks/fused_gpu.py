@@ -19,6 +19,7 @@ from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.norm import RMSNorm
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -75,8 +76,15 @@ class FusedGPUStack(LayerStack):
         return stack
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        taps: Sequence[int],
+        rows: Tensor | None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
+        assert recurrent is None, "layers with states are not fused"
         stream = self._stream(tokens)
         if stream is None or not isinstance(attend, FusedAttend):
             return self._plain(tokens, positions, attend, taps, rows)

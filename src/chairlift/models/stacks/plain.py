@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.decoder_layer import add_
 from chairlift.models.stacks.base import LayerStack, picked
@@ -18,7 +19,13 @@ class PlainStack(LayerStack):
         return PlainStack(self.parts.first(count))
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        taps: Sequence[int],
+        rows: Tensor | None,
+        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         """In the last layer, rows that are not sampled only need K and V: the rest is computed for `rows` only.
 

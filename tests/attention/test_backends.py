@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,19 +23,25 @@ from chairlift.errors import InvalidParameter
 CPU = torch.device("cpu")
 
 
-def reference(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+def reference(
+    layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of one sequence, token by token and head by head, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = layer.num_heads // layer.num_kv_heads
     for row in range(q.shape[0]):
         last = start + row
         first = 0 if layer.window is None else max(0, last - layer.window + 1)
+        if layer.chunk is not None:
+            first = max(first, last - last % layer.chunk)
         for head in range(layer.num_heads):
             seen = keys[first : last + 1, head // group].double()
             scores = seen @ q[row, head].double() * layer.scale
             if layer.softcap is not None:
                 scores = layer.softcap * torch.tanh(scores / layer.softcap)
-            out[row, head] = scores.softmax(0) @ values[first : last + 1, head // group].double()
+            weights = scores.exp()
+            total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+            out[row, head] = weights / total @ values[first : last + 1, head // group].double()
     return out
 
 
@@ -49,6 +56,8 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
         scale=draw(st.sampled_from([0.05, 0.125, 1.0])),
         window=draw(st.none() | st.integers(1, 30)),
         softcap=draw(st.sampled_from([None, 5.0, 50.0])),
+        chunk=draw(st.none() | st.integers(1, 70)),
+        sinks=draw(st.booleans()),
     )
     chunk = st.tuples(st.integers(0, 60) | st.integers(60, 300), st.sampled_from([1, 1, 1, 2, 7, 8, 9, 33]))
     return (
@@ -93,14 +102,15 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
         k[own], v[own], where[own] = keys[starts[i] :], values[starts[i] :], slots[i]
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
-    out = backend.plan(layout, storage)(layer, q, k, v)
+    sinks = 3 * torch.randn(layer.num_heads, generator=generator) if layer.sinks else None
+    out = backend.plan(layout, storage)(layer, q, k, v, sinks=sinks)
     assert out.shape == q.shape
     assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.
     allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)
     for i, (keys, values) in enumerate(sequences):
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
-        expected = reference(layer, q[own], keys, values, starts[i])
+        expected = reference(layer, q[own], keys, values, starts[i], sinks)
         torch.testing.assert_close(out[own].double(), expected, atol=allowed, rtol=1e-4)
 
 
@@ -111,8 +121,12 @@ def batch_rows(counts: list[int], rectangular: bool) -> list[slice]:
 
 
 def test_the_mask_of_a_chunk() -> None:
-    assert visible_mask(2, 4, None, CPU).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert visible_mask(2, 4, 2, CPU).tolist() == [[False, True, True, False], [False, False, True, True]]
+    full = AttentionLayer(0, 2, 1, 8, 1.0)
+    assert visible_mask(full, 2, 4, CPU).tolist() == [[True, True, True, False], [True, True, True, True]]
+    window = replace(full, window=2)
+    assert visible_mask(window, 2, 4, CPU).tolist() == [[False, True, True, False], [False, False, True, True]]
+    chunk = replace(full, chunk=3)
+    assert visible_mask(chunk, 2, 4, CPU).tolist() == [[True, True, True, False], [False, False, False, True]]
 
 
 def test_block_copies_read_before_they_write() -> None:

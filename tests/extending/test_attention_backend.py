@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_a_toy_backend_refuses_with_its_own_reasons(monkeypatch: pytest.MonkeyPa
     cpu = torch.device("cpu")
     with pytest.raises(InvalidParameter, match="it has no soft-cap"):
         choose_backend("dense", [layer], cpu, torch.float32)
+    plain = replace(layer, softcap=None)
+    with pytest.raises(InvalidParameter, match="dense attention has no sinks"):
+        choose_backend("dense", [plain, replace(plain, sinks=True)], cpu, torch.float32)
+    with pytest.raises(InvalidParameter, match="dense attention cannot stay within chunks"):
+        choose_backend("dense", [plain, replace(plain, chunk=4)], cpu, torch.float32)
     with pytest.raises(InvalidParameter, match=r"batch_invariant.*depends on the batch"):
         choose_backend("dense", [], cpu, torch.float32, invariant_for=64)
     assert choose_backend("auto", [], cpu, torch.bfloat16).name == "bursted", "auto prefers a backend of the package"

@@ -25,6 +25,8 @@ class AttentionCase:
     slots: list[int]
     starts: list[int]
     counts: list[int]
+    chunk: int | None = None
+    sinks: Tensor | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -79,7 +81,11 @@ def reference(case: AttentionCase, scale: float, window: int | None, softcap: fl
         visible = key <= query
         if window is not None:
             visible &= key > query - window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        if case.chunk is not None:
+            visible &= key // case.chunk == query // case.chunk
+        weights = scores.masked_fill(~visible, float("-inf")).exp()
+        total = weights.sum(-1, keepdim=True)
+        weights /= total if case.sinks is None else total + case.sinks.double().exp()[:, None, None]
         out[row : row + count] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
 
@@ -122,6 +128,8 @@ def run_decode(
             scale=scale,
             window=window,
             softcap=softcap,
+            chunk=case.chunk,
+            sinks=case.sinks,
             splits=splits,
             fresh=fresh,
         )
@@ -160,6 +168,8 @@ def run_prefill(
         scale=scale,
         window=window,
         softcap=softcap,
+        chunk=case.chunk,
+        sinks=case.sinks,
         deep=deep,
     )
     return out

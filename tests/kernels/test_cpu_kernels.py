@@ -290,7 +290,7 @@ def test_a_token_and_its_drafts_equal_single_token_steps() -> None:
         out = np.empty_like(q[rows])
         first, last = positions[rows][0], positions[rows][-1] + 1
         work = split_work(np.array([0, len(out)]), np.array([first]), np.array([last]), heads, head_dim)
-        how = Score(np.float32(0.25), 0, np.float32(0.0))
+        how = Score(np.float32(0.25), 0, np.float32(0.0), 0, np.empty(0, np.float32))
         the_team().run(attend_layer, q[rows], k[rows], v[rows], slots[rows], cache, work, how, out)
         return out
 

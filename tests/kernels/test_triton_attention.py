@@ -33,6 +33,21 @@ def test_decode_with_window_and_softcap(
     assert error(found, reference(case, 0.2, window, softcap)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (17, None), (None, 64), (None, 50)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_with_sinks_and_chunks(window: int | None, chunk: int | None, splits: int, device: torch.device) -> None:
+    case = make_case([0, 40, 255, 256, 511], [1] * 5, device=device, block_size=8)
+    case.chunk, case.sinks = chunk, 2 * torch.randn(4, device=device)
+    assert error(run_decode(case, 0.2, window, None, splits), reference(case, 0.2, window, None)) < 1e-5
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 64), (None, 50)])
+def test_prefill_with_sinks_and_chunks(window: int | None, chunk: int | None, device: torch.device) -> None:
+    case = make_case([0, 90, 33, 128], [80, 40, 3, 70], device=device)
+    case.chunk, case.sinks = chunk, 2 * torch.randn(4, device=device)
+    assert error(run_prefill(case, 0.2, window, None), reference(case, 0.2, window, None)) < 1e-5
+
+
 def test_decode_does_not_write_padding_rows(device: torch.device) -> None:
     case = make_case([10, 70], [1, 1], device=device)
     case.q = torch.cat((case.q, case.q[:1]))
@@ -140,6 +155,7 @@ def test_decode_from_the_projection(
     scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
     scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
     out = torch.full((rows, heads, dim), float("nan"), device=device)
+    case.sinks = torch.randn(heads, device=device) if window else None
     decode_attention(
         before.view(rows, -1, dim),
         keys,
@@ -152,6 +168,7 @@ def test_decode_from_the_projection(
         scratch=scratch,
         scale=scale,
         window=window,
+        sinks=case.sinks,
         splits=splits,
         fresh=Fresh(norms[0], norms[1], 1e-6, cos, sin),
         tiling=DecodeTiling(16, 16, 4, 2, early=early),

@@ -64,6 +64,8 @@ def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: fl
             scale=dim**-0.5,
             window=window,
             softcap=softcap,
+            chunk=case.chunk,
+            sinks=case.sinks,
         )
     assert not scratch.arrived.any()
     return out
@@ -74,13 +76,21 @@ def cut(case: AttentionCase, sequence: int, first: int, count: int) -> Attention
     row = case.rows[sequence] + first
     start = case.starts[sequence] + first
     return AttentionCase(
-        case.q[row : row + count], case.keys, case.values, case.tables, [case.slots[sequence]], [start], [count]
+        case.q[row : row + count],
+        case.keys,
+        case.values,
+        case.tables,
+        [case.slots[sequence]],
+        [start],
+        [count],
+        case.chunk,
+        case.sinks,
     )
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "softcap"),
-    [(2, 1, 32, None, None), (6, 2, 24, 50, 30.0)],
+    ("heads", "kv_heads", "dim", "window", "softcap", "chunk"),
+    [(2, 1, 32, None, None, None), (6, 2, 24, 50, 30.0, None), (2, 1, 32, None, None, 40)],
 )
 def test_attention(
     heads: int,
@@ -88,6 +98,7 @@ def test_attention(
     dim: int,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,6 +106,7 @@ def test_attention(
     monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": window, "softcap": softcap}
     case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    case.chunk, case.sinks = chunk, torch.randn(heads, device=device) if window or chunk else None
     whole = attend(case, **options, singles=False)
     assert error(whole, reference(case, dim**-0.5, window, softcap)) < 1e-5
     for sequence, first, count in ((0, 13, 20), (1, 1, 20), (1, 20, 1)):

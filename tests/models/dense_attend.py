@@ -20,7 +20,8 @@ class DenseCache:
     def step(self, pieces: Sequence[tuple[str, int]]) -> Attend:
         """The attention of one ragged batch: (sequence, number of its tokens), in the order of the rows."""
 
-        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+            assert (sinks is not None) == layer.sinks
             assert q.shape[1:] == (layer.num_heads, layer.head_dim)
             assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
             counts = [count for _, count in pieces]
@@ -29,7 +30,7 @@ class DenseCache:
                 pieces, q.split(counts), k.split(counts), v.split(counts), strict=True
             ):
                 keys, values = self._append((layer.index, name), rows_k, rows_v)
-                outputs.append(dense_attention(layer, rows_q, keys, values))
+                outputs.append(dense_attention(layer, rows_q, keys, values, sinks))
             return torch.cat(outputs)
 
         return attend
@@ -41,7 +42,7 @@ class DenseCache:
         return self.stored[key]
 
 
-def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Attention of the last len(q) tokens of a sequence over its len(k) tokens."""
     groups = layer.num_heads // layer.num_kv_heads
     keys = k.double().repeat_interleave(groups, dim=1)
@@ -54,5 +55,10 @@ def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> T
     visible = column <= row
     if layer.window is not None:
         visible &= column > row - layer.window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    if layer.chunk is not None:
+        visible &= column // layer.chunk == row // layer.chunk
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

@@ -32,7 +32,7 @@ def choose_backend(
     reasons: list[str] = []
     for candidate in sorted(candidates, key=lambda backend: -backend.preference):
         backend = candidate.implementation(device)
-        obstacles = backend.obstacles(layers, device, dtype)
+        obstacles = [*backend.obstacles(layers, device, dtype), *_lacks(backend, layers)]
         if invariant_for is not None and not backend.capabilities.batch_invariant:
             obstacles = [*obstacles, f"{backend.name} attention adds up in an order that depends on the batch"]
         if not obstacles:
@@ -41,3 +41,13 @@ def choose_backend(
     if invariant_for is not None:
         raise InvalidParameter("batch_invariant", f"no attention can do it here: {'; '.join(reasons)}")
     raise InvalidParameter("attention", f"{name!r} cannot be used here: {'; '.join(reasons)}")
+
+
+def _lacks(backend: type[AttentionBackend], layers: Sequence[AttentionLayer]) -> list[str]:
+    """What the layers need and the backend does not have."""
+    found = []
+    if any(layer.sinks for layer in layers) and not backend.capabilities.sinks:
+        found.append(f"{backend.name} attention has no sinks")
+    if any(layer.chunk is not None for layer in layers) and not backend.capabilities.chunks:
+        found.append(f"{backend.name} attention cannot stay within chunks")
+    return found

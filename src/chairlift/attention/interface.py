@@ -27,6 +27,8 @@ class AttentionLayer:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    chunk: int | None = None  # a token sees only tokens of its own chunk, of which each has so many positions
+    sinks: bool = False  # every head has a learned logit that takes part in the softmax and has no value
 
 
 class Attend(Protocol):
@@ -36,8 +38,13 @@ class Attend(Protocol):
     attention over its own sequence. T tokens of many sequences are concatenated on the first axis.
     """
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim].
+
+        sinks [heads] float32 if `layer.sinks`.
+        """
         ...
 
 
@@ -45,7 +52,9 @@ class FusedAttend(ABC):
     """An `Attend` that can also start from the QKV projection: it then normalizes and rotates queries and keys, too."""
 
     @abstractmethod
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
     @abstractmethod
     def from_projection(
@@ -58,10 +67,12 @@ class FusedAttend(ABC):
         eps: float,
         cos: Tensor | None,
         sin: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the QKV projection, which may be overwritten.
 
-        qkv [T, (heads + 2 * kv_heads) * head_dim]; norms [head_dim]; cos, sin [T, pairs] -> [T, heads, head_dim].
+        qkv [T, (heads + 2 * kv_heads) * head_dim]; norms [head_dim]; cos, sin [T, pairs]; sinks [heads] float32
+        -> [T, heads, head_dim].
         """
 
 
@@ -72,7 +83,9 @@ class HostAttend(ABC):
     storage: KVStorage
 
     @abstractmethod
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
     @abstractmethod
     def work(self, layer: AttentionLayer) -> AttentionWork:
@@ -120,9 +133,17 @@ class PagedBatch:
     deep_chunks: bool = False  # some longer chunk has a long context
 
 
-def visible_mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+def visible_mask(layer: AttentionLayer, start: int, end: int, device: torch.device) -> Tensor:
     """[end - start, end] bool: which positions the tokens at [start, end) of one sequence may see."""
     queries = torch.arange(start, end, device=device)[:, None]
-    positions = torch.arange(end, device=device)[None, :]
+    return visible_positions(layer, torch.arange(end, device=device), queries)
+
+
+def visible_positions(layer: AttentionLayer, positions: Tensor, queries: Tensor) -> Tensor:
+    """Which positions a layer's tokens at the positions `queries` may see; the shapes are broadcast."""
     mask = positions <= queries
-    return mask if window is None else mask & (positions > queries - window)
+    if layer.window is not None:
+        mask = mask & (positions > queries - layer.window)
+    if layer.chunk is not None:
+        mask = mask & (positions >= queries // layer.chunk * layer.chunk)
+    return mask

@@ -98,7 +98,9 @@ class DecoderConfig:
             for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         )
         count += hidden * (queries + 2 * keys) + queries * hidden
-        count += (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias
+        count += (
+            (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias + attention.num_heads * attention.sinks
+        )
         if self.qk_norm is not None:
             count += queries + keys if self.qk_norm == "full" else 2 * attention.head_dim
         if layer.experts is not None:

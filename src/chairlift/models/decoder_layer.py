@@ -42,6 +42,8 @@ class SelfAttention:
         self.output = Linear.empty(
             self.query_size, hidden, bias=config.output_bias, dtype=dtype, device=device, format=format
         )
+        # In float32, as the softmax that they are part of.
+        self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm is not None:
@@ -57,6 +59,8 @@ class SelfAttention:
             sizes = [self.query_size, self.key_size, self.key_size]
             yield from self.qkv.targets(["q_proj", "k_proj", "v_proj"], sizes)
         yield from self.output.targets(["o_proj"])
+        if self.sinks is not None:
+            yield "sinks", self.sinks
         if self.q_norm is not None and self.k_norm is not None:
             yield "q_norm.weight", self.q_norm.weight
             yield "k_norm.weight", self.k_norm.weight
@@ -77,7 +81,7 @@ class SelfAttention:
         if rotation is not None:
             rotate_(qk, rotation)  # queries and keys together
         q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
-        return attend(layer, q, k, v).flatten(1)
+        return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
 
     def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
         """qkv [T, ...], the projection, which may be overwritten -> [T, query_size]."""
@@ -89,6 +93,7 @@ class SelfAttention:
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
             cos=None if rotation is None else rotation.cos,
             sin=None if rotation is None else rotation.sin,
+            sinks=self.sinks,
         )
         return heads.flatten(1)
 

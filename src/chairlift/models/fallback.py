@@ -116,7 +116,8 @@ class TransformersModel:
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
             q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
-            return attend(layers[module.layer_idx], q, k, v)[None]
+            sinks = further.get("s_aux")
+            return attend(layers[module.layer_idx], q, k, v, sinks=None if sinks is None else sinks.float())[None]
 
         hidden = _forward(self._backbone, tokens, positions, handler)
         return HiddenStates(hidden if rows is None else hidden.index_select(0, rows))
@@ -204,7 +205,9 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
     This finds convolutions, recurrences, and positions that are counted by row instead of read from the input.
     """
 
-    def attend_to_itself(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_to_itself(
+        layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
 
     def run(tokens: list[int], positions: list[int]) -> Tensor:

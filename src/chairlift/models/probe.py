@@ -83,6 +83,7 @@ class AttentionRecorder:
             scale=_scale(further.pop("scaling", None), head_dim),
             window=mask.checked_window(),
             softcap=further.pop("softcap", None),
+            sinks=_has_sinks(further.pop("s_aux", None), heads),
         )
         unknown = sorted(name for name, value in further.items() if value is not None and name not in HARMLESS)
         if unknown:
@@ -100,3 +101,9 @@ class AttentionRecorder:
 
 def _scale(given: float | None, head_dim: int) -> float:
     return head_dim**-0.5 if given is None else float(given)
+
+
+def _has_sinks(given: Tensor | None, heads: int) -> bool:
+    if given is not None and given.shape != (heads,):
+        raise CannotPlug(f"its attention has sinks of the shape {list(given.shape)} for {heads} heads")
+    return given is not None

@@ -21,7 +21,7 @@ class DenseAttention(AttentionBackend):
         return ["it has no soft-cap"] if any(layer.softcap is not None for layer in layers) else []
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             storage.write(layer.index, layout.slot_mapping, k, v)
             out = torch.empty_like(q)
             for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
@@ -31,7 +31,7 @@ class DenseAttention(AttentionBackend):
                     q[rows].transpose(0, 1)[None],
                     keys.transpose(0, 1)[None],
                     values.transpose(0, 1)[None],
-                    attn_mask=visible_mask(start, end, layer.window, q.device),
+                    attn_mask=visible_mask(layer, start, end, q.device),
                     scale=layer.scale,
                     enable_gqa=True,
                 )

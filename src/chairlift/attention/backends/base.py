@@ -20,6 +20,8 @@ class Capabilities:
     batch_invariant: bool = False  # a token's result can be made independent of the rest of the batch, bit for bit
     rectangular: bool = False  # it needs all sequences padded to the longest chunk
     host_attend: bool = False  # its steps are HostAttend: a compiled kernel can run all layers in one call
+    sinks: bool = False  # it can run layers with sinks
+    chunks: bool = False  # it can run layers whose attention stays within chunks
     captures: bool = False  # it has `batch_spec` and `attend`, which only read device memory: a graph can capture them
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
-from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_mask
 from chairlift.attention.storage import KVStorage
 
@@ -16,6 +16,7 @@ from chairlift.attention.storage import KVStorage
 @BACKENDS.register("bursted")
 class BurstedAttention(AttentionBackend):
     name = "bursted"
+    capabilities = Capabilities(sinks=True, chunks=True)
     preference = 1
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
@@ -27,22 +28,26 @@ class _BurstedStep:
     layout: RaggedLayout
     storage: KVStorage
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         layout = self.layout
         self.storage.write(layer.index, layout.slot_mapping, k, v)
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
             keys, values = self.storage.read(layer.index, layout.tables[i], end, q.dtype)
-            mask = visible_mask(start, end, layer.window, q.device)
-            out[rows] = attention_by_formula(layer, q[rows], keys, values, mask)
+            mask = visible_mask(layer, start, end, q.device)
+            out[rows] = attention_by_formula(layer, q[rows], keys, values, mask, sinks)
         return out
 
 
-def attention_by_formula(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def attention_by_formula(
+    layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(q·kᵀ·scale, masked)·v in float32, for one sequence, or for several on leading axes.
 
-    q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n] -> [c, heads, d] in q's type.
+    q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n]; sinks [heads] -> [c, heads, d] in q's type.
     """
     group = layer.num_heads // layer.num_kv_heads
     query = q.float().transpose(-3, -2).unflatten(-3, (layer.num_kv_heads, group))  # [kv_heads, group, c, d]
@@ -50,6 +55,11 @@ def attention_by_formula(layer: AttentionLayer, q: Tensor, keys: Tensor, values:
     scores = query @ key.mT * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    weights = scores.masked_fill(~mask[..., None, None, :, :], float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(~mask[..., None, None, :, :], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:  # one more score per row, whose weight is dropped
+        extra = sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
     attended: Tensor = (weights @ value).flatten(-4, -3).transpose(-3, -2)
     return attended.to(q.dtype)

@@ -15,14 +15,14 @@ from torch import Tensor
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
-from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_positions
 from chairlift.attention.storage import KVStorage, as_plain
 
 
 @BACKENDS.register("padded")
 class PaddedAttention(AttentionBackend):
     name = "padded"
-    capabilities = Capabilities(rectangular=True)
+    capabilities = Capabilities(rectangular=True, sinks=True, chunks=True)
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         return _PaddedStep(layout, storage, _Rectangle.of(layout, storage.block_size))
@@ -50,12 +50,10 @@ class _Rectangle:
         queries = torch.minimum(starts + torch.arange(width, device=device), ends - 1)
         return cls(width, layout.tables[:, :num_blocks].flatten(), positions >= ends, queries)
 
-    def visible(self, window: int | None) -> Tensor:
+    def visible(self, layer: AttentionLayer) -> Tensor:
         """[B, width, L] bool: which positions each query may see."""
         last = self.queries[:, :, None]
-        positions = torch.arange(self.absent.shape[1], device=last.device)
-        mask = positions <= last
-        return mask if window is None else mask & (positions > last - window)
+        return visible_positions(layer, torch.arange(self.absent.shape[1], device=last.device), last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,18 @@ class _PaddedStep:
     layout: RaggedLayout
     storage: KVStorage
     rectangle: _Rectangle
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window: layers share them
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)  # by window and chunk
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         self.storage.write(layer.index, self.layout.slot_mapping, k, v)
         keys = self._gather(self.storage.keys[layer.index], q.dtype)
         values = self._gather(self.storage.values[layer.index], q.dtype)
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
-        mask = self._mask(layer.window)
-        if layer.softcap is not None:
-            return attention_by_formula(layer, query, keys, values, mask).flatten(0, 1)
+        mask = self._mask(layer)
+        if layer.softcap is not None or sinks is not None:
+            return attention_by_formula(layer, query, keys, values, mask, sinks).flatten(0, 1)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),
@@ -83,10 +83,11 @@ class _PaddedStep:
         )
         return attended.transpose(1, 2).flatten(0, 1)
 
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = self.rectangle.visible(window)
-        return self.masks[window]
+    def _mask(self, layer: AttentionLayer) -> Tensor:
+        key = (layer.window, layer.chunk)
+        if key not in self.masks:
+            self.masks[key] = self.rectangle.visible(layer)
+        return self.masks[key]
 
     def _gather(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros behind a sequence's end, where

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # numba is slow to import
 
 class PagedCPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, host_attend=True)
+    capabilities = Capabilities(batch_invariant=True, host_attend=True, sinks=True, chunks=True)
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -58,7 +58,9 @@ class PagedCPUStep(HostAttend):
             self._work[shape] = split_work(offsets, starts, ends, *shape, few=0 if self.invariant else FEW)
         return self._work[shape]
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         from chairlift.kernels.cpu.attention import Cache, Score
         from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
         from chairlift.kernels.cpu.threads import the_team
@@ -71,7 +73,13 @@ class PagedCPUStep(HostAttend):
             layout.slot_mapping.numpy(),
             Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
             self.work(layer),
-            Score(np.float32(layer.scale), layer.window or 0, np.float32(layer.softcap or 0.0)),
+            Score(
+                np.float32(layer.scale),
+                layer.window or 0,
+                np.float32(layer.softcap or 0.0),
+                layer.chunk or 0,
+                np.empty(0, np.float32) if sinks is None else sinks.numpy(),
+            ),
             out.numpy(),
         )
         return out

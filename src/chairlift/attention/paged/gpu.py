@@ -26,7 +26,7 @@ LONG_CONTEXT = 8192  # tokens: longer ones are split into more parts, or read in
 
 class PagedGPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, captures=True)
+    capabilities = Capabilities(batch_invariant=True, captures=True, sinks=True, chunks=True)
 
     def __init__(self, invariant_for: int | None = None) -> None:
         super().__init__(invariant_for)
@@ -125,7 +125,8 @@ class PagedGPUAttention(AttentionBackend):
 
 
 def _reads_far(layer: AttentionLayer) -> bool:
-    return layer.window is None or layer.window > LONG_CONTEXT
+    nearest = layer.window or layer.chunk
+    return nearest is None or nearest > LONG_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +135,15 @@ class PagedGPUStep(FusedAttend):
     storage: KVStorage
     backend: PagedGPUAttention
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         batch, block_size = self.batch, self.storage.block_size
         positions = batch.positions.long()
         blocks = batch.tables[batch.slots.long(), positions.clamp(min=0) // block_size].long()
         places = torch.where(positions < 0, self.storage.scratch_block, blocks) * block_size
         self.storage.write(layer.index, places + positions.clamp(min=0) % block_size, k, v)
-        return self._attended(layer, q)
+        return self._attended(layer, q, sinks)
 
     def from_projection(
         self,
@@ -152,6 +155,7 @@ class PagedGPUStep(FusedAttend):
         eps: float,
         cos: Tensor | None,
         sin: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         from chairlift.kernels.triton.decode import Fresh
         from chairlift.kernels.triton.launch import tuned
@@ -160,7 +164,7 @@ class PagedGPUStep(FusedAttend):
         batch = self.batch
         if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None and tuned():
             return self._decoded_from(
-                layer, qkv.unflatten(1, (-1, layer.head_dim)), Fresh(q_norm, k_norm, eps, cos, sin)
+                layer, qkv.unflatten(1, (-1, layer.head_dim)), Fresh(q_norm, k_norm, eps, cos, sin), sinks
             )
         rotate_and_store_(
             qkv,
@@ -176,18 +180,20 @@ class PagedGPUStep(FusedAttend):
             positions=batch.positions,
             tables=batch.tables,
         )
-        return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads])
+        return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads], sinks)
 
-    def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> Tensor:
+    def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh, sinks: Tensor | None) -> Tensor:
         """A step of single tokens only, in one kernel."""
         from chairlift.kernels.triton.launch import empty_rows
 
         size = (len(heads), layer.num_heads, layer.head_dim)
         out = empty_rows(*size, dtype=heads.dtype, device=heads.device)
-        self._decode(layer, heads, out, fresh)
+        self._decode(layer, heads, out, sinks, fresh)
         return out
 
-    def _decode(self, layer: AttentionLayer, q: Tensor, out: Tensor, fresh: Fresh | None = None) -> None:
+    def _decode(
+        self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None, fresh: Fresh | None = None
+    ) -> None:
         from chairlift.kernels.triton.decode import decode_attention
 
         batch = self.batch
@@ -204,11 +210,13 @@ class PagedGPUStep(FusedAttend):
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
+            chunk=layer.chunk,
+            sinks=sinks,
             long=batch.long_contexts and _reads_far(layer),
             fresh=fresh,
         )
 
-    def _attended(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+    def _attended(self, layer: AttentionLayer, q: Tensor, sinks: Tensor | None) -> Tensor:
         from chairlift.kernels.triton.attention import prefill_attention
         from chairlift.kernels.triton.launch import empty_rows
 
@@ -216,10 +224,10 @@ class PagedGPUStep(FusedAttend):
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         out = empty_rows(*q.shape, dtype=q.dtype, device=q.device)
         if self.backend.invariant_for is not None:
-            self._attend_invariantly(layer, q, out)
+            self._attend_invariantly(layer, q, out, sinks)
             return out
         if batch.num_single:
-            self._decode(layer, q, out)
+            self._decode(layer, q, out, sinks)
         if len(batch.tile_chunk):
             prefill_attention(
                 q,
@@ -237,11 +245,13 @@ class PagedGPUStep(FusedAttend):
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,
+                chunk=layer.chunk,
+                sinks=sinks,
                 deep=batch.deep_chunks and _reads_far(layer),
             )
         return out
 
-    def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
+    def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         from chairlift.kernels.triton.invariant_attention import invariant_attention
 
         batch, singles = self.batch, self.batch.num_single
@@ -267,4 +277,6 @@ class PagedGPUStep(FusedAttend):
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,
+                chunk=layer.chunk,
+                sinks=sinks,
             )

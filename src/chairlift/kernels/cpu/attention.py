@@ -30,6 +30,8 @@ class Score(NamedTuple):
     scale: np.float32
     window: int  # 0: none
     softcap: np.float32  # 0: none
+    chunk: int  # 0: none
+    sinks: np.ndarray  # [heads] float32, empty: none
 
 
 class Cache(NamedTuple):
@@ -121,8 +123,10 @@ def _attend_piece(
     queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
     scores, values = scratch.scores, scratch.values
     end = min(length, start + PIECE)
-    low = max(0, length - how.window) if how.window > 0 else 0
+    low = _first_visible(length - 1, how.window, how.chunk)
     _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
+    if start == 0:  # exactly one piece of a row has the sinks
+        _begin_with_sinks(how.sinks, 0, heads, heads, peaks, totals)
     # Start at a tile boundary, so that the order of summation does not depend on the window.
     for base in range(max(start, low // KEYS * KEYS), end, KEYS):
         count = min(KEYS, end - base)
@@ -269,11 +273,12 @@ def _attend_tile(
 ) -> None:
     head_dim, group = q.shape[2], q.shape[1] // cache.keys.shape[2]
     first_row, tokens, position = tiles.rows[tile], tiles.counts[tile], tiles.positions[tile]
-    sequence, rows, window, softcap = tiles.sequences[tile], tokens * group, how.window, how.softcap
+    sequence, rows, softcap = tiles.sequences[tile], tokens * group, how.softcap
     queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
     scores, keys, values = scratch.scores, scratch.keys, scratch.values
     _begin_rows(q, first_row, tokens, kv_head, group, how.scale, queries, sums, peaks, totals)
-    low = max(0, position - window + 1) if window > 0 else 0
+    _begin_with_sinks(how.sinks, kv_head * group, group, rows, peaks, totals)
+    low = _first_visible(position, how.window, how.chunk)
     for base in range(low // KEYS * KEYS, position + tokens, KEYS):
         count = min(KEYS, position + tokens - base)
         _load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
@@ -289,11 +294,26 @@ def _attend_tile(
             _tile(scores.ctypes.data, KEYS, left, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
             for row in range(first, last):
                 sees = position + row // group + 1 - base  # visible positions of this tile, if positive
-                cut = max(sees - window, 0) if window > 0 else 0
+                cut = max(_first_visible(base + sees - 1, how.window, how.chunk) - base, 0)
                 _soften(scores, row - first, peaks, totals, sums, row, cut, min(sees, count), softcap)
             _add_values(sums, first, scores, values, count)
     for row in range(rows):
         _finish_row(sums, totals, row, out, first_row + row // group, kv_head * group + row % group)
+
+
+@compiled(FAST)
+def _first_visible(position: int, window: int, chunk: int) -> int:
+    """The first position that the token at `position` sees."""
+    first = max(0, position - window + 1) if window > 0 else 0
+    return max(first, position // chunk * chunk) if chunk > 0 else first
+
+
+@compiled(FAST)
+def _begin_with_sinks(sinks: Any, first: int, heads: int, rows: int, peaks: Any, totals: Any) -> None:
+    """Begin the softmax of each row with its head's sink, which has the weight one and no value."""
+    if sinks.shape[0] > 0:
+        for row in range(rows):
+            peaks[row], totals[row] = sinks[first + row % heads], np.float32(1.0)
 
 
 @compiled(FAST)

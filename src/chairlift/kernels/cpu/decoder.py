@@ -45,6 +45,8 @@ class Network(NamedTuple):
     scales: np.ndarray  # [L] float32, of scores
     windows: np.ndarray  # [L] int64, 0: none
     softcaps: np.ndarray  # [L] float32, 0: none
+    chunks: np.ndarray  # [L] int64, 0: none
+    sinks: np.ndarray  # [L, heads] float32
     taps: np.ndarray  # [L] int64: index in `tapped` of the layer's input, -1: not kept
 
 
@@ -111,7 +113,7 @@ def decode_layer(
     count = x.shape[0]
     heads = buffers.attended.shape[1]
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
-    how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
+    how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer], net.chunks[layer], net.sinks[layer])
 
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)

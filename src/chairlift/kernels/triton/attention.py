@@ -45,6 +45,25 @@ def cap_scores(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def first_visible(position, window, CHUNKED: tl.constexpr):
+    """The first position that a token sees, which may be below 0; CHUNKED: `window` is the size of a chunk."""
+    if CHUNKED:
+        return position // window * window
+    return position - window + 1
+
+
+@triton.jit
+def sinks_of(sinks_ptr, heads, keep, SINKS: tl.constexpr):
+    """Begin the running softmax of some heads: with their sinks, for exp2, if there are any, else with nothing."""
+    best = tl.full(heads.shape, float("-inf"), tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if SINKS:
+        best = tl.load(sinks_ptr + heads, mask=keep, other=0.0) * 1.4426950408889634
+        total += 1.0
+    return best, total
+
+
+@triton.jit
 def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
     """Offsets of these positions' keys and values in the cache."""
     block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -93,6 +112,7 @@ def _prefill_kernel(
     keys_ptr,
     values_ptr,
     out_ptr,  # [T, heads, D]
+    sinks_ptr,  # [heads] float32, with SINKS only
     tables_ptr,
     tile_chunk_ptr,  # [tiles] int32: the chunk a tile belongs to, or -1
     tile_offset_ptr,  # [tiles] int32: its first query, counted from the chunk's first
@@ -115,6 +135,8 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -145,15 +167,18 @@ def _prefill_kernel(
     q = tl.load(q_ptr + q_place[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=keep, other=0.0)
     table = tables_ptr + slot * table_stride
     seen_by = start + token  # last visible position of each row
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    best, total = sinks_of(sinks_ptr, q_head, m % GROUP_PADDED < GROUP, SINKS)
     acc = tl.zeros([ROWS, D_PADDED], tl.float32)
     head_offset = head * D + d
     in_row = in_head[None, :]
     end = start + count
-    begin = tl.maximum(start - window + 1, 0) // N * N
-    # Tiles visible to every row need no mask; those on the diagonal do, and any tile may with a sliding window.
-    whole = tl.where(begin + window < end, begin, tl.maximum((start + 1) // N * N, begin))
+    first = tl.maximum(first_visible(start, window, CHUNKED), 0)
+    begin = first // N * N
+    # Tiles visible to every row need no mask; those on the diagonal do, and any tile may with a window or a chunk.
+    masked = begin + window < end
+    if CHUNKED:
+        masked = masked | (begin < first)
+    whole = tl.where(masked, begin, tl.maximum((start + 1) // N * N, begin))
     place = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
     for at in range(begin, whole, N):
         tile_at = place[:, None] + head_offset[None, :]
@@ -172,7 +197,8 @@ def _prefill_kernel(
         mask = inside[:, None] & in_row
         k = tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
         scores, left = _unscaled(q, k, scale_log2, SOFTCAP, PRECISION)
-        visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
+        lowest = first_visible(seen_by, window, CHUNKED)
+        visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] >= lowest[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * left)
         # A row without a visible key so far (its window begins later) has no maximum: avoid NaN.
@@ -209,6 +235,8 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     deep: bool = False,
 ) -> None:
     """Attention of prompt chunks, split into the tiles in `tile_chunk` and `tile_offset`. `deep`: some contexts are
@@ -223,6 +251,7 @@ def prefill_attention(
         keys,
         values,
         out,
+        q if sinks is None else sinks,
         tables,
         tile_chunk,
         tile_offset,
@@ -236,7 +265,7 @@ def prefill_attention(
         keys.stride(1),
         tables.stride(0),
         scale_in_log2(scale, softcap),
-        window or 2**30,
+        chunk or window or 2**30,
         GROUP=group,
         GROUP_PADDED=next_power_of_2(group),
         QUERIES=tile_queries,
@@ -245,6 +274,8 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         N=tile.keys,
         SOFTCAP=softcap or 0.0,
+        CHUNKED=chunk is not None,
+        SINKS=sinks is not None,
         PRECISION=precision_for(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chairlift.kernels.triton.attention import cap_scores, load_tile, places
+from chairlift.kernels.triton.attention import cap_scores, first_visible, load_tile, places, sinks_of
 from chairlift.kernels.triton.launch import prefetch_rows
 from chairlift.kernels.triton.widen import halves
 
@@ -222,6 +222,7 @@ def decode_kernel(
     k_norm_ptr,
     cos_ptr,  # [rows, PAIRS]
     sin_ptr,
+    sinks_ptr,  # [heads] float32, with SINKS only
     eps,
     q_stride,
     out_stride,
@@ -245,6 +246,8 @@ def decode_kernel(
     EARLY: tl.constexpr,  # read the first tile and prefetch the second before the previous kernel has ended
     AHEAD: tl.constexpr,  # read the block table one tile ahead
     SOFTCAP: tl.constexpr,
+    CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -255,7 +258,7 @@ def decode_kernel(
     count = tl.load(row_count_ptr + row)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     length = tl.load(row_start_ptr + row) + 1
-    first = tl.maximum(length - window, 0)
+    first = tl.maximum(first_visible(length - 1, window, CHUNKED), 0)
     cached = length - 1 if FRESH else length
     # Splits are whole tiles and at least the shortest worthwhile split.
     span = tl.maximum(tl.cdiv(tl.cdiv(cached - first, SPLITS), N) * N, MIN_SPLIT)
@@ -307,8 +310,10 @@ def decode_kernel(
         q = q.to(q_ptr.dtype.element_ty)
     else:
         q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
-    best = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    best, total = sinks_of(sinks_ptr, q_heads, in_group, SINKS)
+    if SINKS:  # exactly one split of a context has the sinks
+        best = tl.where(split == 0, best, float("-inf"))
+        total = tl.where(split == 0, total, 0.0)
     acc = tl.zeros([M, D_PADDED // PACKED], tl.float32)
     acc_odd = acc
     if PAIRED:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import LOG2_E, in_type_of, scores_of
+from chairlift.kernels.triton.attention import LOG2_E, first_visible, in_type_of, scores_of, sinks_of
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
 SHORTEST_SPAN = 512
@@ -39,6 +39,7 @@ def _attention_kernel(
     partial_ptr,  # [tiles, kv_heads, spans, GROUP_PADDED, D] float32
     lse_ptr,  # [tiles, kv_heads, spans, GROUP_PADDED] float32, in log 2
     arrived_ptr,  # [tiles, kv_heads] int32, all zero between steps
+    sinks_ptr,  # [heads] float32, with SINKS only
     tables_ptr,  # [slots, table_stride] int32
     tile_chunk_ptr,  # [tiles] int32: the chunk a tile belongs to, or -1
     tile_offset_ptr,  # [tiles] int32: its first query, counted from the chunk's first
@@ -62,6 +63,8 @@ def _attention_kernel(
     N: tl.constexpr,
     SPAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -83,7 +86,7 @@ def _attention_kernel(
     row = tl.load(chunk_row_ptr + chunk) + offset
     start = tl.load(chunk_start_ptr + chunk) + offset
     end = start + tl.minimum(length - offset, QUERIES)
-    begin = tl.maximum(start - window + 1, 0) // N * N
+    begin = tl.maximum(first_visible(start, window, CHUNKED), 0) // N * N
     first_span = begin // SPAN
     num_spans = tl.cdiv(end, SPAN) - first_span
     from_span = first_span + tl.where(side_by_side, tl.program_id(2), 0)
@@ -104,8 +107,11 @@ def _attention_kernel(
     table = tables_ptr + slot * table_stride
     seen_by = (start + token)[:, None]  # last visible position of each row
     head_offset = head * D + d
-    all_best = tl.full([ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
+    # The sinks are merged before all spans, whatever the window: a row's sum then has one order in every tile.
+    sink, one_sink = sinks_of(sinks_ptr, q_head, m % GROUP_PADDED < GROUP, SINKS)
+    is_part = side_by_side & (num_spans > 1)
+    all_best = tl.where(is_part, float("-inf"), sink)
+    all_total = tl.where(is_part, 0.0, one_sink)
     all_acc = tl.zeros([ROWS, D_PADDED], tl.float32)
     for span in range(from_span, to_span):
         best = tl.full([ROWS], float("-inf"), tl.float32)
@@ -120,7 +126,8 @@ def _attention_kernel(
             k = in_type_of(tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
             v = in_type_of(tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
             scores = scores_of(q, tl.trans(k), scale_log2, SOFTCAP, PRECISION)
-            visible = (position[None, :] <= seen_by) & (position[None, :] > seen_by - window)
+            lowest = first_visible(seen_by, window, CHUNKED)
+            visible = (position[None, :] <= seen_by) & (position[None, :] >= lowest)
             scores = tl.where(visible, scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))
             safe = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -133,7 +140,7 @@ def _attention_kernel(
         part = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         all_best, all_total, all_acc = _merged(all_best, all_total, all_acc, lse, part)
 
-    if side_by_side & (num_spans > 1):
+    if is_part:
         most_spans = tl.num_programs(2)
         tile_place = tile.to(tl.int64) * tl.num_programs(0) + head
         one = m < GROUP_PADDED  # a single token has only these rows
@@ -148,8 +155,7 @@ def _attention_kernel(
             return
         tl.debug_barrier()
         tl.store(counter, 0)
-        all_best = tl.full([ROWS], float("-inf"), tl.float32)
-        all_total = tl.zeros([ROWS], tl.float32)
+        all_best, all_total = sink, one_sink
         all_acc = tl.zeros([ROWS, D_PADDED], tl.float32)
         for other in range(num_spans):
             theirs = other * GROUP_PADDED
@@ -208,6 +214,8 @@ def invariant_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of q, out [T, heads, D] in the tiles `tile_chunk` and `tile_offset`; with `singles`, only of chunks of
     a single token."""
@@ -222,6 +230,7 @@ def invariant_attention(
         scratch.partial,
         scratch.lse,
         scratch.arrived,
+        q if sinks is None else sinks,
         tables,
         tile_chunk,
         tile_offset,
@@ -235,7 +244,7 @@ def invariant_attention(
         keys.stride(1),
         tables.stride(0),
         scale * LOG2_E if softcap is None else scale / softcap,
-        window or 2**30,
+        chunk or window or 2**30,
         GROUP=group,
         GROUP_PADDED=next_power_of_2(group),
         QUERIES=tile_queries,
@@ -245,6 +254,8 @@ def invariant_attention(
         N=64 if q.dtype != torch.float32 else 32,
         SPAN=scratch.span,
         SOFTCAP=softcap or 0.0,
+        CHUNKED=chunk is not None,
+        SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2 if q.dtype != torch.float32 else 1,

@@ -51,8 +51,8 @@ class _Listening(AttentionBackend):
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         attend = self.inner.plan(layout, storage)
 
-        def listening(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            output = attend(layer, q, k, v)
+        def listening(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+            output = attend(layer, q, k, v, sinks=sinks)
             self.listener(AttentionCall(layer, q, k, v, output, layout, storage, attend))
             return output
 

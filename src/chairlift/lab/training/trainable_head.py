@@ -105,7 +105,9 @@ class WholeTextAttention:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         refuse_unusual_attention((layer,))
         q, k, v = (heads.unflatten(0, (-1, self._length)).transpose(1, 2) for heads in (q, k, v))
         grouped = layer.num_heads != layer.num_kv_heads

@@ -63,7 +63,9 @@ class GrowingTextAttention:
             for layer in layers
         ]
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         cache = self._cache[layer.index]
         cache[0, :, :, self.column] = k
         cache[1, :, :, self.column] = v
@@ -84,5 +86,7 @@ def max_rows(target: Decoder, length: int) -> int:
 
 
 def refuse_unusual_attention(layers: tuple[AttentionLayer, ...]) -> None:
-    if any(layer.window is not None or layer.softcap is not None for layer in layers):
-        raise UnsupportedModel("a draft head cannot be trained for models with windowed or capped attention")
+    if any(layer.window or layer.softcap or layer.chunk or layer.sinks for layer in layers):
+        raise UnsupportedModel(
+            "a draft head cannot be trained for models whose attention has a window, chunks, a soft-cap or sinks"
+        )

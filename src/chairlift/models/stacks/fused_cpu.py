@@ -128,6 +128,8 @@ class FusedCPULayers:
             scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
             windows=np.array([attention.layer.window or 0 for attention in attentions]),
             softcaps=np.array([attention.layer.softcap or 0.0 for attention in attentions], dtype=np.float32),
+            chunks=np.array([attention.layer.chunk or 0 for attention in attentions]),
+            sinks=_stack_biases([attention.sinks for attention in attentions]),
             taps=np.full(len(layers), -1),
         )
         self._layer = attentions[0].layer

@@ -107,7 +107,7 @@ def _weights(call: AttentionCall, head: int) -> Tensor:
     from chairlift.attention.interface import visible_mask
 
     scores = _scores(call, head)
-    mask = visible_mask(0, len(scores), call.layer.window, scores.device)
+    mask = visible_mask(call.layer, 0, len(scores), scores.device)
     return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
 
 

@@ -69,6 +69,9 @@ class KVCache:
         self._tables[request.id] = list(match.blocks)
         self._num_indexed[request.id] = len(match.blocks)
         request.start_from(len(match.blocks) * self.block_size)
+
+    def claim(self, request: Request) -> None:
+        """Announce the blocks that `request` will compute; requests with the same prefix then wait for them."""
         if self.prefix_caching:
             self.index.claim(request)
 

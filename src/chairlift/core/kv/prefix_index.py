@@ -69,6 +69,7 @@ class PrefixIndex:
         self._entry_of: dict[int, _Entry] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._claims: dict[bytes, str] = {}  # digest -> the running request that is computing that block
+        self._claimants: set[str] = set()  # requests that have claimed blocks
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -123,14 +124,16 @@ class PrefixIndex:
 
     def claim(self, request: Request) -> None:
         """Record the blocks that `request` is about to compute, so that other requests wait for them."""
+        self._claimants.add(request.id)
         num_full = request.num_known // self.block_size
         for digest in self.digests(request, num_full)[:num_full]:
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 
     def drop_claims(self, request: Request) -> None:
-        if not self._claims:
+        if request.id not in self._claimants:
             return
+        self._claimants.remove(request.id)
         for digest in request.block_digests:
             if self._claims.get(digest) == request.id:
                 del self._claims[digest]

@@ -118,6 +118,8 @@ class _StepAdmission:
             self.kv.release(request)
             request.start_from(swapped)
             return obstacle
+        if sibling is None:
+            self.kv.claim(request)
         self.state.admit(request, cached, match.miss, self.now)
         self._newly_admitted.add(request.order)
         self.promised_blocks += self.state.blocks_to_come(request)

@@ -71,6 +71,7 @@ class LazyIndexing:
         request = self._submitted.submit_running(simulated)
         self._pool.count_used(len(simulated.shared) - self._kv.blocks_for(num_tokens))
         self._kv.attach(request, PrefixMatch(tuple(simulated.shared), None))
+        self._kv.claim(request)
         self._pool.release(simulated.shared)
         copies = self._kv.reserve(request, num_tokens - request.num_computed)
         assert copies == (), "its blocks were counted as used"

@@ -171,6 +171,7 @@ class QuickAdmission:
         request = simulated.request or aside.submitted.submit(simulated)
         aside.submitted.start(request)
         kv.attach(request, match)
+        kv.claim(request)
         copies = kv.reserve(request, request.num_known - request.num_computed)
         assert copies == (), "no shared block is written"
 

@@ -109,6 +109,7 @@ class SteadyDecodes:
         request = simulated.request or self.submitted.submit_running(simulated)
         if not self._kv.table(request):
             self._kv.attach(request, _NOTHING_SHARED)
+            self._kv.claim(request)
         copies = self._kv.reserve(request, computed - request.num_planned)
         assert copies is not None, "its blocks were counted as used"
         request.extend([token_of(request)] * (computed + 1 - request.num_known))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _TRAFFIC = "Traffic"
 
+RANDOM_REQUESTS = 1000
+
 
 @app.command(
     group=UNDERSTAND,
@@ -48,9 +50,13 @@ def simulate(
     kv_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=MACHINE)
     ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.", rich_help_panel=MACHINE)] = 16,
     rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
     arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
-    requests: Annotated[int, typer.Option(help="Number of requests.", rich_help_panel=_TRAFFIC)] = 1000,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="Number of requests.", show_default="1000, or the whole trace", rich_help_panel=_TRAFFIC),
+    ] = None,
     prompt_len: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
     ] = "16:512",
@@ -66,6 +72,16 @@ def simulate(
         int,
         typer.Option(help="The trace this many times, spread over its duration.", rich_help_panel=_TRAFFIC),
     ] = 1,
+    spread: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of the trace over which the copies begin.", show_default="all", rich_help_panel=_TRAFFIC
+        ),
+    ] = None,
+    trace_seconds: Annotated[
+        float | None,
+        typer.Option(help="End the traffic of the trace after this long.", rich_help_panel=_TRAFFIC),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
@@ -108,41 +124,49 @@ def simulate(
     from chairlift.lab.load.arrivals import Arrivals
     from chairlift.lab.load.traces import load_trace
     from chairlift.lab.planning.plot import plot_outcome
-    from chairlift.lab.planning.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
+    from chairlift.lab.planning.run import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.lab.simulator.figures import figures
     from chairlift.lab.simulator.fleet_size import AutoscaledSize
     from chairlift.lab.simulator.replica import Replica
     from chairlift.lab.simulator.roofline import Roofline, StepCost
     from chairlift.lab.simulator.run import simulate as run
 
-    if requests < 1:
+    if requests is not None and requests < 1:
         raise InvalidParameter("requests", f"must be at least 1, got {requests}")
     if copies < 1:
         raise InvalidParameter("copies", f"must be at least 1, got {copies}")
+    for name, seconds in (("spread", spread), ("trace_seconds", trace_seconds)):
+        if seconds is not None and not seconds > 0:
+            raise InvalidParameter(name, f"must be above 0, got {seconds}")
+        if seconds is not None and trace is None:
+            raise InvalidParameter(name, "needs --trace")
+    if block_size < 1:
+        raise InvalidParameter("block_size", f"must be at least 1, got {block_size}")
     fleet.check()
     report.check()
-    model, device, memory = machine.resolve()
+    model, device, memory = machine.resolve(block_size)
     goal = targets.resolve()
     cost: StepCost = Roofline(model, device) if profile is None else load_profile(profile)
     check_mode(preemption, swap_blocks)
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
+        block_size=block_size,
         seats=max_batch_requests,
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
         preemption=preemption,
         swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
-        block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
+        block_bytes=block_size * model.kv_bytes_per_token,
         host_bytes_per_second=device.host_bytes_per_second,
     )
     if trace is not None:
         entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
-        coming = trace_arrivals(entries, copies)
+        coming = trace_arrivals(entries, copies, spread=spread, seconds=trace_seconds)
         settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
     else:
         lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
-        coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
+        coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests or RANDOM_REQUESTS, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
     autoscaling = fleet.autoscaling(goal)
@@ -179,6 +203,9 @@ def simulate(
         "rate": rate,
         "trace": str(trace) if trace else None,
         "copies": copies,
+        "spread": spread,
+        "trace_seconds": trace_seconds,
+        "block_size": block_size,
         "requests": requests,
         "seed": seed,
     }

@@ -44,7 +44,7 @@ class MachineOptions:
         float | None, typer.Option(help="GB/s to host memory, for swapping, instead.", rich_help_panel=MACHINE)
     ] = None
 
-    def resolve(self) -> tuple[ModelShape, Device, MemoryBudget]:
+    def resolve(self, block_size: int = 16) -> tuple[ModelShape, Device, MemoryBudget]:
         from chairlift.lab.planning.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
         from chairlift.lab.planning.run import MemoryBudget
         from chairlift.lab.simulator.devices import device_named
@@ -60,7 +60,7 @@ class MachineOptions:
             memory_bytes=_times(self.memory, 1e9),
             host_bytes_per_second=_times(self.host_bandwidth, 1e9),
         )
-        return model, device, MemoryBudget.of(model, device)
+        return model, device, MemoryBudget.of(model, device, block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,15 +150,20 @@ def random_arrivals(
         yield Arrival(at, [index] * length, n_out.draw(rng))
 
 
-def trace_arrivals(entries: list[TraceEntry], copies: int = 1) -> Iterator[Arrival]:
+def trace_arrivals(
+    entries: list[TraceEntry], copies: int = 1, *, spread: float | None = None, seconds: float | None = None
+) -> Iterator[Arrival]:
     """Arrivals of a trace; equal prefix blocks get equal tokens.
 
-    Several copies begin at different places of the trace, which is then taken as a circle; prompts of different copies
-    share nothing.
+    Several copies begin at different places of the first `spread` seconds of the trace (of all of it by default), which
+    is then taken as a circle; prompts of different copies share nothing. `seconds` ends the traffic early.
     """
     period = entries[-1].at + entries[-1].at / len(entries)
-    circles = (_circle(entries, copy / copies * period, period, copy) for copy in range(copies))
+    part = period if spread is None else min(spread, period)
+    circles = (_circle(entries, copy / copies * part, period, copy) for copy in range(copies))
     for index, (at, entry, copy) in enumerate(heapq.merge(*circles, key=lambda item: item[0])):
+        if seconds is not None and at > seconds:
+            return
         prompt: list[int] = []
         for block in entry.blocks:
             prompt.extend([copy * BLOCKS_PER_COPY + block] * HASHED_TOKENS)
@@ -171,9 +176,9 @@ def _circle(
 ) -> Iterator[tuple[float, TraceEntry, int]]:
     """(time, entry, copy) of a whole trace that begins at time `begin` of it."""
     first = bisect_left(entries, begin, key=lambda entry: entry.at)
-    for entry in entries[first:]:
+    for entry in islice(entries, first, None):
         yield entry.at - begin, entry, copy
-    for entry in entries[:first]:
+    for entry in islice(entries, first):
         yield entry.at - begin + period, entry, copy
 
 

@@ -15,9 +15,17 @@ class RoundRobin(RoutingPolicy):
     name = "round-robin"
 
     def __init__(self) -> None:
+        self._replicas: list[ReplicaId] = []
         self._turn = -1
 
     def choose(self, request: RoutedRequest, loads: ReplicaLoads, excluded: Container[ReplicaId] = ()) -> ReplicaId:
-        replicas = [replica for replica in loads if replica not in excluded]
-        self._turn = (self._turn + 1) % len(replicas)
-        return replicas[self._turn]
+        while True:
+            self._turn = (self._turn + 1) % len(self._replicas)
+            if self._replicas[self._turn] not in excluded:
+                return self._replicas[self._turn]
+
+    def added(self, replica: ReplicaId, num_tokens: int) -> None:
+        self._replicas.append(replica)
+
+    def removed(self, replica: ReplicaId) -> None:
+        self._replicas.remove(replica)

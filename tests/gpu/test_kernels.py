@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chairlift.layers.formats.fp8 import FP8, multiply, round_rows
 from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.routing import Routing
 
 pytest.importorskip("triton", reason="the GPU kernels need triton")
 
@@ -22,6 +23,8 @@ from tests.kernels.test_triton_attention import test_decode_from_the_projection 
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed
 from tests.kernels.test_triton_layers import test_rotate_and_store as check_rotation
+from tests.kernels.test_triton_routing import RULES
+from tests.kernels.test_triton_routing import test_routing as check_routing
 from tests.kernels.test_triton_sampling import run as run_sampling
 
 pytestmark = pytest.mark.gpu
@@ -194,8 +197,8 @@ def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(8, 2, 1024, 3584), (128, 8, 2048, 768)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
-    sizes: dict[str, Any] = {"num_experts": num_experts, "top_k": top_k, "normalize": True, "activation": "silu"}
-    block = MixtureOfExperts(hidden, inner, **sizes, dtype=dtype, device=DEVICE)
+    routing = Routing(num_experts=num_experts, top_k=top_k, normalize=True)
+    block = MixtureOfExperts(hidden, inner, routing, activation="silu", dtype=dtype, device=DEVICE)
     for weight in (block.gate_up, block.down):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     for tokens in (1, 5, 64, 700):
@@ -210,6 +213,11 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
             expected.index_add_(0, token, result * shares[token, place, None].double())
         found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=DEVICE))
         assert error(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_routing(name: str) -> None:
+    check_routing(name, DEVICE)
 
 
 @pytest.mark.parametrize("vocab", [49_152, 151_936])

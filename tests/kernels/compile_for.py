@@ -54,7 +54,7 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, sampling
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, routing, sampling
 from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
@@ -153,6 +153,16 @@ def compile_experts() -> None:
     share = torch.ones(8, dtype=BF16)
     weight = torch.randn(num_experts, HIDDEN, 256).to(BF16)
     moe.add_up(moe.grouped_linear(pairs, weight, grouping, tiling, top_k, share), top_k)
+
+
+def compile_routing() -> None:
+    rule = {"top_k": 8, "normalize": True, "normalize_eps": 1e-20, "scale": 2.5}
+    bias = torch.zeros(160)
+    for sigmoid, groups, best in ((True, 8, 2), (False, 1, 1)):
+        routing.route(
+            torch.zeros(4, 160), bias if sigmoid else None, BF16, **rule, sigmoid=sigmoid, num_groups=groups,
+            top_groups=min(groups, 3), group_best=best,
+        )  # fmt: skip
 
 
 def compile_sampling() -> None:

@@ -12,6 +12,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton import moe as triton_moe
 from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.routing import Routing
 from chairlift.models import build_model
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
@@ -76,7 +77,7 @@ def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypat
     group = triton_moe.group_by_expert
     monkeypatch.setattr(triton_moe, "group_by_expert", spied)
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
-    monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self._route(x), where))
+    monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self.router(x), where))
     storage = allocate_storage(model.attention_layers, 4, 8, model.dtype, device)
     runner = GPURunner(
         model, PagedGPUAttention(), storage, max_batch_requests=4, max_batch_tokens=8, max_model_len=32, graphs=False
@@ -92,15 +93,14 @@ def make_block(device: torch.device, *, num_experts: int, top_k: int, hidden: in
     block = MixtureOfExperts(
         hidden,
         inner,
-        num_experts=num_experts,
-        top_k=top_k,
-        normalize=True,
+        Routing(num_experts=num_experts, top_k=top_k, normalize=True),
         activation="silu",
         dtype=torch.float32,
         device=device,
     )
-    assert block.router.weight.plain is not None
-    for weight in (block.router.weight.plain, block.gate_up, block.down):
+    router = block.router.linear.weight.plain
+    assert router is not None
+    for weight in (router, block.gate_up, block.down):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     return block
 

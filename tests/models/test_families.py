@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.errors import CorruptCheckpoint
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models import build_model, describe, supported_families
 from chairlift.models.decoder import Decoder
 from chairlift.models.families import FAMILIES
 from tests.models.checkpoints import (
+    CPU,
     SIZES,
     VOCAB,
     assert_matches,
@@ -52,6 +54,24 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": _config("Qwen2Config"),
     "qwen2 window": _config(
         "Qwen2Config", use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen2 moe": _config(
+        "Qwen2MoeConfig",
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+        shared_expert_intermediate_size=34,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+    ),
+    "qwen2 moe without biases": _config(
+        "Qwen2MoeConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+        shared_expert_intermediate_size=34,
+        qkv_bias=False,
+        norm_topk_prob=True,
     ),
     "qwen3": _config("Qwen3Config", head_dim=14),
     "qwen3 window": _config("Qwen3Config", head_dim=14, use_sliding_window=True, sliding_window=5, max_window_layers=2),
@@ -139,6 +159,19 @@ def test_text_part_of_multimodal_gemma3(tmp_path: Path) -> None:
     assert save(whole, tmp_path)["model_type"] == "gemma3"
     assert any("vision_tower" in name for name, _ in stream(tmp_path))
     assert_matches(load(tmp_path), whole, 23, 3)
+
+
+def test_experts_stacked_in_the_checkpoint(tmp_path: Path) -> None:
+    """Newer checkpoints hold a layer's experts as two tensors of three dimensions."""
+    reference = make_reference(CONFIGS["qwen2 moe"]())
+    config = save(reference, tmp_path)
+    stacked = {name: tensor for name, tensor in reference.state_dict().items() if not name.endswith("inv_freq")}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stacked
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in dict(stream(tmp_path))
+    assert_matches(build_model(config, stacked.items(), dtype=torch.float32, device=CPU), reference, 9)
+    stacked["model.layers.0.mlp.experts.down_proj"] = stacked["model.layers.0.mlp.experts.down_proj"][:-1]
+    with pytest.raises(CorruptCheckpoint, match=r"lacks layers.0.mlp.experts.4.down_proj.weight"):
+        build_model(config, stacked.items(), dtype=torch.float32, device=CPU)
 
 
 def test_names_without_the_model_prefix(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from chairlift.layers.formats.none import PlainWeight, can_pack
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
+from chairlift.layers.routing import Routing
 
 CPU = torch.device("cpu")
 
@@ -103,14 +104,12 @@ def test_experts_against_a_loop_over_tokens(normalize: bool) -> None:
     moe = MixtureOfExperts(
         12,
         8,
-        num_experts=5,
-        top_k=2,
-        normalize=normalize,
+        Routing(num_experts=5, top_k=2, normalize=normalize),
         activation="silu",
         dtype=torch.float32,
         device=CPU,
     )
-    router = moe.router.weight.plain
+    router = moe.router.linear.weight.plain
     assert router is not None
     for weight in (router, moe.gate_up, moe.down):
         weight.normal_()

@@ -7,57 +7,112 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import ACTIVATIONS, gated
-from chairlift.layers.parts import Targets
+from chairlift.layers.mlp import ACTIVATIONS, GatedMLP, gated
+from chairlift.layers.parts import Targets, prefixed
+from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
 
 
-class MixtureOfExperts:
-    """A router and experts, each a gated feed-forward block; the experts' weights are always plain."""
+class SharedExpert:
+    """A feed-forward block that computes every token beside the chosen experts; some families gate its output."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         *,
-        num_experts: int,
-        top_k: int,
-        normalize: bool,  # scale the weights of the chosen experts to sum to one
+        is_gated: bool,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat] = PlainWeight,
+    ) -> None:
+        self.mlp = GatedMLP(
+            hidden_size,
+            intermediate_size,
+            activation=activation,
+            bias=False,
+            dtype=dtype,
+            device=device,
+            format=format,
+        )
+        self.gate = Linear.empty(hidden_size, 1, bias=False, dtype=dtype, device=device) if is_gated else None
+        self._batch_invariant = False
+
+    def targets(self, name: str, gate_name: str) -> Targets:
+        yield from prefixed(name, self.mlp.targets(fused_names=False))
+        if self.gate is not None:
+            yield from self.gate.targets([gate_name])
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.mlp.linears() if self.gate is None else (*self.mlp.linears(), self.gate)
+
+    def make_batch_invariant(self) -> None:
+        for linear in self.linears():
+            linear.make_batch_invariant()
+        self.mlp.make_batch_invariant()
+        self._batch_invariant = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found = self.mlp(x)
+        if self.gate is None:
+            return found
+        gate = self.gate(x)
+        return found * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid())
+
+
+class MixtureOfExperts:
+    """A router and experts, each a gated feed-forward block; the routed experts' weights are always plain."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        routing: Routing,
+        *,
+        shared: SharedExpert | None = None,
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.router = Linear.empty(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
+        num_experts = routing.num_experts
+        self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.shared = shared
         self._num_experts = num_experts
-        self._top_k = top_k
-        self._normalize = normalize
+        self._top_k = routing.top_k
         self._activation = ACTIVATIONS[activation]
         self._batch_invariant = False
 
-    def targets(self, gate_name: str, up_name: str, down_name: str) -> Targets:
-        yield from self.router.targets(["gate"])
+    def expert_targets(self, gate_name: str, up_name: str, down_name: str) -> Targets:
+        """The routed experts' weights, by the expert's number."""
         for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             gate, up = gate_up.chunk(2)
-            yield f"experts.{index}.{gate_name}.weight", gate
-            yield f"experts.{index}.{up_name}.weight", up
-            yield f"experts.{index}.{down_name}.weight", down
+            yield f"{index}.{gate_name}.weight", gate
+            yield f"{index}.{up_name}.weight", up
+            yield f"{index}.{down_name}.weight", down
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.router,)
+        return (self.router.linear, *(self.shared.linears() if self.shared is not None else ()))
 
     def make_batch_invariant(self) -> None:
         self.router.make_batch_invariant()
+        if self.shared is not None:
+            self.shared.make_batch_invariant()
         self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
-        return self.router.num_bytes + self.gate_up.nbytes + self.down.nbytes
+        shared = 0 if self.shared is None else sum(linear.num_bytes for linear in self.shared.linears())
+        return self.router.num_bytes + shared + self.gate_up.nbytes + self.down.nbytes
 
     def finalize(self) -> None:
-        self.router.finalize()
+        for linear in self.linears():
+            linear.finalize()
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden].
@@ -65,9 +120,14 @@ class MixtureOfExperts:
         Rows at positions [T] below 0 are padding of a captured step. On a GPU no expert is read for them, and their
         output is undefined.
         """
-        weights, experts = self._route(x)
+        weights, experts = self.router(x)
         if on_gpu(x.device):
-            return self.grouped(x, weights, experts, positions)
+            routed = self.grouped(x, weights, experts, positions)
+        else:
+            routed = self._one_after_the_other(x, weights, experts)
+        return routed if self.shared is None else routed.add_(self.shared(x))
+
+    def _one_after_the_other(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
         order = experts.flatten().argsort(stable=True)
         rows = x[order // self._top_k]
@@ -112,11 +172,3 @@ class MixtureOfExperts:
         if not self._batch_invariant:
             return outer(gate(inner(x)))
         return in_tiles(outer, one_by_one(gate, in_tiles(inner, x)))
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and the indices of each token's experts, both [T, k]."""
-        scores = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, experts = scores.topk(self._top_k, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts

@@ -37,7 +37,7 @@ def build_model(
     from chairlift.loading.stored_weight import dequantized
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
-    from chairlift.models.weights import fill
+    from chairlift.models.weights import fill, unstacked
 
     reasons = format_obstacles(config, quantization, dtype, device)
     if reasons:
@@ -66,7 +66,7 @@ def build_model(
         ) from error
     fill(
         dict(model.targets()),
-        tensors,
+        unstacked(description.layers, tensors),
         text_part_only=description.text_part_only,
         tied=description.tied_head,
         filled_one=model.filled,

@@ -8,6 +8,7 @@ from typing import Literal
 from chairlift.attention.interface import AttentionLayer
 from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
+from chairlift.models.experts import ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +26,6 @@ POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward
 SANDWICH_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """The names of the parts of a mixture-of-experts block in the checkpoint."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    num_experts: int
-    top_k: int
-    normalize: bool  # scale the weights of the chosen experts to sum to one
-    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +87,5 @@ class DecoderConfig:
         if self.qk_norm is not None:
             count += queries + keys if self.qk_norm == "full" else 2 * attention.head_dim
         if layer.experts is not None:
-            return count + layer.experts.num_experts * (hidden + 3 * hidden * inner)
+            return count + layer.experts.num_parameters(hidden, inner)
         return count + 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias

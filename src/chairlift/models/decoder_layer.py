@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.rope import Rotation, rotate_
 from chairlift.models.config import DecoderConfig, LayerConfig
+from chairlift.models.experts import ExpertNames
 
 
 class SelfAttention:
@@ -137,8 +139,7 @@ class DecoderLayer:
         yield from ((f"{name}.weight", norm.weight) for name, norm in self.norms.items())
         if isinstance(self.mlp, MixtureOfExperts):
             assert self.experts is not None
-            names = self.experts.names
-            yield from prefixed(names.block, self.mlp.targets(names.gate, names.up, names.down))
+            yield from prefixed(self.experts.names.block, _expert_targets(self.mlp, self.experts.names))
         else:
             yield from prefixed("mlp", self.mlp.targets(self.fused_names))
 
@@ -209,13 +210,17 @@ def _feed_forward(
             device=device,
             format=format,
         )
-    return MixtureOfExperts(
-        config.hidden_size,
-        layer.intermediate_size,
-        num_experts=layer.experts.num_experts,
-        top_k=layer.experts.top_k,
-        normalize=layer.experts.normalize,
-        activation=config.activation,
-        dtype=dtype,
-        device=device,
-    )
+    kind: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "device": device}
+    shared = None
+    if layer.experts.shared_size:
+        is_gated = layer.experts.names.shared_gate is not None
+        shared = SharedExpert(config.hidden_size, layer.experts.shared_size, is_gated=is_gated, format=format, **kind)
+    return MixtureOfExperts(config.hidden_size, layer.intermediate_size, layer.experts.routing, shared=shared, **kind)
+
+
+def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:
+    yield from mlp.router.targets(names.router, names.correction_bias)
+    yield from prefixed(names.experts, mlp.expert_targets(names.gate, names.up, names.down))
+    if mlp.shared is not None:
+        assert names.shared is not None
+        yield from mlp.shared.targets(names.shared, names.shared_gate or "")

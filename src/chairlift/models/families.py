@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chairlift.errors import CorruptCheckpoint
-from chairlift.models.config import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, ExpertNames, NormNames
+from chairlift.models.config import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, NormNames
+from chairlift.models.experts import ExpertNames, ExpertsFamily
 from chairlift.models.fields import Fields
 from chairlift.registry import load_plugins
 
@@ -48,14 +49,14 @@ class Family:
     norms: NormNames = PRE_NORMS
     norm_unit_offset: bool = False
     qk_norm: Literal["head", "full"] | None = None
-    qkv_bias_only: bool = False  # biases on queries, keys and values, whatever attention_bias is
+    qkv_bias_only: bool = False  # if queries, keys and values have biases, the output still has none
     fused_names: bool = False
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.
     windowed: Callable[[Fields, int], bool] = _every_layer
     window_switch: bool = False  # the window only counts if use_sliding_window is true
-    expert_names: ExpertNames | None = None
+    experts: ExpertsFamily | None = None
 
 
 _GEMMA: dict[str, Any] = {
@@ -74,8 +75,8 @@ _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4,
     "sliding_window": 4096,
 }
-_QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_QWEN2_EXPERTS = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 
 # By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).
 FAMILIES: dict[str, Family] = {
@@ -91,14 +92,22 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        expert_names=_MIXTRAL_EXPERTS,
+        experts=ExpertsFamily(names=_MIXTRAL_EXPERTS),
     ),
     "qwen2": Family(
         title="Qwen2, Qwen2.5",
-        defaults={"max_window_layers": 28, "sliding_window": 4096},
+        defaults={"max_window_layers": 28, "sliding_window": 4096, "qkv_bias": True},
         qkv_bias_only=True,
         windowed=_upper_layers,
         window_switch=True,
+    ),
+    "qwen2_moe": Family(
+        title="Qwen2-MoE",
+        defaults={"max_window_layers": 28, "sliding_window": 4096, "decoder_sparse_step": 1, "qkv_bias": True},
+        qkv_bias_only=True,
+        windowed=_upper_layers,
+        window_switch=True,
+        experts=ExpertsFamily(names=_QWEN2_EXPERTS),
     ),
     "qwen3": Family(
         title="Qwen3",
@@ -112,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096, "decoder_sparse_step": 1},
         qk_norm="head",
         window_switch=True,
-        expert_names=_QWEN_EXPERTS,
+        experts=ExpertsFamily(),
     ),
     "smollm3": Family(
         title="SmolLM3",

@@ -8,7 +8,8 @@ from typing import Any
 from chairlift.attention.interface import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.mlp import ACTIVATIONS
-from chairlift.models.config import DecoderConfig, ExpertsConfig, LayerConfig
+from chairlift.models.config import DecoderConfig, LayerConfig
+from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
 from chairlift.models.families import Family, find_family, has_rope
 from chairlift.models.fields import Fields
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
@@ -51,7 +52,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         norm_eps=fields.number("rms_norm_eps"),
         norm_unit_offset=family.norm_unit_offset,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias_only or fields.flag("attention_bias"),
+        qkv_bias=fields.flag("qkv_bias") or fields.flag("attention_bias"),
         output_bias=not family.qkv_bias_only and fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         fused_names=family.fused_names,
@@ -74,6 +75,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     count = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     heads, kv_heads, head_dim = _heads(fields)
     types = _layer_types(family, fields, count)
+    experts = None if family.experts is None else read_experts(family.experts, fields)
     ropes = {
         layer_type: make_rope(
             rope_parameters(fields, layer_type),
@@ -95,7 +97,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
                 softcap=fields.optional_number("attn_logit_softcapping"),
             ),
             rope=ropes[layer_type] if has_rope(fields, index) else None,
-            **_feed_forward(family, fields, index),
+            **_feed_forward(family, fields, experts, index),
         )
         for index, layer_type in enumerate(types)
     )
@@ -135,29 +137,8 @@ def _layer_types(family: Family, fields: Fields, count: int) -> list[str]:
     return types
 
 
-def _feed_forward(family: Family, fields: Fields, index: int) -> dict[str, Any]:
+def _feed_forward(family: Family, fields: Fields, experts: ExpertsConfig | None, index: int) -> dict[str, Any]:
     """The sizes of a layer's feed-forward block: dense, or a mixture of experts."""
-    if not _has_experts(family, fields, index):
+    if experts is None or family.experts is None or not family.experts.has_experts(fields, index):
         return {"intermediate_size": fields.integer("intermediate_size")}
-    num_experts = _num_experts(fields)
-    top_k = fields.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise CorruptCheckpoint(f"config.json: num_experts_per_tok ({top_k}) must not exceed the {num_experts} experts")
-    assert family.expert_names is not None
-    own_size = fields.optional_integer("moe_intermediate_size")
-    return {
-        "intermediate_size": own_size or fields.integer("intermediate_size"),
-        "experts": ExpertsConfig(num_experts, top_k, fields.flag("norm_topk_prob"), family.expert_names),
-    }
-
-
-def _has_experts(family: Family, fields: Fields, index: int) -> bool:
-    if family.expert_names is None or index in fields.items("mlp_only_layers", int):
-        return False
-    step = fields.optional_integer("decoder_sparse_step") or 1
-    return _num_experts(fields) > 0 and (index + 1) % step == 0
-
-
-def _num_experts(fields: Fields) -> int:
-    """The number of experts, under either of its two names."""
-    return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", low=0, high=2**16)
+    return {"intermediate_size": expert_size(fields), "experts": experts}

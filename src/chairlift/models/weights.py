@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.parts import Target
 from chairlift.loading.stored_weight import StoredWeight
+from chairlift.models.config import LayerConfig
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
 PREFIXES = ("model.", "language_model.")
@@ -30,6 +31,28 @@ def canonical_name(name: str) -> str:
                 break
         else:
             return stripped
+
+
+def unstacked(
+    layers: Sequence[LayerConfig], tensors: Iterable[tuple[str, Tensor | StoredWeight]]
+) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    """The stream with each expert's weights on their own, also where the checkpoint holds those of a layer stacked."""
+    stacks: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for index, layer in enumerate(layers):
+        if layer.experts is not None:
+            names = layer.experts.names
+            block = f"layers.{index}.{names.block}"
+            stacks[f"{block}.{names.stacked_gate_up}"] = (f"{block}.{names.experts}", (names.gate, names.up))
+            stacks[f"{block}.{names.stacked_down}"] = (f"{block}.{names.experts}", (names.down,))
+    for full_name, tensor in tensors:
+        name = canonical_name(full_name)
+        if name not in stacks or not isinstance(tensor, Tensor) or tensor.ndim != 3:
+            yield full_name, tensor
+            continue
+        experts, parts = stacks[name]
+        for expert, matrix in enumerate(tensor):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{experts}.{expert}.{part}.weight", rows
 
 
 def fill(

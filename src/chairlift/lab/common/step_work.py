@@ -57,8 +57,7 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
             rows = sampled
         yield linear_work(layer.attention.output, rows)
         if isinstance(layer.mlp, MixtureOfExperts):
-            assert layer.experts is not None
-            yield _experts_work(layer.mlp, layer.experts.top_k, rows)
+            yield _experts_work(layer.mlp, rows)
         else:
             yield linear_work(layer.mlp.gate_up, rows)
             yield linear_work(layer.mlp.down, rows)
@@ -73,14 +72,13 @@ def linear_bytes(linear: Linear) -> int:
     return linear.weight.num_bytes
 
 
-def _experts_work(experts: MixtureOfExperts, top_k: int, rows: int) -> KernelWork:
-    count = len(experts.gate_up)
+def _experts_work(experts: MixtureOfExperts, rows: int) -> KernelWork:
+    count, top_k = len(experts.gate_up), experts.router.routing.top_k
     numbers = (experts.gate_up.numel() + experts.down.numel()) / count
     # An upper bound: which experts are used depends on the tokens.
     used = min(count, rows * top_k)
-    return KernelWork(2.0 * rows * top_k * numbers, used * numbers * experts.gate_up.itemsize) + linear_work(
-        experts.router, rows
-    )
+    routed = KernelWork(2.0 * rows * top_k * numbers, used * numbers * experts.gate_up.itemsize)
+    return routed + total(linear_work(linear, rows) for linear in experts.linears())
 
 
 def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_itemsize: int) -> KernelWork:

@@ -1,0 +1,134 @@
+"""Routing: which experts of a mixture compute a token, and with which weights.
+
+scores   softmax or sigmoid of the router's product with the token
+choice   scores + correction bias; with groups only the experts of the best groups; the best top_k
+weights  the chosen experts' scores (without the bias), scaled to sum to one, times a factor
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.linear import Linear
+from chairlift.layers.parts import Targets
+from chairlift.layers.rows import one_by_one
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The rule by which experts are chosen and weighted.
+
+    A softmax over the chosen experts only, as some families compute it, is `softmax` with `normalize`.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores = "softmax"
+    normalize: bool = False  # scale the weights of the chosen experts to sum to one
+    normalize_eps: float = 1e-20  # added to the sum that divides
+    scale: float = 1.0  # multiplies the weights
+    correction_bias: bool = False  # numbers per expert added to the scores for the choice, not for the weights
+    num_groups: int = 1  # the experts form groups of equal size,
+    top_groups: int = 1  # of which a token uses this many,
+    group_best: int = 1  # those whose best scores, this many of each, have the largest sums
+    router_bias: bool = False  # the product has a bias
+    float32: bool = False  # the product is computed in float32
+
+    def __post_init__(self) -> None:
+        size, rest = divmod(self.num_experts, self.num_groups)
+        assert rest == 0
+        assert 1 <= self.top_groups <= self.num_groups
+        assert 1 <= self.group_best <= size
+        assert 1 <= self.top_k <= self.top_groups * size
+
+
+class ExpertRouter:
+    """Scores every expert for every token and chooses the best."""
+
+    def __init__(self, hidden_size: int, routing: Routing, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.routing = routing
+        self._dtype = torch.float32 if routing.float32 else dtype
+        self.linear = Linear.empty(
+            hidden_size, routing.num_experts, bias=routing.router_bias, dtype=self._dtype, device=device
+        )
+        self.correction_bias: Tensor | None = None
+        if routing.correction_bias:
+            self.correction_bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
+        self._batch_invariant = False
+
+    def targets(self, name: str, correction_bias_name: str) -> Targets:
+        yield from self.linear.targets([name])
+        if self.correction_bias is not None:
+            yield correction_bias_name, self.correction_bias
+
+    def make_batch_invariant(self) -> None:
+        self.linear.make_batch_invariant()
+        self._batch_invariant = True
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear.num_bytes + (0 if self.correction_bias is None else self.correction_bias.nbytes)
+
+    def finalize(self) -> None:
+        self.linear.finalize()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> the weights and the indices of each token's experts, both [T, top_k]."""
+        logits = self.linear(x.to(self._dtype))
+        if on_gpu(x.device):
+            return self.choose_on_gpu(logits, x.dtype)
+        weights, experts = self.choose(logits)
+        return weights.to(x.dtype), experts
+
+    def choose_on_gpu(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `choose`, in one kernel."""
+        from chairlift.kernels.triton.routing import route
+
+        routing = self.routing
+        return route(
+            logits,
+            self.correction_bias,
+            dtype,
+            top_k=routing.top_k,
+            sigmoid=routing.scores == "sigmoid",
+            normalize=routing.normalize,
+            normalize_eps=routing.normalize_eps,
+            scale=routing.scale,
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+        )
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [T, experts] -> weights (float32) and experts, both [T, top_k]."""
+        routing = self.routing
+        scores = self._scores(logits)
+        choice = scores if self.correction_bias is None else scores + self.correction_bias
+        if routing.top_groups < routing.num_groups:
+            choice = self._within_best_groups(choice)
+        experts = choice.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if routing.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.normalize_eps)
+        return weights * routing.scale, experts
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.routing.scores == "softmax":
+            return torch.softmax(logits, dim=-1, dtype=torch.float32)
+        logits = logits.float()
+        return one_by_one(torch.sigmoid, logits) if self._batch_invariant else logits.sigmoid()
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        routing = self.routing
+        groups = choice.view(len(choice), routing.num_groups, -1)  # [T, groups, size]
+        sums = groups.topk(routing.group_best, dim=-1).values.sum(dim=-1)
+        best = torch.zeros_like(sums, dtype=torch.bool)
+        best.scatter_(1, sums.topk(routing.top_groups, dim=-1).indices, True)
+        return groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)

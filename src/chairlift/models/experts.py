@@ -1,0 +1,124 @@
+"""Mixtures of experts as a config describes them: the names, the routing, and which layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chairlift.errors import CorruptCheckpoint
+from chairlift.layers.routing import Routing, Scores
+from chairlift.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of the parts of a mixture-of-experts block in the checkpoint.
+
+    The experts' weights come as `{experts}.{number}.{gate}.weight` and so on, or stacked into tensors of three
+    dimensions: `stacked_gate_up` [experts, 2 * inner, hidden] and `stacked_down` [experts, hidden, inner].
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    experts: str = "experts"
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    shared: str | None = None  # of the shared expert, which other families do not have
+    shared_gate: str | None = None  # of the product whose sigmoid multiplies the shared expert's output
+    stacked_gate_up: str = "experts.gate_up_proj"
+    stacked_down: str = "experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of one layer."""
+
+    routing: Routing
+    names: ExpertNames
+    shared_size: int = 0  # inner size of the shared expert; 0: there is none
+
+    def num_parameters(self, hidden_size: int, intermediate_size: int) -> int:
+        routing = self.routing
+        per_expert = hidden_size + 3 * hidden_size * intermediate_size + routing.router_bias + routing.correction_bias
+        shared = 3 * hidden_size * self.shared_size
+        gate = hidden_size if self.shared_size and self.names.shared_gate is not None else 0
+        return routing.num_experts * per_expert + shared + gate
+
+
+def has_experts(fields: Fields, index: int) -> bool:
+    """Whether a layer has experts, by any of the names that configs have for it; without them every layer has."""
+    if "mlp_layer_types" in fields:
+        types = fields.items("mlp_layer_types", str, length=fields.integer("num_hidden_layers"))
+        return bool(types[index] == "sparse")
+    if index in fields.items("mlp_only_layers", int):
+        return False
+    step = fields.optional_integer("decoder_sparse_step") or 1
+    every = fields.optional_integer("moe_layer_freq") or 1
+    first = fields.optional_integer("first_k_dense_replace", low=0) or 0
+    return (index + 1) % step == 0 and index >= first and index % every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsFamily:
+    """How a family's experts differ from Mixtral's; everything else is in its config files."""
+
+    names: ExpertNames = ExpertNames()
+    scores: Scores = "softmax"
+    correction_bias: bool = False
+    router_bias: bool = False
+    group_best: int = 1
+    float32: bool = False  # the router's product is computed in float32
+    has_experts: Callable[[Fields, int], bool] = has_experts
+    top_k_key: str = "num_experts_per_tok"
+
+
+def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
+    """The experts of the layers that have them; None if the config has no experts at all."""
+    num_experts = _num_experts(fields)
+    if not num_experts:
+        return None
+    top_k = fields.integer(family.top_k_key)
+    num_groups = fields.optional_integer("n_group") or 1
+    top_groups = min(fields.optional_integer("topk_group") or num_groups, num_groups)
+    size, rest = divmod(num_experts, num_groups)
+    if rest:
+        raise CorruptCheckpoint(f"config.json: n_group ({num_groups}) must divide the {num_experts} experts")
+    if top_k > top_groups * size:
+        where = "experts" if num_groups == 1 else f"experts of {top_groups} groups"
+        raise CorruptCheckpoint(
+            f"config.json: {family.top_k_key} ({top_k}) must not exceed the {top_groups * size} {where}"
+        )
+    routing = Routing(
+        num_experts=num_experts,
+        top_k=top_k,
+        scores=family.scores,
+        normalize=fields.flag("norm_topk_prob"),
+        scale=fields.optional_number("routed_scaling_factor") or 1.0,
+        correction_bias=family.correction_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=min(family.group_best, size),
+        router_bias=family.router_bias,
+        float32=family.float32,
+    )
+    return ExpertsConfig(routing, family.names, _shared_size(fields) if family.names.shared is not None else 0)
+
+
+def expert_size(fields: Fields) -> int:
+    """The inner size of each routed expert."""
+    return fields.optional_integer("moe_intermediate_size") or fields.integer("intermediate_size")
+
+
+def _num_experts(fields: Fields) -> int:
+    """The number of experts, under any of its three names."""
+    name = next((name for name in ("num_experts", "n_routed_experts") if name in fields), "num_local_experts")
+    return fields.integer(name, low=0, high=2**16)
+
+
+def _shared_size(fields: Fields) -> int:
+    """The inner size of the shared expert: given, or that of several routed ones."""
+    given = fields.optional_integer("shared_expert_intermediate_size", low=0)
+    count = fields.optional_integer("n_shared_experts", low=0)
+    return (count or 0) * expert_size(fields) if given is None else given

@@ -23,10 +23,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 84, "word_embed_proj_dim": 60},
     "cohere": {"logit_scale": 0.8},
     "cohere2": {"logit_scale": 0.8, "sliding_window": 6},
-    "granite": {"logits_scaling": 0.5, "attention_multiplier": 0.4, "residual_multiplier": 0.7},
     "starcoder2": {"sliding_window": 7},
     "phi": {"partial_rotary_factor": 0.4},
-    "glm": {"head_dim": 16},
     "olmo": {},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
 }
@@ -121,7 +119,7 @@ def test_dynamic_rope_stays_within_the_trained_length() -> None:
         "long_factor": [2.0] * 5,
         "original_max_position_embeddings": 32,
     }
-    config = transformers.AutoConfig.for_model("granite", **SIZES, rope_parameters=longrope).to_dict()
+    config = transformers.AutoConfig.for_model("olmo", **SIZES, rope_parameters=longrope).to_dict()
     assert describe(config).max_len == 32
     assert describe(config, max_len=16).max_len == 16
     with pytest.raises(InvalidParameter, match="max_model_len"):

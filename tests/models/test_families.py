@@ -118,6 +118,29 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_local_base_freq=300.0,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
+    "granite": _config(
+        "GraniteConfig",
+        embedding_multiplier=12.0,
+        logits_scaling=1.7,
+        residual_multiplier=0.22,
+        attention_multiplier=0.015625,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.01,  # large: a stream of another size must be normalised with another eps
+    ),
+    "glm": _config("GlmConfig", head_dim=12),
+    "glm4": _config("Glm4Config", head_dim=16, partial_rotary_factor=0.25, attention_bias=False),
+    "ministral": _config(
+        "MinistralConfig",
+        head_dim=12,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "olmo3": _config(
+        "Olmo3Config",
+        num_hidden_layers=4,
+        sliding_window=6,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
     "olmo2": _config("Olmo2Config"),
     "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
 }

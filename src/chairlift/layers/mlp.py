@@ -1,9 +1,9 @@
-"""The gated feed-forward block."""
+"""Feed-forward blocks, with and without a gate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,39 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _squared_relu,
 }
+ACTIVATION_NAMES = (*ACTIVATIONS, "xielu")  # those of dense blocks; experts have no xielu
+
+
+class XIELU:
+    """An activation with learned factors: above * x² + beta * x, and below * (eˣ - 1 - x) + beta * x for x < 0."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._alphas = {name: torch.empty(1, dtype=dtype, device=device) for name in ("alpha_p", "alpha_n")}
+        self._constants = {name: torch.empty((), dtype=dtype, device=device) for name in ("beta", "eps")}
+
+    def targets(self, name: str) -> Targets:
+        yield from ((f"{name}.{key}", tensor) for key, tensor in (self._alphas | self._constants).items())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        above, below = (F.softplus(alpha) for alpha in self._alphas.values())
+        beta, eps = self._constants.values()
+        negative = torch.expm1(x.clamp(max=eps)).sub_(x).mul_(below + beta)
+        return torch.where(x > 0, above * x.square(), negative).addcmul_(x, beta)
+
+
+def make_activation(name: str, dtype: torch.dtype, device: torch.device) -> Activation:
+    return XIELU(dtype, device) if name == "xielu" else ACTIVATIONS[name]
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -41,8 +68,10 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     return activation(gate).mul_(up)
 
 
-class GatedMLP:
-    """down(activation(gate(x)) * up(x)), with gate and up in one product."""
+class DenseMLP:
+    """Two products with an activation between them."""
+
+    width: ClassVar[int]  # columns of the first product for each row of the second
 
     def __init__(
         self,
@@ -56,42 +85,67 @@ class GatedMLP:
         format: type[WeightFormat] = PlainWeight,
     ) -> None:
         kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
-        self.gate_up = Linear.empty(hidden_size, 2 * intermediate_size, **kind)
+        self.first = Linear.empty(hidden_size, self.width * intermediate_size, **kind)
         self.down = Linear.empty(intermediate_size, hidden_size, **kind)
-        self._activation = ACTIVATIONS[activation]
+        self._activation = make_activation(activation, dtype, device)
         self._batch_invariant = False
 
-    def targets(self, fused_names: bool) -> Targets:
-        """`fused_names`: the checkpoint holds gate and up as one tensor."""
-        if fused_names:
-            yield from self.gate_up.targets(["gate_up_proj"])
-        else:
-            half = self.gate_up.out_features // 2
-            yield from self.gate_up.targets(["gate_proj", "up_proj"], [half, half])
-        yield from self.down.targets(["down_proj"])
+    def targets(self, inner_names: Sequence[str], down_name: str) -> Targets:
+        """`inner_names`: of the first product in the checkpoint; with a gate, one name for both parts or two."""
+        sizes = [self.first.out_features // len(inner_names)] * len(inner_names)
+        yield from self.first.targets(inner_names, sizes)
+        yield from self.down.targets([down_name])
+        if isinstance(self._activation, XIELU):
+            yield from self._activation.targets("act_fn")
 
     def linears(self) -> tuple[Linear, Linear]:
-        return self.gate_up, self.down
+        return self.first, self.down
 
     def make_batch_invariant(self) -> None:
-        self.gate_up.make_batch_invariant()
+        self.first.make_batch_invariant()
         self.down.make_batch_invariant()
         self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
-        return self.gate_up.num_bytes + self.down.num_bytes
+        return self.first.num_bytes + self.down.num_bytes
 
     def finalize(self) -> None:
-        self.gate_up.finalize()
+        self.first.finalize()
         self.down.finalize()
+
+    def activate(self, x: Tensor) -> Tensor:
+        """[rows, width * size] -> [rows, size]."""
+        raise NotImplementedError
 
     def inner(self, x: Tensor) -> Tensor:
         """Everything but the down projection."""
-        gate_up = self.gate_up(x)
+        found = self.first(x)
         if self._batch_invariant and not on_gpu(x.device):
-            return one_by_one(lambda row: gated(row, self._activation), gate_up)
-        return gated(gate_up, self._activation)
+            return one_by_one(self.activate, found)
+        return self.activate(found)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.inner(x))
+
+
+class GatedMLP(DenseMLP):
+    """down(activation(gate(x)) * up(x)), with gate and up in one product."""
+
+    width = 2
+
+    @property
+    def gate_up(self) -> Linear:
+        return self.first
+
+    def activate(self, x: Tensor) -> Tensor:
+        return gated(x, self._activation)
+
+
+class UngatedMLP(DenseMLP):
+    """down(activation(up(x)))."""
+
+    width = 1
+
+    def activate(self, x: Tensor) -> Tensor:
+        return self._activation(x)

@@ -43,7 +43,7 @@ class SharedExpert:
         self._batch_invariant = False
 
     def targets(self, name: str, gate_name: str) -> Targets:
-        yield from prefixed(name, self.mlp.targets(fused_names=False))
+        yield from prefixed(name, self.mlp.targets(["gate_proj", "up_proj"], "down_proj"))
         if self.gate is not None:
             yield from self.gate.targets([gate_name])
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation of rows: by their root mean square, or to zero mean and unit variance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.parts import Targets
 
 
 class RMSNorm:
@@ -22,6 +23,9 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
         self.eps = eps
         self.unit_offset = unit_offset
+
+    def targets(self, name: str) -> Targets:
+        yield f"{name}.weight", self.weight
 
     @property
     def num_bytes(self) -> int:
@@ -56,3 +60,60 @@ class RMSNorm:
 
             return add_rms_norm_(x, delta, self.weight, self.eps)
         return self(x.add_(delta))
+
+
+class LayerNorm:
+    """Shifts each row to zero mean and scales it to unit variance, then applies a learned weight and bias.
+
+    With `unit_offset` the checkpoint stores the weight minus one. With two sizes (heads, size), every head has a weight
+    of its own.
+    """
+
+    def __init__(
+        self,
+        size: int | tuple[int, int],
+        eps: float,
+        *,
+        bias: bool,
+        unit_offset: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
+        self.bias = torch.empty_like(self.weight) if bias else None
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def targets(self, name: str) -> Targets:
+        yield f"{name}.weight", self.weight
+        if self.bias is not None:
+            yield f"{name}.bias", self.bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def finalize(self) -> None:
+        if self.unit_offset:
+            self.weight += 1.0
+
+    def move_weight(self, scale_columns: Callable[[Tensor], bool]) -> bool:
+        """Not possible: kernels whose matrix holds the weight do not subtract the mean."""
+        return False
+
+    def make_batch_invariant(self) -> None:
+        """Nothing to do: a row is normalised by itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self.weight.dtype)
+        if self.weight.dim() == 1:
+            return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        normed = F.layer_norm(rows, rows.shape[-1:], eps=self.eps) * self.weight
+        return (normed if self.bias is None else normed + self.bias).to(x.dtype)
+
+    def add_(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
+        return self(x.add_(delta))
+
+
+Norm = RMSNorm | LayerNorm

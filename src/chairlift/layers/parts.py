@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from chairlift.loading.stored_weight import StoredWeight
 
 
 class Target(Protocol):
@@ -15,6 +18,24 @@ class Target(Protocol):
     def shape(self) -> torch.Size: ...
 
     def copy_(self, source: Any, /) -> object: ...
+
+
+class PermutedHeads:
+    """A target in which the dimensions of every head are in another order than in the checkpoint."""
+
+    def __init__(self, target: Target, order: Tensor, axis: int) -> None:
+        """`order` [head_dim]: the dimension of a stored head that each one is; `axis` has one head behind the other."""
+        self._target = target
+        self._axis = axis
+        self.shape = target.shape
+        heads = torch.arange(0, self.shape[axis], len(order))
+        self._places = (heads[:, None] + order).flatten()
+
+    def copy_(self, source: Tensor | StoredWeight, /) -> None:
+        if isinstance(source, StoredWeight):
+            self._target.copy_(source.select_rows(self._places))
+        else:
+            self._target.copy_(source.index_select(self._axis, self._places.to(source.device)))
 
 
 Targets = Iterator[tuple[str, Target]]

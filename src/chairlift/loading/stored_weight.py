@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ class StoredWeight(ABC):
     @abstractmethod
     def dequantized(self) -> Tensor:
         """The matrix in float32."""
+
+    def select_rows(self, rows: Tensor) -> StoredWeight:
+        """The matrix of these rows, in the same form if that is possible."""
+        return PlainValues(self.dequantized()[rows])
 
     def as_integers(self) -> GroupedIntegers | None:
         """The same numbers as integers with scales per group, if that is what they are."""
@@ -57,6 +61,10 @@ class GroupedIntegers(StoredWeight):
     def as_integers(self) -> GroupedIntegers:
         return self
 
+    def select_rows(self, rows: Tensor) -> GroupedIntegers:
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], offsets=offsets)
+
     @property
     def group_size(self) -> int:
         return self.shape[1] // self.scales.shape[1]
@@ -88,6 +96,11 @@ class ScaledFloats(StoredWeight):
     @property
     def shape(self) -> torch.Size:
         return self.numbers.shape
+
+    def select_rows(self, rows: Tensor) -> StoredWeight:
+        if self.block[0] != 1:
+            return PlainValues(self.dequantized()[rows])
+        return replace(self, numbers=self.numbers[rows], scales=self.scales[rows])
 
     @property
     def row_scales(self) -> Tensor | None:

@@ -29,6 +29,24 @@ SANDWICH_NORMS = NormNames(
 
 
 @dataclass(frozen=True, slots=True)
+class PartNames:
+    """The names of a decoder's other parts in the checkpoint."""
+
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: all three are one tensor
+    output: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
+    down: str = "down_proj"
+    final_norm: str = "norm"
+
+
+LLAMA_NAMES = PartNames()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     attention: AttentionLayer
     rope: Rope | None  # None: this layer has no rotation
@@ -48,15 +66,34 @@ class DecoderConfig:
     norms: NormNames
     norm_eps: float
     norm_unit_offset: bool  # the checkpoint stores norm weights minus one
-    qk_norm: Literal["head", "full"] | None  # queries and keys are normalised per head, or all heads together
+    # Queries and keys are normalised per head, with one weight for all heads or "each" its own, or all heads together.
+    qk_norm: Literal["head", "full", "each"] | None
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    fused_names: bool  # the checkpoint has qkv_proj and gate_up_proj instead of their parts
     tied_head: bool  # the language-model head is the embedding table
     embedding_scale: float
     logit_softcap: float | None
     text_part_only: bool  # the checkpoint also holds parts for images, which are left out
+    names: PartNames = LLAMA_NAMES
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    qk_norm_after_rope: bool = False
+    interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
+    gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
+    parallel_block: bool = False  # attention and feed-forward block read the same residual stream
+    residual_multiplier: float = 1.0  # of everything that is added to the embeddings
+    logit_scale: float = 1.0
+    head_bias: bool = False
+
+    @property
+    def stream_eps(self) -> float:
+        """The norms' eps for a residual stream that is kept divided by `residual_multiplier`.
+
+        Then the outputs of blocks are added as they are: with x = m * y, the sum x + m * f(norm(x)) is
+        m * (y + f(norm(x))), and norm(x) with eps is norm(y) with eps / m².
+        """
+        return self.norm_eps / self.residual_multiplier**2
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -69,23 +106,24 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
-        return embeddings + self.hidden_size + sum(self._layer_parameters(layer) for layer in self.layers)
+        final = self.hidden_size * (1 + self.norm_bias) + self.vocab_size * self.head_bias
+        return embeddings + final + sum(self._layer_parameters(layer) for layer in self.layers)
 
     def _layer_parameters(self, layer: LayerConfig) -> int:
         hidden, inner, attention = self.hidden_size, layer.intermediate_size, layer.attention
         queries = attention.num_heads * attention.head_dim
         keys = attention.num_kv_heads * attention.head_dim
         norms = self.norms
-        count = hidden * sum(
-            name is not None
-            for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
-        )
+        names = {norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp} - {None}
+        count = hidden * len(names) * (1 + self.norm_bias)
         count += hidden * (queries + 2 * keys) + queries * hidden
         count += (
             (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias + attention.num_heads * attention.sinks
         )
         if self.qk_norm is not None:
-            count += queries + keys if self.qk_norm == "full" else 2 * attention.head_dim
+            count += 2 * attention.head_dim if self.qk_norm == "head" else queries + keys
         if layer.experts is not None:
             return count + layer.experts.num_parameters(hidden, inner)
-        return count + 3 * hidden * inner + (2 * inner + hidden) * self.mlp_bias
+        into = inner * (1 + self.gated_mlp)
+        count += 4 * (self.activation == "xielu")
+        return count + (into + inner) * hidden + (into + hidden) * self.mlp_bias

@@ -57,17 +57,16 @@ class Decoder:
         self.device = device
         self.batch_invariant = batch_invariant
         table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embedding = Embedding(table, config.embedding_scale, dtype)
+        self.embedding = Embedding(table, config.embedding_scale / config.residual_multiplier, dtype)
         self.layers = [DecoderLayer(config, layer, dtype, device, format) for layer in config.layers]
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}
-        self.norm = make_norm(config, config.hidden_size, dtype, device)
+        self.norm = make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
         if config.tied_head:
             self.head = Linear(table, shared=True, format=self.head_format)
         else:
-            self.head = Linear.empty(
-                config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device, format=self.head_format
-            )
+            sizes = config.hidden_size, config.vocab_size
+            self.head = Linear.empty(*sizes, bias=config.head_bias, dtype=dtype, device=device, format=self.head_format)
         if batch_invariant:
             for part in self._parts():
                 part.make_batch_invariant()
@@ -112,7 +111,7 @@ class Decoder:
         yield EMBEDDING, self.embedding.table
         for index, layer in enumerate(self.layers):
             yield from prefixed(f"layers.{index}", layer.targets())
-        yield "norm.weight", self.norm.weight
+        yield from self.norm.targets(self.config.names.final_norm)
         if not self.config.tied_head:
             yield from self.head.targets([HEAD.removesuffix(".weight")])
 
@@ -171,6 +170,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         if cap is None:
             return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
-from chairlift.layers.norm import RMSNorm
-from chairlift.layers.parts import Part, Targets, prefixed
-from chairlift.layers.rope import Rotation, rotate_
+from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
+from chairlift.layers.parts import Part, PermutedHeads, Targets, prefixed
+from chairlift.layers.rope import Rope, Rotation, rotate_
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
 
@@ -31,12 +32,13 @@ class SelfAttention:
         self,
         config: DecoderConfig,
         layer: AttentionLayer,
+        rope: Rope | None,
         dtype: torch.dtype,
         device: torch.device,
         format: type[WeightFormat],
     ) -> None:
         self.layer = layer
-        self.fused_names = config.fused_names
+        self.names = config.names
         self.query_size = layer.num_heads * layer.head_dim
         self.key_size = layer.num_kv_heads * layer.head_dim
         hidden, both = config.hidden_size, self.query_size + 2 * self.key_size
@@ -46,26 +48,41 @@ class SelfAttention:
         )
         # In float32, as the softmax that they are part of.
         self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
         if config.qk_norm is not None:
-            full = config.qk_norm == "full"
-            self.q_norm = make_norm(config, self.query_size if full else layer.head_dim, dtype, device)
-            self.k_norm = make_norm(config, self.key_size if full else layer.head_dim, dtype, device)
+            self.q_norm, self.k_norm = (
+                make_norm(config, _norm_shape(config, heads, layer.head_dim), config.norm_eps, dtype, device)
+                for heads in (layer.num_heads, layer.num_kv_heads)
+            )
         self._norms_all_heads = config.qk_norm == "full"
+        self._norms_after_rope = config.qk_norm_after_rope
+        # What the kernels that start from the projection can do.
+        self._fuses = config.qk_norm in (None, "head") and not config.qk_norm_after_rope and config.norm_kind == "rms"
+        self._interleaved = rope is not None and config.interleaved_rope
+        self._pairs = 0 if rope is None else len(rope.inv_freq)
 
     def targets(self) -> Targets:
-        if self.fused_names:
-            yield from self.qkv.targets(["qkv_proj"])
-        else:
-            sizes = [self.query_size, self.key_size, self.key_size]
-            yield from self.qkv.targets(["q_proj", "k_proj", "v_proj"], sizes)
-        yield from self.output.targets(["o_proj"])
+        names, sizes = self.names, [self.query_size, self.key_size, self.key_size]
+        qkv = self.qkv.targets(names.qkv, sizes if len(names.qkv) == 3 else [sum(sizes)])
+        yield from (self._unpaired(qkv, axis=0) if self._interleaved else qkv)
+        yield from self.output.targets([names.output])
         if self.sinks is not None:
             yield "sinks", self.sinks
         if self.q_norm is not None and self.k_norm is not None:
-            yield "q_norm.weight", self.q_norm.weight
-            yield "k_norm.weight", self.k_norm.weight
+            norms = chain(self.q_norm.targets(names.q_norm), self.k_norm.targets(names.k_norm))
+            yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
+
+    def _unpaired(self, targets: Targets, axis: int) -> Targets:
+        """Reorder the dimensions of queries and keys so that rotated pairs are in separate halves.
+
+        Scores do not depend on the order of a head's dimensions. So all kernels need only one kind of rotation.
+        """
+        value_names = {f"{self.names.qkv[-1]}.weight", f"{self.names.qkv[-1]}.bias"}
+        rotated = torch.arange(2 * self._pairs).view(-1, 2).T.flatten()
+        order = torch.cat((rotated, torch.arange(2 * self._pairs, self.layer.head_dim)))
+        for name, target in targets:
+            yield name, target if name in value_names else PermutedHeads(target, order, axis)
 
     def parts(self) -> Iterator[Part]:
         yield from (self.qkv, self.output)
@@ -74,14 +91,16 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
-        if isinstance(attend, FusedAttend) and not self._norms_all_heads:
+        if isinstance(attend, FusedAttend) and self._fuses:
             return self.attended(self.qkv(x), rotation, attend)
         heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = self._normalised(qk, self.q_norm, self.k_norm)
+        if not self._norms_after_rope:
+            qk = self._normalised(qk)
         if rotation is not None:
             rotate_(qk, rotation)  # queries and keys together
+        if self._norms_after_rope:
+            qk = self._normalised(qk)
         q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
         return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
 
@@ -99,12 +118,14 @@ class SelfAttention:
         )
         return heads.flatten(1)
 
-    def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
-        """Normalise per head, or over all heads together, by the size of the norms."""
+    def _normalised(self, qk: Tensor) -> Tensor:
+        if self.q_norm is None or self.k_norm is None:
+            return qk
         q, k = qk.split((self.layer.num_heads, self.layer.num_kv_heads), dim=1)
-        q = q_norm(q.reshape(len(q), -1, len(q_norm.weight))).reshape(q.shape)
-        k = k_norm(k.reshape(len(k), -1, len(k_norm.weight))).reshape(k.shape)
-        return torch.cat((q, k), dim=1)
+        return torch.cat((self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm)), dim=1)
+
+    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        return norm(heads.flatten(1)).view(heads.shape) if self._norms_all_heads else norm(heads)
 
 
 class DecoderLayer:
@@ -119,13 +140,14 @@ class DecoderLayer:
         format: type[WeightFormat] = PlainWeight,
     ) -> None:
         self.rope = layer.rope
-        self.fused_names = config.fused_names
+        self.names = config.names
+        self.parallel = config.parallel_block
         self.experts = layer.experts
-        self.attention = SelfAttention(config, layer.attention, dtype, device, format)
+        self.attention = SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
         self.mlp = _feed_forward(config, layer, dtype, device, format)
         names = config.norms
         self.norms = {
-            name: make_norm(config, config.hidden_size, dtype, device)
+            name: make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
             for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
             if name is not None
         }
@@ -135,13 +157,14 @@ class DecoderLayer:
         self.after_mlp = self.norms.get(names.after_mlp or "")
 
     def targets(self) -> Targets:
-        yield from prefixed("self_attn", self.attention.targets())
-        yield from ((f"{name}.weight", norm.weight) for name, norm in self.norms.items())
+        yield from prefixed(self.names.attention, self.attention.targets())
+        for name, norm in self.norms.items():
+            yield from norm.targets(name)
         if isinstance(self.mlp, MixtureOfExperts):
             assert self.experts is not None
             yield from prefixed(self.experts.names.block, _expert_targets(self.mlp, self.experts.names))
         else:
-            yield from prefixed("mlp", self.mlp.targets(self.fused_names))
+            yield from prefixed(self.names.mlp, self.mlp.targets(self.names.inner, self.names.down))
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.attention.qkv, self.attention.output, *self.mlp.linears())
@@ -165,14 +188,18 @@ class DecoderLayer:
 
         Adding late allows a sum and its norm to be one pass over the data.
         """
+        normed = _normed(self.before_mlp, x).clone() if self.parallel else None
         delta = _project(self.attention.output, attended, x, self.after_attention)
-        normed = add_(x, delta, self.before_mlp)
+        if normed is None:
+            normed = add_(x, delta, self.before_mlp)
+        elif delta is not None:
+            x.add_(delta)
         if isinstance(self.mlp, MixtureOfExperts):
             return _normed(self.after_mlp, self.mlp(normed, positions))
         return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
 
 
-def add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:
+def add_(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
     """Add `delta` to `x` in place; return the sum, normed if there is a norm."""
     if delta is not None and norm is not None:
         return norm.add_(x, delta)
@@ -181,11 +208,24 @@ def add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:
     return _normed(norm, x)
 
 
-def make_norm(config: DecoderConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset, dtype=dtype, device=device)
+def make_norm(
+    config: DecoderConfig, size: int | tuple[int, int], eps: float, dtype: torch.dtype, device: torch.device
+) -> Norm:
+    kind: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
+    if config.norm_kind == "layer":
+        return LayerNorm(size, eps, bias=config.norm_bias, **kind)
+    assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
+    return RMSNorm(size, eps, **kind)
 
 
-def _project(linear: Linear, y: Tensor, x: Tensor, norm: RMSNorm | None) -> Tensor | None:
+def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple[int, int]:
+    """The shape of a norm of queries or keys."""
+    if config.qk_norm == "each":
+        return heads, head_dim
+    return head_dim if config.qk_norm == "head" else heads * head_dim
+
+
+def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Tensor | None:
     """linear(y), which is to be added to `x`; None if it has been added already."""
     if norm is None and linear.adds_in_place(y):
         linear.add_to_(x, y)
@@ -193,15 +233,16 @@ def _project(linear: Linear, y: Tensor, x: Tensor, norm: RMSNorm | None) -> Tens
     return _normed(norm, linear(y))
 
 
-def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
 def _feed_forward(
     config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-) -> GatedMLP | MixtureOfExperts:
+) -> DenseMLP | MixtureOfExperts:
     if layer.experts is None:
-        return GatedMLP(
+        block = GatedMLP if config.gated_mlp else UngatedMLP
+        return block(
             config.hidden_size,
             layer.intermediate_size,
             activation=config.activation,

@@ -7,10 +7,10 @@ from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
-from chairlift.layers.mlp import ACTIVATIONS
+from chairlift.layers.mlp import ACTIVATION_NAMES
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
-from chairlift.models.families import Family, find_family, has_rope
+from chairlift.models.families import Family, find_family
 from chairlift.models.fields import Fields
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
@@ -35,8 +35,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     assert family is not None, "the caller checks it"
     fields = Fields(inner, _DEFAULTS | dict(family.defaults), "config.json")
     activation = fields.text(family.activation_key)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    if activation not in ACTIVATION_NAMES:
+        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}")
     if fields.flag("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
     hidden_size = fields.integer("hidden_size")
@@ -49,18 +49,39 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         layers=_layers(family, fields, longest),
         activation=activation,
         norms=family.norms,
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(family.eps_key),
         norm_unit_offset=family.norm_unit_offset,
-        qk_norm=family.qk_norm,
-        qkv_bias=fields.flag("qkv_bias") or fields.flag("attention_bias"),
-        output_bias=not family.qkv_bias_only and fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        fused_names=family.fused_names,
+        qk_norm=family.qk_norm if family.qk_norm_switch is None or fields.flag(family.qk_norm_switch) else None,
+        qkv_bias=_switched(fields, family.qkv_bias),
+        output_bias=_switched(fields, family.output_bias),
+        mlp_bias=_switched(fields, family.mlp_bias),
         tied_head=fields.flag("tie_word_embeddings"),
-        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        embedding_scale=hidden_size**0.5
+        if family.scaled_embeddings
+        else fields.optional_number("embedding_multiplier") or 1.0,
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         text_part_only=inner is not config,
+        names=family.names,
+        norm_kind=family.norm_kind,
+        norm_bias=family.norm_bias,
+        qk_norm_after_rope=family.qk_norm_after_rope,
+        interleaved_rope=family.interleaved_rope,
+        gated_mlp=family.gated_mlp,
+        parallel_block=_switched(fields, family.parallel_block),
+        residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
+        logit_scale=_logit_scale(fields),
+        head_bias=family.head_bias,
     )
+
+
+def _switched(fields: Fields, switch: str | bool) -> bool:
+    """A property of a family: always there or never, or by a flag of the config."""
+    return switch if isinstance(switch, bool) else fields.flag(switch)
+
+
+def _logit_scale(fields: Fields) -> float:
+    """Cohere multiplies its logits, Granite divides them."""
+    return (fields.optional_number("logit_scale") or 1.0) / (fields.optional_number("logits_scaling") or 1.0)
 
 
 def _max_len(fields: Fields, requested: int | None) -> int:
@@ -76,9 +97,12 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     heads, kv_heads, head_dim = _heads(fields)
     types = _layer_types(family, fields, count)
     experts = None if family.experts is None else read_experts(family.experts, fields)
+    scale = fields.optional_number("attention_multiplier")
+    if scale is None:
+        scale = (fields.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5
     ropes = {
         layer_type: make_rope(
-            rope_parameters(fields, layer_type),
+            rope_parameters(fields, layer_type, scales_local=family.scales_local_rope),
             head_dim=head_dim,
             max_positions=fields.integer("max_position_embeddings"),
             max_len=max_len,
@@ -92,11 +116,11 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
-                scale=(fields.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5,
+                scale=scale,
                 window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
                 softcap=fields.optional_number("attn_logit_softcapping"),
             ),
-            rope=ropes[layer_type] if has_rope(fields, index) else None,
+            rope=ropes[layer_type] if family.rotated(fields, index, layer_type) else None,
             **_feed_forward(family, fields, experts, index),
         )
         for index, layer_type in enumerate(types)

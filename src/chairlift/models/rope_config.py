@@ -20,19 +20,19 @@ from chairlift.models.fields import LARGEST, MAX_SIZE, SMALLEST, Fields
 _WHERE = "the rope settings in config.json"
 
 
-def rope_parameters(config: Fields, layer_type: str) -> Mapping[str, Any]:
+def rope_parameters(config: Fields, layer_type: str, *, scales_local: bool = True) -> Mapping[str, Any]:
     """One layer type's rope settings, from either style of config.
 
     Old: `rope_theta` and friends at the top and a `rope_scaling` object. New: one `rope_parameters` object,
     possibly one per layer type. Gemma 3's old style has a second base for its local layers, which ignore the
-    scaling.
+    scaling. Without `scales_local`, other families' local layers ignore it, too.
     """
     given = dict(config.section("rope_parameters"))
     if any(isinstance(value, Mapping) for value in given.values()):
         given = dict(Fields(given, {}, _WHERE).section(layer_type))
     elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
         given = {"rope_theta": config.raw("rope_local_base_freq")}
-    else:
+    elif scales_local or layer_type != "sliding_attention":
         given |= config.section("rope_scaling")
     for name in ("rope_theta", "partial_rotary_factor"):
         if given.get(name) is None and name in config:

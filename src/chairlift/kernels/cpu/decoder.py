@@ -40,6 +40,7 @@ class Network(NamedTuple):
     down_bias: np.ndarray
     final_norm: np.ndarray  # [hidden]
     eps: np.float32
+    qk_eps: np.float32  # of the norms of queries and keys
     activation: int
     ropes: np.ndarray  # [L] int64: index of the rotation of each layer, -1: none
     scales: np.ndarray  # [L] float32, of scores
@@ -214,7 +215,7 @@ def _rotate_and_store(
         for head in range(heads + kv_heads):
             values = qkv[row, head]
             if net.q_norm.shape[1] > 0:
-                norm_row(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.eps, values)
+                norm_row(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.qk_eps, values)
             if rope >= 0:
                 _rotate(values, step.cos[rope, row], step.sin[rope, row])
         store(cache, step.slots[row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])

@@ -59,7 +59,7 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
         if isinstance(layer.mlp, MixtureOfExperts):
             yield _experts_work(layer.mlp, rows)
         else:
-            yield linear_work(layer.mlp.gate_up, rows)
+            yield linear_work(layer.mlp.first, rows)
             yield linear_work(layer.mlp.down, rows)
 
 

@@ -114,7 +114,7 @@ def _names_of_products(model: CausalLM) -> dict[int, str]:
         if isinstance(layer.mlp, MixtureOfExperts):
             names[id(layer.mlp)] = "product experts"
         else:
-            names |= {id(layer.mlp.gate_up): "product gate, up", id(layer.mlp.down): "product down"}
+            names |= {id(layer.mlp.first): "product gate, up", id(layer.mlp.down): "product down"}
     return names
 
 

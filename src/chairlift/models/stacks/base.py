@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.attention.interface import Attend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
-from chairlift.layers.norm import RMSNorm
+from chairlift.layers.norm import Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
 from chairlift.models.base import HiddenStates
@@ -27,7 +27,7 @@ class StackParts:
     embedding: Embedding
     layers: Sequence[DecoderLayer]
     rotary: Mapping[Rope, RotaryEmbedding]
-    norm: RMSNorm
+    norm: Norm
 
     def first(self, count: int) -> StackParts:
         return replace(self, layers=self.layers[:count])

@@ -15,7 +15,7 @@ from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Ste
 from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.norm import RMSNorm
+from chairlift.layers.norm import Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.base import HiddenStates
@@ -41,7 +41,15 @@ def can_fuse(config: DecoderConfig) -> bool:
     pairs = {len(layer.rope.inv_freq) for layer in config.layers if layer.rope is not None}
     plain_norms = norms.before_attention and norms.before_mlp and not norms.after_attention and not norms.after_mlp
     return bool(
-        alike and plain_norms and len(pairs) <= 1 and config.qk_norm != "full" and config.activation in ACTIVATIONS
+        alike
+        and plain_norms
+        and len(pairs) <= 1
+        and config.norm_kind == "rms"
+        and config.qk_norm in (None, "head")
+        and not config.qk_norm_after_rope
+        and config.gated_mlp
+        and not config.parallel_block
+        and config.activation in ACTIVATIONS
     )
 
 
@@ -104,7 +112,7 @@ class FusedCPULayers:
     """Runs `layers`, whose weights are in `tiles` and whose keys and values are stored one behind the other, and then
     `norm`."""
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, tiles: LayerTiles) -> None:
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: Norm, tiles: LayerTiles) -> None:
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
         attentions = [layer.attention for layer in layers]
@@ -122,7 +130,8 @@ class FusedCPULayers:
             down=tiles.down,
             down_bias=_stack_biases([mlp.down.bias for mlp in mlps]),
             final_norm=norm.weight.numpy(),
-            eps=np.float32(config.norm_eps),
+            eps=np.float32(config.stream_eps),
+            qk_eps=np.float32(config.norm_eps),
             activation=ACTIVATIONS[config.activation],
             ropes=np.array([-1 if layer.rope is None else self._ropes.index(layer.rope) for layer in layers]),
             scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
@@ -194,7 +203,7 @@ def _checked(rows: np.ndarray, count: int) -> np.ndarray:
     return rows
 
 
-def _stack(norms: list[RMSNorm | None]) -> np.ndarray:
+def _stack(norms: list[Norm | None]) -> np.ndarray:
     rows = [np.empty(0, dtype=np.float32) if norm is None else norm.weight.float().numpy() for norm in norms]
     return np.stack(rows)
 

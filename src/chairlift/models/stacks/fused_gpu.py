@@ -18,7 +18,7 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.norm import RMSNorm
+from chairlift.layers.norm import Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
@@ -43,7 +43,11 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         and config.activation == "silu"
         and not config.output_bias
         and not config.mlp_bias
-        and config.qk_norm != "full"
+        and config.norm_kind == "rms"
+        and config.qk_norm in (None, "head")
+        and not config.qk_norm_after_rope
+        and config.gated_mlp
+        and not config.parallel_block
         and all(size % 16 == 0 for size in sizes)  # elements per load
     )
 
@@ -106,7 +110,7 @@ class FusedGPUStack(LayerStack):
         tapped = torch.stack([inputs[index] for index in taps]) if taps else None
         return HiddenStates(stream.normed(self.parts.norm), tapped)
 
-    def _norm_after(self, index: int) -> RMSNorm | None:
+    def _norm_after(self, index: int) -> Norm | None:
         """The norm that follows a layer; of the last layer any, since the final norm reads the stream itself."""
         return self.parts.layers[min(index + 1, len(self.parts.layers) - 1)].before_attention
 

@@ -11,7 +11,7 @@ from chairlift.layers.formats.base import ScaledRows
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate
-from chairlift.layers.norm import RMSNorm
+from chairlift.layers.norm import Norm
 from chairlift.models.stacks.base import picked
 
 
@@ -30,15 +30,15 @@ class Stream(ABC):
         """The stream, which may change with the next call."""
 
     @abstractmethod
-    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+    def product(self, norm: Norm | None, linear: Linear) -> Tensor:
         """The normed stream times a weight."""
 
     @abstractmethod
-    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         """Add y times a weight."""
 
     @abstractmethod
-    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+    def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
         """Add the feed-forward block of the normed stream."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Stream(ABC):
         """Only these rows are needed from now on; returns y, without the others if they are dropped at once."""
 
     @abstractmethod
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm) -> Tensor:
         """The normed stream."""
 
 
@@ -65,14 +65,14 @@ class FusedStream(Stream):
     def value(self) -> Tensor:
         return self.x
 
-    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+    def product(self, norm: Norm | None, linear: Linear) -> Tensor:
         return self._product(norm, linear, gated=False)
 
-    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+    def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
         inner = self._product(norm, mlp.gate_up, gated=True)
         self.add_product(mlp.down, inner, next_norm)
 
-    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         assert next_norm is not None
         self._squares = self._normed = None
         if linear.weight.fuses_rows(len(y), gated=False):
@@ -84,14 +84,14 @@ class FusedStream(Stream):
         self._picked = rows  # computing a few rows more takes less time than dropping them
         return y
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm) -> Tensor:
         return norm(picked(self.x, self._picked))
 
     def _unnormed(self) -> Tensor:
         """What a product multiplies whose kernel divides each row by its size."""
         return self.x
 
-    def _product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool) -> Tensor:
+    def _product(self, norm: Norm | None, linear: Linear, *, gated: bool) -> Tensor:
         assert norm is not None
         if linear.weight.fuses_rows(len(self.x), gated=gated):
             x = self._unnormed() if self._normed is None else self._normed
@@ -103,7 +103,7 @@ class FusedStream(Stream):
 class ScaledStream(FusedStream):
     """For weights that norms cannot be part of: what adds to the stream also writes it times the next norm's weight."""
 
-    def __init__(self, x: Tensor, squares: Tensor, first_norm: RMSNorm | None) -> None:
+    def __init__(self, x: Tensor, squares: Tensor, first_norm: Norm | None) -> None:
         super().__init__(x, squares)
         assert first_norm is not None
         self._scaled = x * first_norm.weight.to(x.dtype)
@@ -111,7 +111,7 @@ class ScaledStream(FusedStream):
     def _unnormed(self) -> Tensor:
         return self._scaled
 
-    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         assert next_norm is not None
         self._squares = self._normed = None
         if linear.weight.fuses_rows(len(y), gated=False):
@@ -130,17 +130,17 @@ class RoundedStream(Stream):
     def value(self) -> Tensor:
         return self.x if self._delta is None else self.x + self._delta
 
-    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+    def product(self, norm: Norm | None, linear: Linear) -> Tensor:
         found = linear.weight.multiply_rounded(self._rounded(norm), linear.bias)
         assert isinstance(found, Tensor)
         return found
 
-    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+    def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
         inner = mlp.gate_up.weight.multiply_rounded(self._rounded(norm), mlp.gate_up.bias, gated=True)
         assert isinstance(inner, ScaledRows)
         self._add(mlp.down, inner)
 
-    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         from chairlift.layers.formats.fp8 import round_rows
 
         self._add(linear, round_rows(y))
@@ -149,10 +149,10 @@ class RoundedStream(Stream):
         self.x, self._delta = picked(self.value(), rows), None
         return picked(y, rows)
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: Norm) -> Tensor:
         return norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
 
-    def _rounded(self, norm: RMSNorm | None) -> ScaledRows:
+    def _rounded(self, norm: Norm | None) -> ScaledRows:
         from chairlift.layers.formats.fp8 import norm_rounded
 
         assert norm is not None

@@ -1,0 +1,23 @@
+"""The dense Qwen models."""
+
+from __future__ import annotations
+
+from chairlift.models.families.base import FAMILIES, Family, upper_layers
+
+FAMILIES |= {
+    "qwen2": Family(
+        title="Qwen2, Qwen2.5",
+        defaults={"max_window_layers": 28, "sliding_window": 4096, "qkv_bias": True},
+        qkv_bias="qkv_bias",
+        output_bias=False,
+        windowed=upper_layers,
+        window_switch=True,
+    ),
+    "qwen3": Family(
+        title="Qwen3",
+        defaults={"head_dim": 128, "max_window_layers": 28, "sliding_window": 4096},
+        qk_norm="head",
+        windowed=upper_layers,
+        window_switch=True,
+    ),
+}

@@ -141,6 +141,47 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         sliding_window=6,
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     ),
+    "cohere": _config("CohereConfig", logit_scale=0.8),
+    "cohere qk norm": _config("CohereConfig", logit_scale=0.5, use_qk_norm=True, attention_bias=True),
+    "cohere2": _config("Cohere2Config", num_hidden_layers=4, logit_scale=0.8, sliding_window=6),
+    "ernie4_5": _config("Ernie4_5Config", head_dim=12, use_bias=True),
+    "exaone4": _config("Exaone4Config", num_hidden_layers=4, sliding_window=6),
+    "exaone4 without window": _config(
+        "Exaone4Config", sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 3
+    ),
+    "seed_oss": _config("SeedOssConfig", head_dim=12),
+    "helium": _config("HeliumConfig", head_dim=10),
+    "hunyuan": _config("HunYuanDenseV1Config", head_dim=12),
+    "hunyuan alpha": _config(
+        "HunYuanDenseV1Config", head_dim=12, rope_scaling={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    ),
+    "nemotron": _config("NemotronConfig", head_dim=12),
+    "apertus": _config("ApertusConfig"),
+    "arcee": _config("ArceeConfig"),
+    "starcoder2": _config("Starcoder2Config", sliding_window=7),
+    "phi": _config("PhiConfig", partial_rotary_factor=0.4),
+    "phi qk norm": _config("PhiConfig", partial_rotary_factor=0.4, qk_layernorm=True),
+    "stablelm": _config("StableLmConfig", partial_rotary_factor=0.4),
+    "stablelm parallel, qk norm": _config(
+        "StableLmConfig",
+        partial_rotary_factor=0.4,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        use_qkv_bias=True,
+    ),
+    "ministral3": _config(
+        "Ministral3Config",
+        head_dim=12,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.9,
+        },
+    ),
     "olmo2": _config("Olmo2Config"),
     "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
 }

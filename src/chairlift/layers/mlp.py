@@ -31,6 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
     "relu": F.relu,
     "relu2": _squared_relu,
 }

@@ -13,11 +13,26 @@ from chairlift.layers.rows import one_by_one
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries of late positions are multiplied by 1 + beta * log(1 + floor((position + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """[T] -> [T] float32."""
+        spans = torch.floor((positions.float() + self.offset) / self.length)
+        return torch.log1p(spans).mul_(self.beta).add_(1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """The frequencies of a rotation. Layers with equal ropes share one rotation per step."""
 
     inv_freq: tuple[float, ...]  # radians per position, one per rotated pair; further dimensions are not rotated
     scale: float = 1.0  # multiplies cos and sin (the "attention factor" of yarn and longrope)
+    query_scaling: QueryScaling | None = None
 
 
 class Rotation(NamedTuple):
@@ -25,6 +40,7 @@ class Rotation(NamedTuple):
 
     cos: Tensor  # [T, 1, pairs]
     sin: Tensor  # [T, 1, pairs]
+    query_scale: Tensor | None = None  # [T, 1], of queries
 
 
 class RotaryEmbedding:
@@ -37,6 +53,7 @@ class RotaryEmbedding:
     def __init__(self, rope: Rope, *, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
         self._scale = rope.scale
+        self._query_scaling = rope.query_scaling
         self._dtype = dtype
         self._batch_invariant = False
 
@@ -44,21 +61,23 @@ class RotaryEmbedding:
         self._batch_invariant = True
 
     def __call__(self, positions: Tensor) -> Rotation:
+        scaling = self._query_scaling
+        query_scale = None if scaling is None else scaling(positions).to(self._dtype)[:, None]
         if on_gpu(positions.device):
             from chairlift.kernels.triton.layers import rotation
 
-            return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))
+            return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype), query_scale)
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
         cos, sin = (
             one_by_one(function, angles) if self._batch_invariant else function(angles)
             for function in (torch.cos, torch.sin)
         )
-        return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype))
+        return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype), query_scale)
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:
     """Rotate heads [T, n, head_dim] in place; dimension i of the first half is paired with i of the second."""
-    cos, sin = rotation
+    cos, sin = rotation.cos, rotation.sin
     pairs = cos.shape[-1]
     first, second = heads[..., :pairs], heads[..., pairs : 2 * pairs]
     first_sin = first * sin

@@ -35,7 +35,7 @@ class PartNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: all three are one tensor
     output: str = "o_proj"
-    q_norm: str = "q_norm"
+    q_norm: str = "q_norm"  # with {} for the number of the head, if every head has a tensor of its own
     k_norm: str = "k_norm"
     mlp: str = "mlp"
     inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
@@ -121,7 +121,8 @@ class DecoderConfig:
             (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias + attention.num_heads * attention.sinks
         )
         if self.qk_norm is not None:
-            count += 2 * attention.head_dim if self.qk_norm == "head" else queries + keys
+            per_head = 2 * attention.head_dim * (1 + self.norm_bias)
+            count += per_head if self.qk_norm == "head" else queries + keys
         if layer.experts is not None:
             return count + layer.experts.num_parameters(hidden, inner)
         into = inner * (1 + self.gated_mlp)

@@ -57,8 +57,13 @@ class SelfAttention:
             )
         self._norms_all_heads = config.qk_norm == "full"
         self._norms_after_rope = config.qk_norm_after_rope
-        # What the kernels that start from the projection can do.
-        self._fuses = config.qk_norm in (None, "head") and not config.qk_norm_after_rope and config.norm_kind == "rms"
+        # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
+        self._fuses = config.qk_norm is None or (
+            config.qk_norm == "head"
+            and config.norm_kind == "rms"
+            and not config.qk_norm_after_rope
+            and (rope is None or rope.query_scaling is None)
+        )
         self._interleaved = rope is not None and config.interleaved_rope
         self._pairs = 0 if rope is None else len(rope.inv_freq)
 
@@ -70,7 +75,7 @@ class SelfAttention:
         if self.sinks is not None:
             yield "sinks", self.sinks
         if self.q_norm is not None and self.k_norm is not None:
-            norms = chain(self.q_norm.targets(names.q_norm), self.k_norm.targets(names.k_norm))
+            norms = chain(_norm_targets(names.q_norm, self.q_norm), _norm_targets(names.k_norm, self.k_norm))
             yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
 
     def _unpaired(self, targets: Targets, axis: int) -> Targets:
@@ -99,6 +104,8 @@ class SelfAttention:
             qk = self._normalised(qk)
         if rotation is not None:
             rotate_(qk, rotation)  # queries and keys together
+            if rotation.query_scale is not None:
+                qk[:, : layer.num_heads].mul_(rotation.query_scale[..., None])
         if self._norms_after_rope:
             qk = self._normalised(qk)
         q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
@@ -106,6 +113,8 @@ class SelfAttention:
 
     def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
         """qkv [T, ...], the projection, which may be overwritten -> [T, query_size]."""
+        if rotation is not None and rotation.query_scale is not None:
+            qkv[:, : self.query_size].mul_(rotation.query_scale)
         heads = attend.from_projection(
             self.layer,
             qkv,
@@ -213,9 +222,15 @@ def make_norm(
 ) -> Norm:
     kind: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
     if config.norm_kind == "layer":
-        return LayerNorm(size, eps, bias=config.norm_bias, **kind)
+        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **kind)
     assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
     return RMSNorm(size, eps, **kind)
+
+
+def _norm_targets(name: str, norm: Norm) -> Targets:
+    if "{}" not in name:
+        return norm.targets(name)
+    return ((f"{name.format(head)}.weight", weight) for head, weight in enumerate(norm.weight))
 
 
 def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple[int, int]:

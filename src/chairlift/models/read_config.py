@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
@@ -41,6 +42,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
     hidden_size = fields.integer("hidden_size")
     longest = _max_len(fields, max_len)
+    parallel = _switched(fields, family.parallel_block)
+    norms = replace(family.norms, before_mlp=family.norms.before_attention) if parallel else family.norms
     return DecoderConfig(
         family=inner["model_type"],
         vocab_size=fields.integer("vocab_size"),
@@ -48,7 +51,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         max_len=longest,
         layers=_layers(family, fields, longest),
         activation=activation,
-        norms=family.norms,
+        norms=norms,
         norm_eps=fields.number(family.eps_key),
         norm_unit_offset=family.norm_unit_offset,
         qk_norm=family.qk_norm if family.qk_norm_switch is None or fields.flag(family.qk_norm_switch) else None,
@@ -67,7 +70,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         qk_norm_after_rope=family.qk_norm_after_rope,
         interleaved_rope=family.interleaved_rope,
         gated_mlp=family.gated_mlp,
-        parallel_block=_switched(fields, family.parallel_block),
+        parallel_block=parallel,
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
         head_bias=family.head_bias,

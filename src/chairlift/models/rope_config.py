@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
-from chairlift.layers.rope import Rope
+from chairlift.layers.rope import QueryScaling, Rope
 from chairlift.models.fields import LARGEST, MAX_SIZE, SMALLEST, Fields
 
 _WHERE = "the rope settings in config.json"
@@ -66,7 +66,13 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
         raise CorruptCheckpoint(f"{_WHERE}: rope_theta must be above 1, got {theta:g}")
     pos_freqs = theta**exponents  # positions per radian; the name is that of transformers
     inv_freq, scale = _SCALINGS[rope_type](fields, pos_freqs, max_positions, max_len)
-    return Rope(tuple(inv_freq.tolist()), scale)
+    return Rope(tuple(inv_freq.tolist()), scale, _query_scaling(fields, max_len))
+
+
+def _query_scaling(fields: Fields, max_len: int) -> QueryScaling | None:
+    """None if no sequence is long enough for it."""
+    beta, length = fields.optional_number("llama_4_scaling_beta"), fields.integer("original_max_position_embeddings")
+    return None if beta is None or max_len <= length else QueryScaling(beta, length)
 
 
 def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
@@ -100,8 +106,15 @@ def _default(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int
 
 
 def _dynamic(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """Unscaled up to `max_position_embeddings`, which is also the longest sequence allowed: beyond it this
-    scheme changes all frequencies with every token, and keys in the cache would be wrong."""
+    """Hunyuan's fixed `alpha` enlarges the base.
+
+    Without it: unscaled up to `max_position_embeddings`, which is also the longest sequence allowed. Beyond it this
+    scheme changes all frequencies with every token, and keys in the cache would be wrong.
+    """
+    alpha, size = fields.optional_number("alpha"), 2 * len(pos_freqs)
+    if alpha is not None and size > 2:
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        return 1.0 / (fields.number("rope_theta") * alpha ** (size / (size - 2))) ** exponents, 1.0
     return _default(fields, pos_freqs, max_positions, max_len)
 
 

@@ -69,7 +69,7 @@ class Family:
     mlp_bias: str | bool = "mlp_bias"
     head_bias: bool = False
     gated_mlp: bool = True
-    parallel_block: str | bool = False
+    parallel_block: str | bool = False  # then one norm is in front of both blocks
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.

@@ -24,7 +24,7 @@ from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
 
-ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
 
 
 def can_fuse(config: DecoderConfig) -> bool:

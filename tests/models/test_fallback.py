@@ -12,8 +12,11 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.base import HiddenStates
-from chairlift.models.fallback import FallbackInfo, TransformersModel, _require_isolated_tokens
+from chairlift.models.fallback.adapters.base import with_bias
+from chairlift.models.fallback.model import FallbackInfo, TransformersModel, _require_isolated_tokens
+from chairlift.models.fallback.transformers_classes import read_transformers_config
 from tests.models.checkpoints import CPU, SIZES, VOCAB, assert_matches, load, make_reference, save, stream
+from tests.models.tiny_configs import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,6 +47,47 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert model.num_weight_bytes() == 4 * info.num_parameters
 
 
+# What the tiny configs leave out: other positions, other heads, heads that are no power of two.
+ADAPTED: dict[str, dict[str, Any]] = {
+    "falcon": {"new_decoder_architecture": True},
+    "falcon, one key": {"new_decoder_architecture": False, "multi_query": True},
+    "falcon, alibi": {"new_decoder_architecture": False, "multi_query": False, "alibi": True, "num_kv_heads": 4},
+    "falcon, alibi and one key": {"new_decoder_architecture": False, "multi_query": True, "alibi": True},
+    "bloom": {"n_head": 4},
+    "bloom, 12 heads": {"n_head": 12, "hidden_size": 96},
+    "mpt": {"n_heads": 4},
+    "mpt, 6 heads, clipped": {"n_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 0.4}},
+    "gptj": {},
+    "codegen": {},
+    "gpt_neo": {},
+    "gpt_neox_japanese": {},
+    "openai-gpt": {},
+    "xglm": {},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "deepseek_v3": {},  # heads of keys and values have different sizes
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_own_attention_code_is_adapted(name: str, tmp_path: Path) -> None:
+    config = tiny_config(name.split(",")[0], **ADAPTED[name])
+    reference = make_reference(config)
+    if config.model_type == "falcon" and config.alibi:
+        config._attn_implementation = "sdpa"  # the eager attention of transformers adds the bias twice
+    save(reference, tmp_path)
+    assert_matches(load(tmp_path), reference, 60, 1, 12)
+
+
+def test_bias_is_carried_without_loss_in_16_bits() -> None:
+    """The position of a far key is too large for one number of 16 bits."""
+    bias = torch.tensor([[1000.25], [3001.5]])
+    q = k = v = torch.zeros(1, 1, 2, 6, dtype=torch.bfloat16)
+    wide_q, wide_k, wide_v = with_bias(q, k, v, bias, scale=0.5)
+    assert wide_q.shape == wide_k.shape == wide_v.shape == (1, 1, 2, 16)
+    scores = 0.5 * (wide_q.float() * wide_k.float()).sum(-1)
+    torch.testing.assert_close(scores[0, 0], bias[:, 0], atol=0.02, rtol=0)
+
+
 def test_windows_are_read_from_the_mask() -> None:
     config = transformers.AutoConfig.for_model("cwm", **SIZES, head_dim=10, sliding_window=6)
     config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -59,7 +103,7 @@ def test_weights_are_not_copied(tmp_path: Path) -> None:
     streamed = build_model(describe_config(tmp_path), tensors.items(), dtype=torch.float32, device=CPU)
     assert isinstance(streamed, TransformersModel)
     given = {tensor.data_ptr() for tensor in tensors.values()}
-    assert {parameter.data_ptr() for parameter in streamed._backbone.parameters()} <= given
+    assert {parameter.data_ptr() for parameter in streamed._plugged.backbone.parameters()} <= given
 
 
 def describe_config(folder: Path) -> dict[str, Any]:
@@ -72,11 +116,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unheard_of": ({}, "transformers has no causal language model of that name"),
     "vit": ({}, "transformers has no causal language model of that name"),
     "bart": ({}, "encoder-decoder"),
-    "falcon": ({}, "attention in transformers cannot be replaced"),
-    "mamba": ({}, "recurrent state|cannot be replaced"),
+    "xlnet": ({}, "attention in transformers cannot be replaced"),
+    "mamba": ({}, "recurrent state"),
     "recurrent_gemma": ({}, "recurrent state"),
-    "deepseek_v3": ({"num_hidden_layers": 1}, "heads of one size"),
-    "gpt_oss": ({"num_hidden_layers": 1, "num_local_experts": 2}, "s_aux"),
+    "minimax": ({"num_hidden_layers": 2}, "recurrent state"),
+    "deepseek_v32": ({"num_hidden_layers": 1}, "sparse attention"),
+    "doge": ({"num_hidden_layers": 1}, "mask from values"),
     "diffllama": ({"num_hidden_layers": 1}, "attends twice"),
     "bert": ({"num_hidden_layers": 1}, "neither causal nor"),
 }
@@ -89,6 +134,12 @@ def test_refused_with_the_reason(model_type: str) -> None:
         describe({"model_type": model_type, **changes})
     assert "Llama" in str(caught.value)
     assert repr(model_type) in str(caught.value)
+
+
+@pytest.mark.parametrize("infinite", [float("inf"), {"__float__": "Infinity"}])
+def test_infinite_numbers_are_read(infinite: Any) -> None:
+    config = read_transformers_config({"model_type": "mamba2", "time_step_limit": [0.0, infinite]})
+    assert tuple(config.time_step_limit) == (0.0, float("inf"))
 
 
 def test_config_without_model_type() -> None:

@@ -137,6 +137,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere": {"logit_scale": 0.8},
     "cohere2": {"logit_scale": 0.8},
+    "cohere2_moe": {"logit_scale": 0.8},
     "cpmant": {"dim_ff": 96, "dim_head": 16, "segment_types": 4, "prompt_types": 4},
     "ctrl": {"dff": 96},
     "dots1": {"n_shared_experts": 1},
@@ -159,6 +160,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8},
     "xlnet": {"d_head": 16, "d_inner": 96},
     "xmod": {"default_language": "en_XX"},
+    "youtu": {"pad_token_id": None},  # transformers clears the row of this token when it loads a checkpoint
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "adapter_rank": 8},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -23,8 +23,18 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
         raise CorruptCheckpoint(f"{path}: is not valid JSON ({error}): fetch it again") from None
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path}: must hold a JSON object, not a {type(value).__name__}")
-    return value
+    decoded: dict[str, Any] = decode_special_floats(value)
+    return decoded
 
 
 def read_optional_json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
+
+
+def decode_special_floats(value: Any) -> Any:
+    """The value with numbers in place of objects such as {"__float__": "Infinity"}, as transformers writes them."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: decode_special_floats(inner) for key, inner in value.items()}
+    return [decode_special_floats(inner) for inner in value] if isinstance(value, list) else value

@@ -43,7 +43,7 @@ def build_model(
     if reasons:
         raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
     if not _is_decoder(config):
-        from chairlift.models.fallback import load_fallback
+        from chairlift.models.fallback.model import load_fallback
 
         if batch_invariant:
             raise InvalidParameter("batch_invariant", "is not possible: this model runs on transformers' code")
@@ -95,7 +95,7 @@ def format_obstacles(
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
     """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
     if not _is_decoder(config):
-        from chairlift.models.fallback import describe_fallback
+        from chairlift.models.fallback.model import describe_fallback
 
         return describe_fallback(config, max_len)
     from chairlift.models.read_config import decoder_config

@@ -1,8 +1,8 @@
 """Running any causal language model of transformers on the ragged batch.
 
 An application can register an attention and a mask function in transformers by name. The ones registered here only
-pass on: the attention calls the handler that was passed to the model's forward pass as a keyword argument, and the mask
-function returns which mask the model needs instead of building one.
+pass on: the attention calls the handler of the forward pass that is running, and the mask function returns which mask
+the model needs instead of building one. Classes with attention code of their own have an adapter.
 
 Nothing about an architecture is assumed. Before weights are loaded, the model runs once on the meta device to record
 the attention that it needs; after loading, a run checks that tokens influence each other only through the attention.
@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.interface import Attend, AttentionLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 from chairlift.models.base import HiddenStates
-from chairlift.models.probe import AttentionRecorder, CannotPlug
-from chairlift.models.transformers_classes import (
-    Handler,
+from chairlift.models.fallback.adapters.base import AttentionAdapter
+from chairlift.models.fallback.plugged import PluggedModel, SeparateHead
+from chairlift.models.fallback.probe import AskedMask, AttentionRecorder, CannotPlug
+from chairlift.models.fallback.transformers_classes import (
     build_without_weights,
     load_with_weights,
     read_transformers_config,
@@ -47,24 +49,28 @@ class FallbackInfo:
 
 def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
     hf_config = read_transformers_config(config)
-    shell = build_without_weights(hf_config)
-    num_parameters = sum(parameter.numel() for parameter in shell.parameters())
+    plugged = build_without_weights(hf_config)
+    num_parameters = sum(parameter.numel() for parameter in plugged.shell.parameters())
     recorder = AttentionRecorder()
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
     try:
-        hidden = _forward(shell.base_model, tokens, tokens, recorder)
-        logits = _Head(shell)(hidden)
+        hidden = plugged.hidden_states(tokens, tokens, recorder)
+        logits = SeparateHead(plugged.shell)(hidden)
         text_config = hf_config.get_text_config()
         layers = recorder.layers(text_config.num_hidden_layers)
     except CannotPlug as reason:
         raise refusal(hf_config.model_type, str(reason)) from None
     except Exception as error:  # anything that an architecture may raise
+        if not plugged.follows_interface:
+            raise refusal(hf_config.model_type, "its attention in transformers cannot be replaced") from error
+        if AskedMask.__name__ in str(error):
+            raise refusal(hf_config.model_type, "it computes its attention mask from values") from error
         raise refusal(hf_config.model_type, f"its forward pass failed without weights: {error!r}") from error
     return FallbackInfo(
         family=hf_config.model_type,
         vocab_size=logits.shape[-1],
         hidden_size=hidden.shape[-1],
-        max_len=_max_len(text_config, max_len),
+        max_len=_max_len(text_config, plugged.adapter, max_len),
         attention_layers=layers,
         num_parameters=num_parameters,
     )
@@ -80,8 +86,9 @@ def load_fallback(
 ) -> TransformersModel:
     """Like `build_model`; the tensors of the stream become the model's own where no conversion is needed."""
     info = describe_fallback(config, max_len)
-    shell = load_with_weights(read_transformers_config(config), tensors, dtype).to(device)
-    model = TransformersModel(shell, info, dtype=dtype, device=device)
+    plugged = load_with_weights(read_transformers_config(config), tensors, dtype)
+    plugged.shell.to(device)
+    model = TransformersModel(plugged, info, dtype=dtype, device=device)
     _require_isolated_tokens(model, info)
     return model
 
@@ -89,7 +96,7 @@ def load_fallback(
 class TransformersModel:
     """A transformers model behind the interface of the engine."""
 
-    def __init__(self, shell: Any, info: FallbackInfo, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, plugged: PluggedModel, info: FallbackInfo, *, dtype: torch.dtype, device: torch.device) -> None:
         self.vocab_size = info.vocab_size
         self.hidden_size = info.hidden_size
         self.max_len = info.max_len
@@ -99,9 +106,9 @@ class TransformersModel:
         self.quantization = "none"
         self.has_own_threads = False
         self.device = device
-        self._weight_bytes: int = sum(parameter.nbytes for parameter in shell.parameters())
-        self._backbone = shell.base_model
-        self._head = _Head(shell)
+        self._weight_bytes: int = sum(parameter.nbytes for parameter in plugged.shell.parameters())
+        self._plugged = plugged
+        self._head = SeparateHead(plugged.shell)
 
     def hidden_states(
         self,
@@ -115,11 +122,12 @@ class TransformersModel:
         layers = self.attention_layers
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
-            q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
-            sinks = further.get("s_aux")
-            return attend(layers[module.layer_idx], q, k, v, sinks=None if sinks is None else sinks.float())[None]
+            layer, value_dim, sinks = layers[module.layer_idx], v.shape[-1], further.get("s_aux")
+            q, k, v = (_widened(states[0].transpose(0, 1), layer.head_dim) for states in (q, k, v))
+            output = attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
+            return output[None, ..., :value_dim].contiguous()
 
-        hidden = _forward(self._backbone, tokens, positions, handler)
+        hidden = self._plugged.hidden_states(tokens, positions, handler)
         return HiddenStates(hidden if rows is None else hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -129,61 +137,15 @@ class TransformersModel:
         return self._weight_bytes
 
 
-class _Head:
-    """Everything after the final norm: the head, and whatever scaling or capping the model's class adds.
-
-    The class runs with its backbone replaced by one that returns the hidden states it is given.
-    """
-
-    def __init__(self, shell: Any) -> None:
-        prefix = shell.base_model_prefix
-        if shell.base_model is shell or not hasattr(shell, prefix):
-            raise CannotPlug("its head cannot be separated from its layers")
-        setattr(shell, prefix, _HandBack())
-        self._shell = shell
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._shell(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits.float()
+def _widened(states: Tensor, head_dim: int) -> Tensor:
+    """Pad heads with zeros, which change no attention: the cache has keys and values of one size."""
+    return states if states.shape[-1] == head_dim else F.pad(states, (0, head_dim - states.shape[-1]))
 
 
-class _HandBack(torch.nn.Module):
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
-        return _HiddenOnly((inputs_embeds,))
-
-    @property
-    def decoder(self) -> _HandBack:
-        """Some classes (OPT) call a part of their backbone instead of the whole."""
-        return self
-
-
-class _HiddenOnly(tuple[Tensor]):
-    """A model output with hidden states and nothing else, in both styles of access."""
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-
-def _forward(backbone: Any, tokens: Tensor, positions: Tensor, handler: Handler) -> Tensor:
-    output = backbone(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        # No token is padding. Given explicitly, or transformers looks for sequence boundaries in the positions.
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device),
-        use_cache=False,
-        ragged_attention=handler,
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
-
-
-def _max_len(text_config: Any, requested: int | None) -> int:
-    limit = getattr(text_config, "max_position_embeddings", None)
+def _max_len(text_config: Any, adapter: AttentionAdapter | None, requested: int | None) -> int:
+    fields = ("max_position_embeddings", *(adapter.length_fields if adapter else ()))
+    stated = (getattr(text_config, field, None) for field in fields)
+    limit = next((length for length in stated if length is not None), adapter.default_length if adapter else None)
     if limit is None:
         raise UnsupportedModel("config.json: max_position_embeddings is missing")
     rope = getattr(text_config, "rope_parameters", None) or {}

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.json_file import decode_special_floats
+from chairlift.models.fallback.adapters import find_adapter
+from chairlift.models.fallback.plugged import ADAPTED_NAME, REGISTERED_NAME, PluggedModel, register_attention
 from chairlift.models.families import FAMILIES
-from chairlift.models.probe import AskedMask, CannotPlug
 from chairlift.models.read_config import MAX_LAYERS
 
-REGISTERED_NAME = "chairlift_ragged"
-# What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
-# of transformers: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
-Handler = Callable[[Any, Tensor, Tensor, Tensor, Any, dict[str, Any]], Tensor]
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(REGISTERED_NAME, _attention)
-    AttentionMaskInterface.register(REGISTERED_NAME, _mask)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    ragged_attention: Handler | None = None,
-    **further: Any,
-) -> tuple[Tensor, None]:
-    if ragged_attention is None:
-        raise CannotPlug("it does not pass keyword arguments on to its attention")
-    return ragged_attention(module, query, key, value, attention_mask, further), None
-
-
-def _mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> AskedMask:
-    return AskedMask(mask_function, local_size)
+# Fields that only configs of sparse attention have: a small network chooses the keys that a token attends to.
+SPARSE_FIELDS = ("index_topk", "index_topk_blocks")
+RECURRENT_LAYERS = {"linear_attention", "conv", "recurrent", "mamba"}  # as `layer_types` names them
 
 
 def read_transformers_config(config: Mapping[str, Any]) -> Any:
@@ -54,39 +28,47 @@ def read_transformers_config(config: Mapping[str, Any]) -> Any:
         raise refusal(model_type, "transformers has no causal language model of that name")
     plain = {key: value for key, value in config.items() if key != "quantization_config"}  # weights come dequantized
     try:
-        return CONFIG_MAPPING[model_type].from_dict(plain)
+        return CONFIG_MAPPING[model_type].from_dict(decode_special_floats(plain))
     except Exception as error:  # the checks of a hundred config classes
         raise CorruptCheckpoint(f"config.json: {error}") from error
 
 
-def build_without_weights(hf_config: Any) -> Any:
+def build_without_weights(hf_config: Any) -> PluggedModel:
     """The model without memory for its weights; raises if its kind is not supported."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    _register()
+    register_attention()
     model_type = hf_config.model_type
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if hf_config.is_encoder_decoder:
-        raise refusal(model_type, "encoder-decoder models are not supported")
-    if model_class._is_stateful:
-        raise refusal(model_type, "it keeps a recurrent state, which cannot be paged")
-    if not model_class._supports_attention_backend:
-        raise refusal(model_type, "its attention in transformers cannot be replaced")
-    if getattr(hf_config.get_text_config(), "num_hidden_layers", 0) > MAX_LAYERS:
-        raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
+    _require_supported_kind(hf_config, model_class)
     # On the meta device routing has no values; this variant runs all experts alike.
     hf_config._experts_implementation = "batched_mm"
     try:
         with torch.device("meta"):
             shell = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=REGISTERED_NAME, trust_remote_code=False
+                hf_config, attn_implementation=_first_implementation(model_class), trust_remote_code=False
             )
     except Exception as error:  # the constructors of a hundred model classes
         raise refusal(model_type, f"transformers cannot build it: {error!r}") from error
-    return shell.eval()
+    return _plug(shell.eval())
 
 
-def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Any:
+def _require_supported_kind(hf_config: Any, model_class: Any) -> None:
+    text_config = hf_config.get_text_config()
+    if hf_config.is_encoder_decoder:
+        raise refusal(hf_config.model_type, "encoder-decoder models are not supported")
+    if model_class._is_stateful or RECURRENT_LAYERS.intersection(getattr(text_config, "layer_types", None) or ()):
+        raise refusal(hf_config.model_type, "it keeps a recurrent state, which only our own layers can keep in slots")
+    for field in SPARSE_FIELDS:
+        if getattr(text_config, field, None) is not None:
+            raise refusal(
+                hf_config.model_type, f"it chooses keys by sparse attention ({field}), which is not supported"
+            )
+    if getattr(text_config, "num_hidden_layers", 0) > MAX_LAYERS:
+        raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
+
+
+def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> PluggedModel:
     """Load through transformers, which handles the names and layouts of older checkpoints."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
@@ -101,7 +83,7 @@ def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dty
             config=hf_config,
             state_dict=state,
             dtype=dtype,
-            attn_implementation=REGISTERED_NAME,
+            attn_implementation=_first_implementation(model_class),
             experts_implementation="eager",
             output_loading_info=True,
             local_files_only=True,
@@ -115,7 +97,21 @@ def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dty
         if report[problem]:
             names = ", ".join(sorted(str(name) for name in report[problem])[:5])
             raise CorruptCheckpoint(f"the checkpoint has {problem.replace('_keys', '')} tensors: {names}")
-    return shell.eval()
+    return _plug(shell.eval())
+
+
+def _first_implementation(model_class: Any) -> str:
+    """The attention that a class is built with: ours, unless it only knows its own ones by name."""
+    return REGISTERED_NAME if model_class._supports_attention_backend else "eager"
+
+
+def _plug(shell: Any) -> PluggedModel:
+    """Put our attention in the place of the model's: by an adapter, or by the interface of transformers."""
+    adapter = find_adapter(shell.config.model_type)
+    if adapter is not None:
+        adapter.attach(shell)
+    shell.config._attn_implementation = REGISTERED_NAME if adapter is None else ADAPTED_NAME
+    return PluggedModel(shell, shell.base_model, adapter)
 
 
 def _collect(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -27,6 +27,9 @@ HARMLESS = {
     "max_length_q",
     "max_length_k",
 }
+# What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
+# of transformers: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
+Handler = Callable[[Any, Tensor, Tensor, Tensor, Any, dict[str, Any]], Tensor]
 FULL = 2**16  # a mask without a stated window is checked this far
 
 
@@ -57,6 +60,15 @@ class AskedMask:
         return self.window
 
 
+def causal_mask(window: int | None) -> AskedMask:
+    """The mask of attention to a token itself and the tokens before it, or the `window` last of these."""
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - (FULL * FULL if window is None else window))
+
+    return AskedMask(visible, window)
+
+
 class AttentionRecorder:
     """An attention handler that records the shape of each layer and refuses what is not supported."""
 
@@ -68,10 +80,10 @@ class AttentionRecorder:
         if not isinstance(index, int) or index in self._layers:
             raise CannotPlug("its attention layers are not numbered, or one attends twice")
         _, heads, rows, head_dim = q.shape
-        if k.shape != v.shape or k.shape[2:] != (rows, head_dim) or heads % k.shape[1]:
+        if k.shape[:-1] != v.shape[:-1] or k.shape[2:] != (rows, head_dim) or heads % k.shape[1]:
             raise CannotPlug(
                 f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} of layer {index} "
-                "do not have heads of one size"
+                "do not belong together"
             )
         if not isinstance(mask, AskedMask):
             raise CannotPlug("it builds its attention mask itself")
@@ -79,7 +91,7 @@ class AttentionRecorder:
             index=index,
             num_heads=heads,
             num_kv_heads=k.shape[1],
-            head_dim=head_dim,
+            head_dim=max(head_dim, v.shape[-1]),
             scale=_scale(further.pop("scaling", None), head_dim),
             window=mask.checked_window(),
             softcap=further.pop("softcap", None),
@@ -88,7 +100,7 @@ class AttentionRecorder:
         unknown = sorted(name for name, value in further.items() if value is not None and name not in HARMLESS)
         if unknown:
             raise CannotPlug(f"its attention takes {', '.join(unknown)}, which is not supported")
-        return q.transpose(1, 2)
+        return q.new_empty(1, rows, heads, v.shape[-1])
 
     def layers(self, expected: int) -> tuple[AttentionLayer, ...]:
         """All layers in order; a model with layers of another kind in between is refused."""

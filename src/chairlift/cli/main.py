@@ -18,9 +18,11 @@ from chairlift.cli import (  # noqa: F401 (importing a command's module register
     simulate,
     train_draft,
 )
-from chairlift.cli.app import UNDERSTAND, app
+from chairlift.cli.app import RUN, UNDERSTAND, app
 from chairlift.cli.bench import bench_app
+from chairlift.cli.cluster.commands import cluster_app
 
+app.add_typer(cluster_app, name="cluster", rich_help_panel=RUN)
 app.add_typer(bench_app, name="bench", rich_help_panel=UNDERSTAND)
 
 

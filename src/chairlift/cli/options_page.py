@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chairlift.cluster.options import ClusterOptions
 from chairlift.options.declaration import Option, options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions
@@ -40,7 +41,8 @@ Shell completion of commands, options and choices: `chairlift --install-completi
 
 SECTIONS: Sequence[tuple[str, str, type]] = (
     ("The engine", "For every command that runs a model, and for `LLM` (all but `model` and `quiet`).", EngineOptions),
-    ("The server", "Of `chairlift serve`.", ServerOptions),
+    ("The server", "Of `chairlift serve` and `chairlift cluster serve`.", ServerOptions),
+    ("The fleet", "Of `chairlift cluster serve`.", ClusterOptions),
     ("Sampling", "For `chairlift generate` and `chairlift chat`.", SamplingOptions),
     ("Search", "Of `chairlift generate`.", SearchOptions),
 )

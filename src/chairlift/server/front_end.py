@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
@@ -86,7 +86,7 @@ class HTTPServer:
             tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )
         backlog = SHARED_BACKLOG if shared else BACKLOG
-        self._server = _Server(uvicorn_config(app, config.limits, config.certificate, backlog))
+        self._server = UvicornServer(uvicorn_config(app, config.limits, config.certificate, backlog))
         freeze_loaded_objects()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -125,7 +125,7 @@ class LocalFrontEnd(HTTPServer):
 
 
 def uvicorn_config(
-    app: FastAPI, limits: Limits, certificate: Certificate | None = None, backlog: int = BACKLOG
+    app: ASGIApp, limits: Limits, certificate: Certificate | None = None, backlog: int = BACKLOG
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
@@ -143,7 +143,9 @@ def uvicorn_config(
     )
 
 
-class _Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
+    """A server that leaves signals to its owner."""
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():

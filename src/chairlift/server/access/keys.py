@@ -31,6 +31,7 @@ class APIKey:
     name: str  # of the tenant; several keys may have the same
     digest: bytes  # SHA-256
     limits: KeyLimits = KeyLimits()
+    is_proxy: bool = False  # whether its owner authenticates clients itself and sends the names of their keys
 
 
 class KeyTable:
@@ -64,9 +65,10 @@ class KeySources:
 
     texts: Sequence[str] = ()
     file: Path | None = None
+    proxy: str = ""  # key of a proxy in front of the server, see `APIKey.is_proxy`
 
     def __bool__(self) -> bool:
-        return bool(self.texts) or self.file is not None
+        return bool(self.texts or self.proxy) or self.file is not None
 
     def read(self) -> list[APIKey]:
         keys = list(_from_texts(self.texts, "api_key"))
@@ -75,6 +77,8 @@ class KeySources:
             if not found:  # the server must not be open to all because a file is empty
                 raise InvalidParameter(FILE_PARAMETER, f"{str(self.file)!r} has no keys")
             keys += found
+        if self.proxy:
+            keys.append(APIKey("", _digest(_checked(self.proxy, "proxy_key")), is_proxy=True))
         _check_unambiguous(keys)
         return keys
 

@@ -67,6 +67,8 @@ class _ConvertingSend:
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         body = self._body
         if dict(headers).get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
-            body = msgspec.json.encode(anthropic_error(start["status"], msgspec.json.decode(body)))
+            error = msgspec.json.decode(body)
+            if error.get("type") != "error":  # a server behind an ingress has converted its own
+                body = msgspec.json.encode(anthropic_error(start["status"], error))
         await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})

@@ -10,7 +10,9 @@ import logging
 import time
 import traceback
 import uuid
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +29,8 @@ log = logging.getLogger("chairlift.server")
 PROBE_PATHS = frozenset({"/health", "/ready"})  # without a key and for any host name: they reveal nothing else
 METRICS_PATH = "/metrics"
 UPLOAD_PATH = "/v1/files"
+# Sent by a proxy that authenticates clients itself: the name of the client's key, quoted, and its digest.
+CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-client-key"
 CLOSE = {"Connection": "close"}  # for requests whose end is not certain
 
 
@@ -41,6 +45,7 @@ class OutermostMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _client_request_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -108,7 +113,8 @@ class RequestGuard:
         headers = dict(scope["headers"])
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
         found = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
-        return found or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
+        found = found or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
+        return client_key(found, headers) if found is not None and found.is_proxy else found
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -133,6 +139,17 @@ class RequestGuard:
         if length.isdigit() and int(length) > most:
             return _too_large(most)
         return None
+
+
+def client_key(proxy: APIKey, headers: Mapping[bytes, bytes]) -> APIKey:
+    """Return the key that a proxy has authenticated, or its own, which names no tenant."""
+    name, digest = headers.get(CLIENT_NAME_HEADER, b""), headers.get(CLIENT_KEY_HEADER, b"")
+    return APIKey(unquote(name.decode("ascii")), digest) if name else proxy
+
+
+def client_headers(key: APIKey) -> dict[str, str]:
+    """Return the headers with which a proxy sends a client's key."""
+    return {CLIENT_NAME_HEADER.decode(): quote(key.name), CLIENT_KEY_HEADER.decode(): key.digest.hex()}
 
 
 def _is_upload(scope: Scope) -> bool:

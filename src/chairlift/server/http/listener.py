@@ -36,13 +36,16 @@ class Certificate:
             raise InvalidParameter("ssl_certfile", f"{problem}{within} ({error.strerror or error})") from None
 
 
-def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
-    """Bind the socket before the engine is started, so that a port in use is reported at once."""
+def listen(host: str, port: int, uds: Path | None = None, *, shared: bool = False) -> socket.socket:
+    """Bind the socket before the engine is started, so that a port in use is reported at once.
+
+    `shared`: whether other processes may listen on the same port, each with a socket of its own.
+    """
     if uds is not None:
         return _listen_on_path(uds)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, reuse_port=shared)
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
         raise InvalidParameter("port", problem) from None

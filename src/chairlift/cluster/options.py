@@ -1,0 +1,95 @@
+"""The options of a fleet of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift.byte_sizes import parse_bytes
+from chairlift.cluster.autoscaling import AutoscalingSettings
+from chairlift.cluster.routing.policies import ROUTERS
+from chairlift.errors import InvalidParameter
+from chairlift.options.checks import above, at_least, between
+from chairlift.options.declaration import check_options, option
+
+FLEET, SCALING = "Fleet", "Autoscaling"
+_DEFAULTS = AutoscalingSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    replicas: int = option(
+        1,
+        help="Replicas of the server, each with its own engine; with autoscaling, at the start.",
+        group=FLEET,
+        check=at_least(1),
+    )
+    router: str = option(
+        "prefix-affine", help="How a replica is chosen for a request.", group=FLEET, choices=ROUTERS.names
+    )
+    ingresses: int = option(
+        1,
+        help="Processes that accept requests and relay them, all on the same port.",
+        group=FLEET,
+        check=between(1, 64),
+    )
+    replica_cpus: float = option(1.0, help="CPU cores that Ray reserves for a replica.", group=FLEET, check=at_least(0))
+    replica_gpus: float = option(0.0, help="GPUs that Ray reserves for a replica.", group=FLEET, check=at_least(0))
+    replica_memory: int | str | None = option(
+        None,
+        help="Memory that Ray reserves for a replica.",
+        group=FLEET,
+        metavar="SIZE",
+        check=parse_bytes,
+        default_text="nothing",
+    )
+    max_replicas: int | None = option(
+        None, help="Autoscale up to this many replicas.", group=SCALING, check=at_least(1), default_text="no scaling"
+    )
+    min_replicas: int | None = option(
+        None,
+        help="Autoscale down to this many; with 0, a request to an idle fleet waits for a cold start.",
+        group=SCALING,
+        check=at_least(0),
+        default_text="as --replicas",
+    )
+    target_ttft: float = option(
+        _DEFAULTS.target_ttft, help="Seconds to the first token to keep.", group=SCALING, check=above(0)
+    )
+    target_tpot: float | None = option(
+        None, help="Seconds per output token to keep.", group=SCALING, check=above(0), default_text="any"
+    )
+    target_used: float = option(
+        _DEFAULTS.target_used, help="Share of KV blocks in use at which to add replicas.", group=SCALING, check=above(0)
+    )
+    cold_start: float = option(
+        _DEFAULTS.cold_start, help="Seconds until a new replica answers.", group=SCALING, check=at_least(0)
+    )
+    down_delay: float = option(
+        _DEFAULTS.down_delay,
+        help="Seconds for which fewer replicas must suffice before any is removed.",
+        group=SCALING,
+        check=at_least(0),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.max_replicas is None and self.min_replicas is not None:
+            raise InvalidParameter("min_replicas", "needs max_replicas")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidParameter("max_replicas", f"must be at least replicas ({self.replicas})")
+        if self.min_replicas is not None and self.min_replicas > self.replicas:
+            raise InvalidParameter("min_replicas", f"must be at most replicas ({self.replicas})")
+
+    def autoscaling(self) -> AutoscalingSettings | None:
+        """The settings of the autoscaler; None if the number of replicas is fixed."""
+        if self.max_replicas is None:
+            return None
+        return AutoscalingSettings(
+            min_replicas=self.replicas if self.min_replicas is None else self.min_replicas,
+            max_replicas=self.max_replicas,
+            target_ttft=self.target_ttft,
+            target_used=self.target_used,
+            target_tpot=self.target_tpot,
+            cold_start=self.cold_start,
+            down_delay=self.down_delay,
+        )

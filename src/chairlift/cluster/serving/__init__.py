@@ -1,0 +1,1 @@
+"""Replicas of the server on Ray Serve, with an ingress that routes requests to them."""

@@ -1,0 +1,96 @@
+"""The application of Ray Serve: an ingress deployment in front of a deployment of replicas."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from chairlift.byte_sizes import parse_bytes
+from chairlift.cluster.options import ClusterOptions
+from chairlift.cluster.ray_runtime import import_ray
+from chairlift.server.access.keys import KeySources
+from chairlift.server.config import ServerConfig
+from chairlift.server.workers.config_codec import encode_config
+
+REPLICAS, INGRESS = "replica", "ingress"  # names of the deployments
+SCALING_CLASS = "chairlift.cluster.serving.scaling:FleetScaling"
+SCALING_SECONDS = 2.0  # between reports to the autoscaler
+ROUTER_CLASS = "chairlift.cluster.serving.request_router:FleetRequestRouter"
+STATS_SECONDS = 1.0  # between reports of a replica's load
+HEALTH_SECONDS = 2.0  # between health checks, which also find out about killed actors
+UNLIMITED = 1_000_000  # requests do not pass through Ray, so that its limits mean nothing
+
+
+def make_application(config: ServerConfig, options: ClusterOptions) -> Any:
+    """Return the application for `ray.serve.run`; `config` is that of each server."""
+    import_ray()
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from chairlift.cluster.serving.ingress import Ingress
+    from chairlift.cluster.serving.replica import ReplicaActor
+
+    common: dict[str, Any] = {
+        "health_check_period_s": HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": config.drain_timeout + 20,
+        "max_ongoing_requests": UNLIMITED,
+    }
+    replicas = serve.deployment(
+        ReplicaActor,
+        name=REPLICAS,
+        **replica_count(options),
+        ray_actor_options=replica_resources(options),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER_CLASS,
+            request_router_kwargs={"policy": options.router},
+            request_routing_stats_period_s=STATS_SECONDS,
+        ),
+        **common,
+    )
+    ingress = serve.deployment(
+        Ingress, name=INGRESS, num_replicas=options.ingresses, ray_actor_options={"num_cpus": 0}, **common
+    )
+    return ingress.bind(
+        replicas.bind(encode_config(replica_config(config))), encode_config(ingress_config(config)), options.router
+    )
+
+
+def replica_config(config: ServerConfig) -> ServerConfig:
+    """What the servers of replicas need: not what only the ingress does, so that its changes do not restart them."""
+    return replace(
+        config, keys=KeySources(), certificate=None, cors_origins=(), allowed_hosts=(), access_log=None, host="", port=0
+    )
+
+
+def ingress_config(config: ServerConfig) -> ServerConfig:
+    """What the ingress needs: not the engine's options, so that a rolling update of replicas does not restart it."""
+    return replace(config, engine={}, chat_template=None, tool_format=None)
+
+
+def replica_count(options: ClusterOptions) -> dict[str, Any]:
+    """A fixed number, or the settings of Ray Serve's autoscaling, which asks ours."""
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    settings = options.autoscaling()
+    if settings is None:
+        return {"num_replicas": options.replicas}
+    policy = AutoscalingPolicy(policy_function=SCALING_CLASS, policy_kwargs=asdict(settings))
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            initial_replicas=options.replicas,
+            max_replicas=settings.max_replicas,
+            metrics_interval_s=SCALING_SECONDS,
+            look_back_period_s=2 * SCALING_SECONDS,
+            upscale_delay_s=0,  # ours decides when
+            downscale_delay_s=0,
+            policy=policy,
+        )
+    }
+
+
+def replica_resources(options: ClusterOptions) -> dict[str, Any]:
+    resources: dict[str, Any] = {"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus}
+    if options.replica_memory is not None:
+        resources["memory"] = parse_bytes("replica_memory", options.replica_memory)
+    return resources

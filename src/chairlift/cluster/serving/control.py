@@ -1,0 +1,95 @@
+"""Starts, inspects and stops a fleet on the Ray cluster that this process is connected to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from chairlift.cluster.options import ClusterOptions
+from chairlift.cluster.serving.app import INGRESS, make_application
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.options.declaration import options_of
+from chairlift.server.config import ServerConfig
+from chairlift.server.config_from_options import server_config
+from chairlift.server.options import ServerOptions
+from chairlift.terminal.options import EngineOptions
+
+STATUS_SECONDS = 20.0
+# Each server of a fleet would have its own files, and its own socket.
+_SINGLE_SERVER = ("files_dir", "uds", "policy_switch")
+
+
+def fleet_config(server: ServerOptions, model: str, engine: Mapping[str, Any], *, quiet: bool = False) -> ServerConfig:
+    """Return the configuration of a fleet's servers, without options that need one single server."""
+    for name in _SINGLE_SERVER:
+        if getattr(server, name) is not None:
+            raise InvalidParameter(name, "is not available in a cluster: each replica would have its own")
+    return server_config(server, model, dict(engine), quiet=quiet)
+
+
+def build_application(options: Mapping[str, Any]) -> Any:
+    """Return the application of Ray Serve for options by their names, as in a YAML file; texts are read as YAML."""
+    groups = (ServerOptions, EngineOptions, ClusterOptions)
+    kinds = {option.name: option.kind for group in groups for option in options_of(group)}
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in kinds:
+            raise InvalidParameter(name, "is not an option of `chairlift cluster serve`")
+        values[name] = yaml.safe_load(value) if isinstance(value, str) and kinds[name] in (int, float, bool) else value
+
+    def build(group: type) -> Any:
+        return group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
+
+    server, engine, cluster = (build(group) for group in groups)
+    return make_application(fleet_config(server, engine.model, engine.config(), quiet=engine.quiet), cluster)
+
+
+def start_fleet(name: str, config: ServerConfig, options: ClusterOptions) -> str:
+    """Start a fleet, or update the one of this name replica by replica, and return its address once it is ready."""
+    from ray import serve
+
+    serve.start(proxy_location="Disabled")
+    try:
+        serve.run(make_application(config, options), name=name, route_prefix=None)
+    except RuntimeError as error:
+        serve.delete(name)
+        raise ChairliftError(f"the fleet cannot start: {_last_line(str(error))}") from None
+    return str(fleet_status(name)["address"])
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def fleet_status(name: str) -> dict[str, Any]:
+    """Return the state of a fleet, its address, and its replicas with their load."""
+    from ray import serve
+
+    app = serve.status().applications.get(name)
+    if app is None:
+        raise ChairliftError(f"there is no fleet {name!r} on this Ray cluster")
+    found: dict[str, Any] = {"state": str(app.status.value).lower(), "problem": app.message}
+    found["deployments"] = {
+        part: {"state": str(one.status.value).lower(), "replicas": {str(k): v for k, v in one.replica_states.items()}}
+        for part, one in app.deployments.items()
+    }
+    ingress = serve.get_deployment_handle(INGRESS, name)
+    return {**found, **ingress.status.remote().result(timeout_s=STATUS_SECONDS)}
+
+
+def is_running(name: str) -> bool:
+    from ray import serve
+
+    return name in serve.status().applications
+
+
+def stop_fleet(name: str) -> None:
+    """Stop a fleet once its requests in flight are answered."""
+    from ray import serve
+
+    if not is_running(name):
+        raise ChairliftError(f"there is no fleet {name!r} on this Ray cluster")
+    serve.delete(name)

@@ -1,0 +1,90 @@
+"""The ingress of a fleet: an actor of Ray Serve that serves HTTP on a port of its own and relays to replicas.
+
+Clients do not pass Ray's HTTP proxy, which copies every piece of a stream between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from chairlift.cluster.serving.fleet import FleetView
+from chairlift.cluster.serving.ingress_app import make_ingress_app
+from chairlift.cluster.serving.relay import Relay
+from chairlift.cluster.serving.routing_table import routing_table
+from chairlift.server.access.keys import KeyTable
+from chairlift.server.front_end import UvicornServer, uvicorn_config
+from chairlift.server.http.listener import listen, listening_address
+from chairlift.server.metrics import Metrics
+from chairlift.server.workers.config_codec import decode_config
+
+log = logging.getLogger("chairlift.cluster")
+
+REPLICA_SECONDS = 60.0  # for which a request waits while there is no replica
+POLL_SECONDS = 0.05
+
+
+class Ingress:
+    """Serves HTTP in a thread of its own; Ray Serve calls the methods from another one."""
+
+    def __init__(self, replicas: Any, config: bytes, router: str) -> None:
+        """`replicas` is the handle of the replicas' deployment."""
+        self._config = decode_config(config)
+        self._replicas = replicas.options()  # connects the handle, so that Ray Serve sends the replicas
+        self._table = routing_table(router)
+        self.fleet = FleetView(self._table, router)
+        self._relay = Relay(self._table, self._wait_for_replica, isolate_keys=self._config.isolate_keys)
+        self._server: UvicornServer | None = None
+        self._listening: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, name="ingress", daemon=True)
+        self._thread.start()
+        self._address = self._listening.result()
+        log.info("the ingress listens at %s", self._address)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if not self._listening.done():
+                self._listening.set_exception(error)
+            raise
+
+    async def _serve(self) -> None:
+        config = self._config
+        listener = listen(config.host, config.port, shared=True)
+        metrics, keys = Metrics(config.model_name), KeyTable(config.keys.read())
+        app = make_ingress_app(config, self.fleet, self._relay, metrics, keys)
+        self._server = UvicornServer(uvicorn_config(app, config.limits, config.certificate))
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        self._listening.set_result(listening_address(listener, config.host, secure=config.certificate is not None))
+        await serving
+        await self._relay.close()
+
+    async def _wait_for_replica(self) -> None:
+        """Wait until there is a replica. The call waits in Ray Serve's queue, which starts one if there is none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPLICA_SECONDS), self._replicas.choose_replica():
+                while not self._table.replicas():  # its address may follow
+                    await asyncio.sleep(POLL_SECONDS)
+
+    # ---- called by Ray Serve -----------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the HTTP server of this ingress stopped")
+
+    def status(self) -> dict[str, Any]:
+        return {"address": self._address, "router": self.fleet.router, "replicas": self.fleet.describe()}
+
+    def __del__(self) -> None:
+        """Stop accepting connections and let the requests in flight finish."""
+        server: UvicornServer | None = getattr(self, "_server", None)
+        if server is not None:
+            server.should_exit = True
+            self._thread.join(self._config.drain_timeout + 10)

@@ -1,0 +1,77 @@
+"""The HTTP application of an ingress: the server's own guards, then the relay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+import chairlift
+from chairlift.cluster.serving.fleet import FleetView
+from chairlift.cluster.serving.relay import Relay
+from chairlift.server.access.keys import KeyTable
+from chairlift.server.access.rate_limits import RateLimiter
+from chairlift.server.anthropic.errors import AnthropicErrors
+from chairlift.server.config import ServerConfig
+from chairlift.server.http.access_log import AccessLog
+from chairlift.server.http.app import EXPOSED_HEADERS
+from chairlift.server.http.errors import APIError, as_api_error, unavailable
+from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
+from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.rate_limits import RateLimitGuard
+from chairlift.server.metrics import Metrics
+
+
+def make_ingress_app(
+    config: ServerConfig, fleet: FleetView, relay: Relay, metrics: Metrics, keys: KeyTable
+) -> Starlette:
+    """The routes of the ingress itself; everything else is relayed."""
+
+    async def health(_: Request) -> Response:
+        if not fleet.is_ready:
+            raise unavailable("no replica is ready")
+        return JSONResponse({"status": "ok"})
+
+    async def replicas(_: Request) -> Response:
+        return JSONResponse({"version": chairlift.__version__, "router": fleet.router, "replicas": fleet.describe()})
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    middleware: list[Middleware] = []
+    if config.access_log is not None:
+        middleware.append(Middleware(AccessLog, file=config.access_log))
+    middleware += [Middleware(AnthropicErrors), Middleware(OutermostMiddleware)]
+    if config.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED_HEADERS,
+            )
+        )
+    middleware += [
+        Middleware(
+            RequestGuard,
+            keys=keys,
+            hosts=HostNames(config.host, config.allowed_hosts),
+            limits=config.limits,
+            metrics=metrics,
+            public_metrics=config.public_metrics,
+        ),
+        Middleware(RateLimitGuard, limits=RateLimiter(metrics)),
+    ]
+    routes: Sequence[Route | Mount] = [
+        Route("/health", health),
+        Route("/ready", health),
+        Route("/cluster/replicas", replicas),
+        Mount("/", relay),
+    ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={APIError: on_error})

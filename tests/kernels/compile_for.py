@@ -59,6 +59,12 @@ from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.products import product
+from chairlift.kernels.triton.recurrent.convolution import convolve
+from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
+from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.layers.recurrent.gated_norm import GateOrder
+from chairlift.layers.recurrent.interface import RecurrentBatch
+from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper
@@ -165,6 +171,25 @@ def compile_routing() -> None:
         )  # fmt: skip
 
 
+def compile_recurrent() -> None:
+    rows, width, heads = 80, 4, 4
+    x = torch.zeros(rows, 6 * heads * DIM).to(BF16)
+    states = torch.zeros(3, width - 1, 3 * heads * DIM), torch.zeros(3, heads, DIM, DIM)
+    q, k, v = (part.unflatten(1, (heads, DIM)) for part in x[:, : 3 * heads * DIM].chunk(3, dim=1))
+    gate, norm = x[:, -heads * DIM :], torch.ones(DIM)
+    for longest in (1, 79):  # a decode, a prompt
+        starts, read = as_ints([0, longest], CPU), as_ints([0], CPU)
+        batch = RecurrentBatch(starts, read, as_ints([-1] * rows, CPU), longest=longest)
+        convolve(x[:, : 3 * heads * DIM], torch.ones(width, 3 * heads * DIM), None, states[0], batch, silu=True)
+        for rule in (RecurrenceRule(delta=True, normalize=True), RecurrenceRule(delta=False)):
+            decay, rate = step_gates(x[:, :heads], x[:, :heads], torch.ones(heads), torch.ones(heads), None)
+            run_recurrence(q, k, v, decay, rate, rule, states[1], batch, torch.ones(heads), sequential=False)
+        wide = step_gates(x[:, : heads * DIM], x[:, :heads], torch.ones(heads), torch.ones(heads * DIM), None)
+        run_recurrence(q, k, v, *wide, RecurrenceRule(delta=True), states[1], batch, None, sequential=False)
+    for order in (GateOrder(), GateOrder(first=True)):
+        gated_norm(x[:, : heads * DIM].contiguous(), gate, norm, DIM, 1e-6, order)
+
+
 def compile_sampling() -> None:
     ints, floats = torch.zeros(4, dtype=torch.int32), torch.ones(4)
     sampling.sample(
@@ -179,6 +204,7 @@ for compile_some in (
     compile_int4,
     compile_layers,
     compile_experts,
+    compile_recurrent,
     compile_sampling,
 ):
     compile_some()

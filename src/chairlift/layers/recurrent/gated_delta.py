@@ -1,0 +1,114 @@
+"""The gated delta net of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Linear
+from chairlift.layers.parts import Part, Targets
+from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
+from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
+from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
+from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
+from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
+from chairlift.layers.recurrent.reordered import reordered
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaShape(RecurrentShape):
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # of the convolution
+    by_key_head: bool  # the checkpoint has the projections of each key head together, instead of one after the other
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+    def states(self) -> tuple[StateSpec, ...]:
+        return inputs_spec(self.channels, self.width), matrix_spec(self.heads, self.key_dim, self.value_dim)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        products = hidden_size * (self.channels + 2 * self.value_size + 2 * self.heads)
+        return products + self.channels * self.width + 2 * self.heads + self.value_dim
+
+    def make(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
+    ) -> GatedDeltaNet:
+        return GatedDeltaNet(self, hidden_size, eps, dtype, device, format)
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """One product gives q, k, v and the output's gate z, another the gates of the recurrence, which stays plain."""
+
+    def __init__(
+        self,
+        shape: GatedDeltaShape,
+        hidden_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat],
+    ) -> None:
+        self.shape = shape
+        size, heads = shape.value_size, shape.heads
+        self.inputs = Linear.empty(
+            hidden_size, shape.channels + size, bias=False, dtype=dtype, device=device, format=format
+        )
+        self.gates = Linear.empty(hidden_size, 2 * heads, bias=False, dtype=dtype, device=device)
+        self.convolution = CausalConvolution(shape.channels, shape.width, bias=False, silu=True, device=device)
+        self.step = StepGate(heads, device=device)
+        self.norm = GatedNorm(size, shape.value_dim, eps, GateOrder(), repeats=heads, device=device)
+        self.output = Linear.empty(size, hidden_size, bias=False, dtype=dtype, device=device, format=format)
+        self.recurrence = LinearRecurrence(RecurrenceRule(delta=True, normalize=True, scale=shape.key_dim**-0.5))
+
+    def targets(self) -> Targets:
+        shape = self.shape
+        if shape.by_key_head:
+            groups = shape.heads // shape.key_heads
+            qkvz = (shape.key_dim, shape.key_dim, groups * shape.value_dim, groups * shape.value_dim)
+            yield from reordered(self.inputs.targets(["in_proj_qkvz"]), shape.key_heads, qkvz)
+            yield from reordered(self.gates.targets(["in_proj_ba"]), shape.key_heads, (groups, groups))
+        else:
+            sizes = [shape.channels, shape.value_size]
+            yield from self.inputs.targets(["in_proj_qkv", "in_proj_z"], sizes)
+            yield from self.gates.targets(["in_proj_b", "in_proj_a"], [shape.heads] * 2)
+        yield from self.convolution.targets(["conv1d"])
+        yield from self.step.targets()
+        yield from self.norm.targets("norm")
+        yield from self.output.targets(["out_proj"])
+
+    def parts(self) -> Iterator[Part]:
+        yield from (self.inputs, self.gates, self.convolution, self.step, self.recurrence, self.norm, self.output)
+
+    def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
+        shape = self.shape
+        mixed, gate = self.inputs(x).split((shape.channels, shape.value_size), dim=1)
+        rate, step = self.gates(x).chunk(2, dim=1)
+        mixed = self.convolution(mixed, batch, states["convolution"])
+        q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=1)
+        keys, values = (-1, shape.key_dim), (-1, shape.value_dim)
+        out = self.recurrence(
+            q.unflatten(1, keys),
+            k.unflatten(1, keys),
+            v.unflatten(1, values),
+            *self.step(step, rate),
+            states["recurrent"],
+            batch,
+        )
+        return self.norm(out.flatten(1), gate)

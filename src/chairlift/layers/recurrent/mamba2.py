@@ -1,0 +1,124 @@
+"""The state space layer of Mamba 2, Bamba, Granite 4, Nemotron-H and Falcon-H1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Linear
+from chairlift.layers.parts import Part, Targets
+from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
+from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
+from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
+from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
+from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape(RecurrentShape):
+    groups: int  # of heads that share B and C
+    heads: int
+    state_size: int
+    head_dim: int
+    width: int  # of the convolution
+    convolution_bias: bool
+    input_bias: bool
+    output_bias: bool
+    step_limits: tuple[float, float]
+    norm_groups: int
+    order: GateOrder
+    scales: tuple[float, float, float, float, float] | None = None  # of the projections to z, x, B, C and the step
+
+    @property
+    def size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of B and of C."""
+        return self.groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        return self.size + 2 * self.group_size
+
+    def states(self) -> tuple[StateSpec, ...]:
+        return inputs_spec(self.channels, self.width), matrix_spec(self.heads, self.state_size, self.head_dim)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        inputs = self.size + self.channels + self.heads
+        products = hidden_size * (inputs + self.size) + inputs * self.input_bias + hidden_size * self.output_bias
+        convolution = self.channels * (self.width + self.convolution_bias)
+        return products + convolution + 3 * self.heads + self.size * self.order.norm
+
+    def make(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
+    ) -> Mamba2Mixer:
+        return Mamba2Mixer(self, hidden_size, eps, dtype, device, format)
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """One product gives the gate z, the inputs x, B and C of the recurrence, and its time steps."""
+
+    def __init__(
+        self,
+        shape: Mamba2Shape,
+        hidden_size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat],
+    ) -> None:
+        self.shape = shape
+        size, heads = shape.size, shape.heads
+        self._sizes = (size, shape.channels, heads)
+        self.inputs = Linear.empty(
+            hidden_size, sum(self._sizes), bias=shape.input_bias, dtype=dtype, device=device, format=format
+        )
+        self.convolution = CausalConvolution(
+            shape.channels, shape.width, bias=shape.convolution_bias, silu=True, device=device
+        )
+        self.step = StepGate(heads, limits=shape.step_limits, device=device)
+        self.skip = torch.empty(heads, dtype=torch.float32, device=device)
+        self.norm = GatedNorm(size, size // shape.norm_groups, eps, shape.order, device=device)
+        self.output = Linear.empty(size, hidden_size, bias=shape.output_bias, dtype=dtype, device=device, format=format)
+        self.recurrence = LinearRecurrence(RecurrenceRule(delta=False))
+        self._scales: Tensor | None = None
+        if shape.scales is not None:
+            counts = (size, size, shape.group_size, shape.group_size, heads)
+            each = [torch.full((count,), scale) for count, scale in zip(counts, shape.scales, strict=True)]
+            self._scales = torch.cat(each).to(device)
+
+    def targets(self) -> Targets:
+        yield from self.inputs.targets(["in_proj"])
+        yield from self.convolution.targets(["conv1d"])
+        yield from self.step.targets()
+        yield "D", self.skip
+        yield from self.norm.targets("norm")
+        yield from self.output.targets(["out_proj"])
+
+    def parts(self) -> Iterator[Part]:
+        yield from (self.inputs, self.convolution, self.step, self.recurrence, self.norm, self.output)
+
+    def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
+        shape = self.shape
+        projected = self.inputs(x)
+        if self._scales is not None:
+            projected = (projected * self._scales).to(x.dtype)
+        gate, mixed, step = projected.split(self._sizes, dim=1)
+        mixed = self.convolution(mixed, batch, states["convolution"])
+        values, keys, queries = mixed.split((shape.size, shape.group_size, shape.group_size), dim=1)
+        out = self.recurrence(
+            queries.unflatten(1, (-1, shape.state_size)),
+            keys.unflatten(1, (-1, shape.state_size)),
+            values.unflatten(1, (-1, shape.head_dim)),
+            *self.step(step, None),
+            states["recurrent"],
+            batch,
+            self.skip,
+        )
+        return self.norm(out.flatten(1), gate)

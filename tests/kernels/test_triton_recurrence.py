@@ -1,0 +1,101 @@
+"""The GPU kernels of recurrent layers against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chairlift.kernels.triton.recurrent.convolution import convolve
+from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
+from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
+from chairlift.layers.recurrent.recurrence import RecurrenceRule, StepGate
+from tests.kernels.recurrent_cases import CPU, SLOTS, exact_convolution, exact_recurrence, make_batch, make_recurrence
+
+RULES = {
+    "gated delta": RecurrenceRule(delta=True, normalize=True, scale=0.3),
+    "state space": RecurrenceRule(delta=False),
+}
+
+
+@pytest.mark.parametrize("sequential", [True, False], ids=["by token", "by tile"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "key_dim", "value_dim", "wide_decay"), [(1, 2, 16, 24, False), (2, 2, 12, 20, True)]
+)
+def test_recurrence(
+    rule: RecurrenceRule,
+    key_heads: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    wide_decay: bool,
+    sequential: bool,
+    device: torch.device,
+) -> None:
+    batch = make_batch(device)
+    case = make_recurrence(
+        batch, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim, wide_decay=wide_decay
+    )
+    expected, states = exact_recurrence(case, rule, batch)
+    skip = torch.arange(1.0, heads + 1, device=device)
+    found = run_recurrence(*case.inputs, rule, case.state, batch, skip, sequential=sequential)
+    end = int(batch.starts[-1])
+    expected[:end] += skip.double()[:, None] * case.v[:end].double()
+    torch.testing.assert_close(found[:end].double(), expected[:end], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(case.state.double(), states, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_of_equal_keys(device: torch.device) -> None:
+    """The matrix that a tile inverts is as large as it can be; powers of all of it would lose every digit."""
+    batch, rule = make_batch(device), RULES["gated delta"]
+    case = make_recurrence(batch, key_heads=1, heads=1, key_dim=16, value_dim=16, wide_decay=False)
+    case.k[:], case.decay[:], case.rate[:] = case.k[0], -1e-4, 0.999
+    expected, states = exact_recurrence(case, rule, batch)
+    found = run_recurrence(*case.inputs, rule, case.state, batch, None, sequential=False)
+    end = int(batch.starts[-1])
+    torch.testing.assert_close(found[:end].double(), expected[:end], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(case.state.double(), states, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("channels", "width", "bias", "silu"), [(150, 4, True, True), (5, 3, False, False)])
+def test_convolution(channels: int, width: int, bias: bool, silu: bool, device: torch.device) -> None:
+    torch.manual_seed(width)
+    batch = make_batch(device)
+    weight = torch.randn(width, channels, device=device)
+    biases = torch.randn(channels, device=device) if bias else None
+    x = torch.randn(len(batch.write), channels + 6, device=device)[:, 3:-3]  # columns of a wider tensor
+    state = torch.randn(SLOTS, width - 1, channels, device=device)
+    expected, states = exact_convolution(x, weight, biases, state, batch, silu=silu)
+    found = convolve(x, weight, biases, state, batch, silu=silu)
+    end = int(batch.starts[-1])
+    torch.testing.assert_close(found[:end].double(), expected[:end], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.double(), states, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [GateOrder(), GateOrder(first=True, scale=0.5), GateOrder(norm=False, scale=3.0)])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norm(order: GateOrder, activation: str, device: torch.device) -> None:
+    """As the CPU's, which equals transformers."""
+    order = GateOrder(order.norm, order.first, activation, order.scale)  # type: ignore[arg-type]
+    layer = GatedNorm(60, 12, 1e-5, order, repeats=5, device=CPU)
+    if layer.weight is not None:
+        layer.weight.normal_()
+    x, gate = torch.randn(3, 60), torch.randn(3, 70)[:, 5:-5]
+    weight = None if layer.weight is None else layer.weight.to(device)
+    found = gated_norm(x.to(device), gate.to(device), weight, 12, 1e-5, order)
+    torch.testing.assert_close(found.cpu(), layer(x, gate), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "limits", "has_rate"), [(1, (0.01, 0.5), False), (1, None, True), (6, None, True)])
+def test_step_gates(width: int, limits: tuple[float, float] | None, has_rate: bool, device: torch.device) -> None:
+    """As the CPU's, which equals transformers."""
+    gate = StepGate(5, width, limits=limits, device=CPU)
+    gate.log_rate.normal_()
+    gate.bias.normal_(std=8.0)
+    x = torch.randn(4, 5 * width + 2)[:, 1:-1]
+    rate = torch.randn(4, 5) if has_rate else None
+    given = None if rate is None else rate.to(device)
+    found = step_gates(x.to(device), given, gate.log_rate.to(device), gate.bias.to(device), limits)
+    for actual, expected in zip(found, gate(x, rate), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-6)

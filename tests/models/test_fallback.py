@@ -10,12 +10,24 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
-from chairlift.models import build_model, describe
+from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import HiddenStates
+from chairlift.models.dummy import dummy_tensors
 from chairlift.models.fallback.adapters.base import with_bias
 from chairlift.models.fallback.model import FallbackInfo, TransformersModel, _require_isolated_tokens
 from chairlift.models.fallback.transformers_classes import read_transformers_config
-from tests.models.checkpoints import CPU, SIZES, VOCAB, assert_matches, load, make_reference, save, stream
+from tests.models.checkpoints import (
+    CPU,
+    SIZES,
+    VOCAB,
+    assert_matches,
+    load,
+    make_reference,
+    prompts,
+    run_alone,
+    save,
+    stream,
+)
 from tests.models.tiny_configs import tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -208,3 +220,36 @@ def test_models_that_mix_sequences_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(model, "hidden_states", leaking)
     with pytest.raises(UnsupportedModel, match="influence each other"):
         _require_isolated_tokens(model, info)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "falcon", "bloom"])
+def test_int8_stays_close(model_type: str, tmp_path: Path) -> None:
+    """Linear maps, also those of GPT-2 with the weight transposed and a tied head, in 8 bits."""
+    reference = make_reference(tiny_config(model_type, hidden_size=128))
+    config = save(reference, tmp_path)
+    assert not format_obstacles(config, "int8", torch.float32, CPU)
+    model, plain = load(tmp_path, quantization="int8"), load(tmp_path)
+    assert (model.quantization, model.kv_dtype) == ("int8", torch.bfloat16)
+    assert model.num_weight_bytes() < (0.6 if reference.config.tie_word_embeddings else 0.45) * plain.num_weight_bytes()
+    tokens = prompts(30)[0]
+    exact, rounded = run_alone(plain, tokens), run_alone(model, tokens)
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
+def test_formats_that_are_not_possible_are_refused() -> None:
+    dense, experts = (tiny_config(model_type).to_dict() for model_type in ("gpt_neox", "aria_text"))
+    assert format_obstacles(dense, "fp8", torch.bfloat16, torch.device("cuda"))[0].startswith("this model runs on")
+    assert format_obstacles(dense, "checkpoint", torch.float32, CPU)[0].startswith("this model runs on")
+    assert format_obstacles(dense, "int8", torch.bfloat16, CPU) == [
+        "activations are float32 with it, not torch.bfloat16"
+    ]
+    assert format_obstacles(experts, "int8", torch.float32, CPU) == ["this model has experts"]
+    with pytest.raises(InvalidParameter, match="this model has experts"):
+        build_model(experts, [], dtype=torch.float32, device=CPU, quantization="int8")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "opt"])
+def test_dummy_weights_fit(model_type: str) -> None:
+    config = tiny_config(model_type).to_dict()
+    model = build_model(config, dummy_tensors(config, CPU), dtype=torch.float32, device=CPU)
+    assert model.num_weight_bytes() == 4 * describe(config).num_parameters

@@ -33,7 +33,7 @@ from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_c
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import build_model, describe, format_obstacles
+from chairlift.models import build_model, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.runner.base import ModelRunner
@@ -104,6 +104,10 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
         )
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    if not is_native(checkpoint.config):
+        from chairlift.models.fallback.model import NOTICE
+
+        log.info(f"code       {NOTICE}")
     if checkpoint.quantization is not None:
         log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding)

@@ -42,12 +42,13 @@ def build_model(
     reasons = format_obstacles(config, quantization, dtype, device)
     if reasons:
         raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
-    if not _is_decoder(config):
+    if not is_native(config):
         from chairlift.models.fallback.model import load_fallback
 
         if batch_invariant:
             raise InvalidParameter("batch_invariant", "is not possible: this model runs on transformers' code")
-        return load_fallback(config, dequantized(tensors), dtype=dtype, device=device, max_len=max_len)
+        format = FORMATS.get(quantization)
+        return load_fallback(config, dequantized(tensors), dtype=dtype, device=device, max_len=max_len, format=format)
     description = decoder_config(config, max_len)
     try:
         model = Decoder(
@@ -80,12 +81,13 @@ def format_obstacles(
 ) -> list[str]:
     """Why this model cannot have weights in this format there; empty if it can."""
     from chairlift.layers.formats import FORMATS
-    from chairlift.layers.formats.none import PlainWeight
     from chairlift.models.read_config import decoder_config
 
     format = FORMATS.get(quantization)
-    if not _is_decoder(config):
-        return [] if format is PlainWeight else ["this model runs on transformers' code"]
+    if not is_native(config):
+        from chairlift.models.fallback.model import fallback_obstacles
+
+        return fallback_obstacles(config, format, dtype, device)
     found = format.obstacles(dtype, device)
     if not format.stores_experts and any(layer.experts is not None for layer in decoder_config(config).layers):
         found.append("this model has experts")
@@ -94,7 +96,7 @@ def format_obstacles(
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
     """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
-    if not _is_decoder(config):
+    if not is_native(config):
         from chairlift.models.fallback.model import describe_fallback
 
         return describe_fallback(config, max_len)
@@ -110,7 +112,8 @@ def supported_families() -> list[str]:
     return [family.title for family in FAMILIES.values()]
 
 
-def _is_decoder(config: Mapping[str, Any]) -> bool:
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Whether the model runs on the decoder of this package; others run on transformers' code, if at all."""
     from chairlift.models.families import find_family
     from chairlift.models.read_config import text_config
 

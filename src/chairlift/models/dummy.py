@@ -13,6 +13,7 @@ from torch import Tensor
 
 from chairlift.layers.parts import Targets
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
+from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer
 
 SPREAD = 0.02  # the usual standard deviation of fresh weights
@@ -41,7 +42,7 @@ def dummy_tokenizer() -> Tokenizer:
 
 
 def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """A tensor for every weight of the decoder that `config` describes, made on `device` one by one."""
+    """A tensor for every weight of the model that `config` describes, made on `device` one by one."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     for name, target in _targets(config):
         if len(target.shape) == 1:  # norms and biases
@@ -55,4 +56,8 @@ def _targets(config: Mapping[str, Any]) -> Targets:
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
 
+    if not is_native(config):
+        from chairlift.models.fallback.transformers_classes import checkpoint_tensors
+
+        return checkpoint_tensors(config)
     return Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta")).targets()

@@ -11,8 +11,11 @@ What cannot run is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,9 +24,12 @@ from torch import Tensor
 
 from chairlift.attention.interface import Attend, AttentionLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.fallback.adapters.base import AttentionAdapter
+from chairlift.models.fallback.linears import convert_linears, has_experts, linear_maps, num_weight_bytes
 from chairlift.models.fallback.plugged import PluggedModel, SeparateHead
 from chairlift.models.fallback.probe import AskedMask, AttentionRecorder, CannotPlug
 from chairlift.models.fallback.transformers_classes import (
@@ -31,6 +37,13 @@ from chairlift.models.fallback.transformers_classes import (
     load_with_weights,
     read_transformers_config,
     refusal,
+)
+
+MOST_FEW = 32  # rows of a step for which one thread is as fast as two that wait for ours
+# What a model loses here, for the startup log.
+NOTICE = (
+    "that of transformers, with our attention: slower than a family of our own, and without fused layers, "
+    "batch_invariant, draft heads, and fp8 or 4-bit weights"
 )
 
 
@@ -44,13 +57,23 @@ class FallbackInfo:
     max_len: int
     attention_layers: tuple[AttentionLayer, ...]
     num_parameters: int
+    num_linear_parameters: int  # of the linear maps that a weight format can store
+    has_experts: bool
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
 
 
 def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
-    hf_config = read_transformers_config(config)
+    info = _describe(json.dumps(config, sort_keys=True, default=str))
+    return info if max_len is None else replace(info, max_len=_checked_len(info.max_len, max_len))
+
+
+@lru_cache(maxsize=4)  # startup describes a model several times, and building it takes seconds
+def _describe(config: str) -> FallbackInfo:
+    hf_config = read_transformers_config(json.loads(config))
     plugged = build_without_weights(hf_config)
     num_parameters = sum(parameter.numel() for parameter in plugged.shell.parameters())
+    num_linear_parameters = sum(module.weight.numel() for _, _, module in linear_maps(plugged.shell))
+    experts = has_experts(plugged.shell)
     recorder = AttentionRecorder()
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
     try:
@@ -70,10 +93,24 @@ def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> 
         family=hf_config.model_type,
         vocab_size=logits.shape[-1],
         hidden_size=hidden.shape[-1],
-        max_len=_max_len(text_config, plugged.adapter, max_len),
+        max_len=_max_len(text_config, plugged.adapter),
         attention_layers=layers,
         num_parameters=num_parameters,
+        num_linear_parameters=num_linear_parameters,
+        has_experts=experts,
     )
+
+
+def fallback_obstacles(
+    config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """Why a model on transformers' code cannot have weights in this format there; empty if it can."""
+    if format is PlainWeight:
+        return []
+    if device.type != "cpu" or format.name == "checkpoint":
+        return ["this model runs on transformers' code, where weights are only rounded on a CPU"]
+    found = format.obstacles(dtype, device)
+    return [*found, "this model has experts"] if describe_fallback(config).has_experts else found
 
 
 def load_fallback(
@@ -83,12 +120,15 @@ def load_fallback(
     dtype: torch.dtype,
     device: torch.device,
     max_len: int | None = None,
+    format: type[WeightFormat] = PlainWeight,
 ) -> TransformersModel:
     """Like `build_model`; the tensors of the stream become the model's own where no conversion is needed."""
     info = describe_fallback(config, max_len)
     plugged = load_with_weights(read_transformers_config(config), tensors, dtype)
+    if format is not PlainWeight:
+        convert_linears(plugged.shell, format)
     plugged.shell.to(device)
-    model = TransformersModel(plugged, info, dtype=dtype, device=device)
+    model = TransformersModel(plugged, info, dtype=dtype, device=device, format=format)
     _require_isolated_tokens(model, info)
     return model
 
@@ -96,17 +136,25 @@ def load_fallback(
 class TransformersModel:
     """A transformers model behind the interface of the engine."""
 
-    def __init__(self, plugged: PluggedModel, info: FallbackInfo, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        plugged: PluggedModel,
+        info: FallbackInfo,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat] = PlainWeight,
+    ) -> None:
         self.vocab_size = info.vocab_size
         self.hidden_size = info.hidden_size
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
         self.recurrent_layers = info.recurrent_layers
-        self.dtype = self.kv_dtype = dtype
-        self.quantization = "none"
-        self.has_own_threads = False
+        self.dtype, self.kv_dtype = dtype, format.kv_dtype or dtype
+        self.quantization = format.name
+        self.has_own_threads = format.packs_tiles  # else the linear maps run on torch's threads
         self.device = device
-        self._weight_bytes: int = sum(parameter.nbytes for parameter in plugged.shell.parameters())
+        self._weight_bytes = num_weight_bytes(plugged.shell)
         self._plugged = plugged
         self._head = SeparateHead(plugged.shell)
 
@@ -127,14 +175,34 @@ class TransformersModel:
             output = attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
             return output[None, ..., :value_dim].contiguous()
 
-        hidden = self._plugged.hidden_states(tokens, positions, handler)
+        with _one_thread_for_few(tokens):
+            hidden = self._plugged.hidden_states(tokens, positions, handler)
         return HiddenStates(hidden if rows is None else hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        with _one_thread_for_few(hidden):
+            return self._head(hidden)
 
     def num_weight_bytes(self) -> int:
         return self._weight_bytes
+
+
+@contextmanager
+def _one_thread_for_few(rows: Tensor) -> Iterator[None]:
+    """Let torch use one thread for small steps on a CPU.
+
+    Its threads spin after each operation, on the cores that the threads of our attention wait for: on 2 cores, decode
+    steps of a model of 124M weights took seven times as long with two threads.
+    """
+    before = torch.get_num_threads()
+    if rows.device.type != "cpu" or len(rows) > MOST_FEW or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _widened(states: Tensor, head_dim: int) -> Tensor:
@@ -142,7 +210,7 @@ def _widened(states: Tensor, head_dim: int) -> Tensor:
     return states if states.shape[-1] == head_dim else F.pad(states, (0, head_dim - states.shape[-1]))
 
 
-def _max_len(text_config: Any, adapter: AttentionAdapter | None, requested: int | None) -> int:
+def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
     fields = ("max_position_embeddings", *(adapter.length_fields if adapter else ()))
     stated = (getattr(text_config, field, None) for field in fields)
     limit = next((length for length in stated if length is not None), adapter.default_length if adapter else None)
@@ -155,9 +223,13 @@ def _max_len(text_config: Any, adapter: AttentionAdapter | None, requested: int 
         # sequence may be longer.
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, parameters.get("original_max_position_embeddings", limit))
-    if requested is not None and not 1 <= requested <= limit:
+    return int(limit)
+
+
+def _checked_len(limit: int, requested: int) -> int:
+    if not 1 <= requested <= limit:
         raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
-    return limit if requested is None else requested
+    return requested
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ def _require_supported_kind(hf_config: Any, model_class: Any) -> None:
             )
     if getattr(text_config, "num_hidden_layers", 0) > MAX_LAYERS:
         raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
+
+
+def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint by name, without memory; a tied one is not repeated."""
+    shell = build_without_weights(read_transformers_config(config)).shell
+    own = dict(shell.named_parameters())
+    everything = dict(shell.named_parameters(remove_duplicate=False))
+    for name, tensor in shell.state_dict().items():
+        if name in own or name not in everything:  # a parameter, or a buffer that checkpoints hold
+            yield name, tensor
 
 
 def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> PluggedModel:

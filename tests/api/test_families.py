@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def _cases() -> Iterator[Any]:
+    """Every case; those that vary a family that another case has are slow."""
+    seen: set[str] = set()
+    for name, make in CASES.items():
+        family = make().model_type
+        yield pytest.param(name, marks=[pytest.mark.slow] if family in seen else [])
+        seen.add(family)
+
+
+@pytest.mark.parametrize("name", _cases())
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     hf = make_reference(CASES[name]())
     save(hf, tmp_path)

@@ -49,6 +49,9 @@ def make_reference(config: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * (0.05 if name.endswith("bias") else 0.3))
             else:
                 parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
         if tied:
             model.get_input_embeddings().weight.mul_(0.25)
     return model

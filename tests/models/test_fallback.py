@@ -37,7 +37,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"ffn_dim": 84, "word_embed_proj_dim": 60},
     "olmo": {},
-    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
 }
 
 

@@ -120,7 +120,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "granite": _config(
         "GraniteConfig",
-        embedding_multiplier=12.0,
+        embedding_multiplier=3.0,
         logits_scaling=1.7,
         residual_multiplier=0.22,
         attention_multiplier=0.015625,
@@ -182,6 +182,49 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "llama_4_scaling_beta": 0.9,
         },
     ),
+    "dots1": _config(
+        "Dots1Config",
+        head_dim=12,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=22,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.6,
+        norm_topk_prob=True,
+    ),
+    "ernie4_5_moe": _config(
+        "Ernie4_5_MoeConfig",
+        num_hidden_layers=4,
+        moe_num_experts=5,
+        moe_k=2,
+        moe_intermediate_size=22,
+        moe_layer_start_index=1,
+        moe_layer_end_index=2,
+    ),
+    "glm4_moe": _config(
+        "Glm4MoeConfig",
+        head_dim=12,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+        use_qk_norm=True,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.6,
+    ),
+    "granitemoe": _config(
+        "GraniteMoeConfig",
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=0.7,
+        attention_multiplier=0.4,
+    ),
+    "minimax_m2": _config("MiniMaxM2Config", head_dim=12, rotary_dim=6, num_local_experts=5, num_experts_per_tok=2),
+    "olmoe": _config("OlmoeConfig", num_experts=5, num_experts_per_tok=2),
+    "olmoe clipped": _config("OlmoeConfig", num_experts=5, num_experts_per_tok=2, clip_qkv=0.7, norm_topk_prob=True),
     "olmo2": _config("Olmo2Config"),
     "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
 }
@@ -236,6 +279,17 @@ def test_experts_stacked_in_the_checkpoint(tmp_path: Path) -> None:
     stacked["model.layers.0.mlp.experts.down_proj"] = stacked["model.layers.0.mlp.experts.down_proj"][:-1]
     with pytest.raises(CorruptCheckpoint, match=r"lacks layers.0.mlp.experts.4.down_proj.weight"):
         build_model(config, stacked.items(), dtype=torch.float32, device=CPU)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    reference = make_reference(CONFIGS["glm4_moe"]())
+    config = save(reference, tmp_path) | {"num_nextn_predict_layers": 1}
+    behind = [("model.layers.3.eh_proj.weight", torch.zeros(60, 120)), ("mtp.fc.weight", torch.zeros(60, 60))]
+    tensors = [*stream(tmp_path), *behind]
+    model = build_model(config, tensors, dtype=torch.float32, device=torch.device("cpu"))
+    assert_matches(model, reference, 9)
+    with pytest.raises(CorruptCheckpoint, match=r"unexpected tensor model\.layers\.3"):
+        build_model(config | {"num_nextn_predict_layers": 0}, tensors, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_names_without_the_model_prefix(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ class ExpertRouter:
             self.correction_bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
         self._batch_invariant = False
 
-    def targets(self, name: str, correction_bias_name: str) -> Targets:
+    def targets(self, name: str, correction_bias_name: str, correction_bias_is_row: bool = False) -> Targets:
         yield from self.linear.targets([name])
         if self.correction_bias is not None:
-            yield correction_bias_name, self.correction_bias
+            yield correction_bias_name, self.correction_bias[None] if correction_bias_is_row else self.correction_bias
 
     def make_batch_invariant(self) -> None:
         self.linear.make_batch_invariant()

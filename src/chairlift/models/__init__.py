@@ -70,6 +70,7 @@ def build_model(
         unstacked(description.layers, tensors),
         text_part_only=description.text_part_only,
         tied=description.tied_head,
+        left_out=description.further_layers,
         filled_one=model.filled,
     )
     model.finalize()

@@ -79,12 +79,14 @@ class DecoderConfig:
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     qk_norm_after_rope: bool = False
+    qkv_clip: float | None = None  # largest size of numbers in queries, keys (both normalised) and values
     interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
     gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
     parallel_block: bool = False  # attention and feed-forward block read the same residual stream
     residual_multiplier: float = 1.0  # of everything that is added to the embeddings
     logit_scale: float = 1.0
     head_bias: bool = False
+    num_mtp_layers: int = 0  # layers behind the last that predict further tokens, which are left out
 
     @property
     def stream_eps(self) -> float:
@@ -102,6 +104,11 @@ class DecoderConfig:
     @property
     def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
+    def further_layers(self) -> list[str]:
+        """The prefixes of tensors of layers behind the last."""
+        return [f"layers.{len(self.layers) + index}." for index in range(self.num_mtp_layers)]
 
     @property
     def num_parameters(self) -> int:

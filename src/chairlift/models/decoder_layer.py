@@ -58,8 +58,10 @@ class SelfAttention:
         self._norms_all_heads = config.qk_norm == "full"
         self._norms_after_rope = config.qk_norm_after_rope
         # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
-        self._fuses = config.qk_norm is None or (
+        self._clip = config.qkv_clip
+        self._fuses = (config.qk_norm is None and self._clip is None) or (
             config.qk_norm == "head"
+            and self._clip is None
             and config.norm_kind == "rms"
             and not config.qk_norm_after_rope
             and (rope is None or rope.query_scaling is None)
@@ -102,6 +104,8 @@ class SelfAttention:
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
         if not self._norms_after_rope:
             qk = self._normalised(qk)
+        if self._clip is not None:
+            qk, v = qk.clamp(-self._clip, self._clip), v.clamp(-self._clip, self._clip)
         if rotation is not None:
             rotate_(qk, rotation)  # queries and keys together
             if rotation.query_scale is not None:
@@ -275,7 +279,7 @@ def _feed_forward(
 
 
 def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:
-    yield from mlp.router.targets(names.router, names.correction_bias)
+    yield from mlp.router.targets(names.router, names.correction_bias, names.correction_bias_is_row)
     yield from prefixed(names.experts, mlp.expert_targets(names.gate, names.up, names.down))
     if mlp.shared is not None:
         assert names.shared is not None

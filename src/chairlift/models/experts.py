@@ -25,6 +25,7 @@ class ExpertNames:
     experts: str = "experts"
     router: str = "gate"
     correction_bias: str = "gate.e_score_correction_bias"
+    correction_bias_is_row: bool = False  # it is stored as a matrix of one row
     shared: str | None = None  # of the shared expert, which other families do not have
     shared_gate: str | None = None  # of the product whose sigmoid multiplies the shared expert's output
     stacked_gate_up: str = "experts.gate_up_proj"
@@ -112,13 +113,16 @@ def expert_size(fields: Fields) -> int:
 
 
 def _num_experts(fields: Fields) -> int:
-    """The number of experts, under any of its three names."""
-    name = next((name for name in ("num_experts", "n_routed_experts") if name in fields), "num_local_experts")
+    """The number of experts, under any of its names."""
+    name = next(
+        (name for name in ("num_experts", "n_routed_experts", "moe_num_experts") if name in fields), "num_local_experts"
+    )
     return fields.integer(name, low=0, high=2**16)
 
 
 def _shared_size(fields: Fields) -> int:
     """The inner size of the shared expert: given, or that of several routed ones."""
     given = fields.optional_integer("shared_expert_intermediate_size", low=0)
-    count = fields.optional_integer("n_shared_experts", low=0)
+    name = "n_shared_experts" if "n_shared_experts" in fields else "moe_num_shared_experts"
+    count = fields.optional_integer(name, low=0)
     return (count or 0) * expert_size(fields) if given is None else given

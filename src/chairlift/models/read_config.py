@@ -68,12 +68,14 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         norm_kind=family.norm_kind,
         norm_bias=family.norm_bias,
         qk_norm_after_rope=family.qk_norm_after_rope,
+        qkv_clip=fields.optional_number("clip_qkv"),
         interleaved_rope=family.interleaved_rope,
         gated_mlp=family.gated_mlp,
         parallel_block=parallel,
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
         head_bias=family.head_bias,
+        num_mtp_layers=fields.optional_integer("num_nextn_predict_layers", low=0) or 0,
     )
 
 

@@ -18,6 +18,9 @@ DERIVED_SUFFIX = "rotary_emb.inv_freq"
 # The image half of a checkpoint whose text half is run.
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 
+# Layers that predict further tokens, in checkpoints that name them apart.
+MTP_PREFIX = "mtp"
+
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -61,18 +64,24 @@ def fill(
     *,
     text_part_only: bool,
     tied: bool,
+    left_out: Sequence[str] = (),
     filled_one: Callable[[str], None] | None = None,
 ) -> None:
     """Copy every tensor of the stream to its target; each target must be filled exactly once.
 
     A filled target is removed from `targets`, and `filled_one` is called with its name, which may free the memory.
     With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either, or both if
-    they are equal.
+    they are equal. Tensors whose names begin with one of `left_out` are not needed.
     """
+    left_out = (MTP_PREFIX, *left_out)
     filled: dict[str, str] = {}  # target -> the name it came under
     for full_name, tensor in tensors:
         name = canonical_name(full_name)
-        if name.endswith(DERIVED_SUFFIX) or (text_part_only and name.startswith(VISION_PREFIXES)):
+        if (
+            name.endswith(DERIVED_SUFFIX)
+            or name.startswith(left_out)
+            or (text_part_only and name.startswith(VISION_PREFIXES))
+        ):
             continue
         destination = EMBEDDING if tied and name == HEAD else name
         if filled.get(destination) == name:

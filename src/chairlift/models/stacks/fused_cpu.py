@@ -47,6 +47,7 @@ def can_fuse(config: DecoderConfig) -> bool:
         and config.norm_kind == "rms"
         and config.qk_norm in (None, "head")
         and not config.qk_norm_after_rope
+        and config.qkv_clip is None
         and config.gated_mlp
         and not config.parallel_block
         and config.activation in ACTIVATIONS

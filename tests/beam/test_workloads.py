@@ -4,6 +4,7 @@ search that is not cancelled finds what it would have found alone."""
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from chairlift.core.events import RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
+from chairlift.core.kv.hybrid_cache import HybridCache
+from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Ending, FinishReason, Request
@@ -105,11 +108,17 @@ JOB = st.tuples(
     ),
     st.sampled_from([0, 0, 1]),
     st.sampled_from([0, 20]),
+    st.none() | st.integers(8, 30),
     st.lists(JOB, min_size=4, max_size=25),
 )
-def test_random_workloads(options: dict[str, Any], depth: int, slots: int, jobs: list[tuple[Any, ...]]) -> None:
+def test_random_workloads(
+    options: dict[str, Any], depth: int, slots: int, state_slots: int | None, jobs: list[tuple[Any, ...]]
+) -> None:
     scheduler = make_scheduler(
-        **options, max_delay=0.0 if options["policy"] == "static" else None, swap=SwapSpace(slots)
+        **options,
+        max_delay=0.0 if options["policy"] == "static" else None,
+        swap=SwapSpace(slots if state_slots is None else 0),
+        kv_class=KVCache if state_slots is None else partial(HybridCache, num_slots=state_slots, snapshot_interval=4),
     )
     driver = Driver(scheduler, depth)
     searches: list[tuple[list[Request], list[int], int, int]] = []
@@ -122,7 +131,7 @@ def test_random_workloads(options: dict[str, Any], depth: int, slots: int, jobs:
             elif kind == "plain":
                 scheduler.submit(make_request(f"p{number}", prompt, new, tenant="ab"[family]), driver.now)
         except InvalidParameter:
-            continue  # too large for the KV cache
+            continue  # too large for the KV cache, or too wide for the state slots
         if kind == "cancel" and searches:
             victim = searches[number % len(searches)][0]
             scheduler.finish(victim[-1].id, Ending(FinishReason.CANCELLED), driver.now)

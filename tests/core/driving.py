@@ -35,7 +35,7 @@ def make_scheduler(
     max_prefill_tokens: int | None = None,
     max_batch_requests: int = 8,
     prefix_caching: bool = True,
-    kv_class: type[KVCache] = KVCache,
+    kv_class: Callable[..., KVCache] = KVCache,
     policy: str = "continuous",
     max_delay: float | None = None,
     order: str = "fcfs",

@@ -15,6 +15,7 @@ class MemoryModel:
         self.block_size = block_size
         self._device: dict[int, dict[int, Content]] = {}
         self._host: dict[int, dict[int, Content]] = {}
+        self._states: dict[int, Content] = {}  # by slot: the state after all tokens up to some position
 
     def run(self, plan: StepPlan) -> None:
         for swap in plan.swap_outs:
@@ -24,6 +25,7 @@ class MemoryModel:
         sources = [dict(self._device.get(copy.source, {})) for copy in plan.copies]
         for copy, content in zip(plan.copies, sources, strict=True):
             self._device[copy.target] = content
+        self._run_states(plan)
         for chunk in plan.chunks:
             tokens = (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
             for position in range(chunk.end):
@@ -34,3 +36,15 @@ class MemoryModel:
                 else:
                     found = self._device.get(block, {}).get(offset)
                     assert found == content, f"{chunk.request.id} reads something else at position {position}"
+
+    def _run_states(self, plan: StepPlan) -> None:
+        """Check the states that chunks continue from, then write those after their rows."""
+        written: dict[int, Content] = {}
+        for chunk, states in zip(plan.chunks, plan.states, strict=False):
+            request, tokens = chunk.request, (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
+            if chunk.start:
+                expected = (request.salt, tokens[: chunk.start])
+                assert self._states.get(states.read) == expected, f"{request.id} continues from another state"
+            for row, slot in states.writes:
+                written[slot] = (request.salt, tokens[: chunk.start + row + 1])
+        self._states |= written

@@ -19,6 +19,7 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import BlockCopy, StepPlan
 from chairlift.core.policies._batch import BatchPolicy
 from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
 from tests.core.memory_model import MemoryModel
@@ -130,9 +131,10 @@ class Workload(RuleBasedStateMachine):
         prompt = [family * 1000 + i // 3 for i in range(length)]  # prompts of a family share prefixes
         deadline = None if timeout is None else self.now + timeout
         leader: Request | None = None
+        params = SamplingParams(max_tokens=new, n=1 + siblings)
         for _ in range(1 + siblings):
             name = f"r{len(self.requests)}"
-            request = make_request(name, prompt, new, salt=salt, deadline=deadline, leader=leader)
+            request = make_request(name, prompt, new, params=params, salt=salt, deadline=deadline, leader=leader)
             request.arrival, request.priority, request.tenant = self.now, priority, tenant
             self.scheduler.submit(request, self.now)
             self.requests.append(request)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chairlift.core.plan import StepPlan
+from chairlift.core.kv.hybrid_cache import HybridCache
+from chairlift.core.plan import NO_SLOT, StepPlan
 from chairlift.core.request import Status
 from chairlift.core.scheduler.scheduler import Scheduler
 
@@ -42,6 +43,8 @@ def check_accounting(scheduler: Scheduler) -> None:
     assert scheduler.state.slots_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_slots or not scheduler.idle
     check_swap(scheduler)
+    if isinstance(kv, HybridCache):
+        check_states(scheduler, kv)
     waiting = scheduler.waiting
     assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"
     assert scheduler.running or not scheduler.idle, "a batch has ended, but its slots are not free"
@@ -62,6 +65,27 @@ def check_swap(scheduler: Scheduler) -> None:
         assert request.id in slots or request.num_computed == 0, (
             f"{request.id} has computed tokens, but no blocks or host slots"
         )
+
+
+def check_states(scheduler: Scheduler, kv: HybridCache) -> None:
+    """Check that no state slot is lost, that reference counts match the requests, and that every snapshot belongs to a
+    cached block."""
+    slots, states = kv.slots, kv.states()
+    holders = Counter(slot for own in states.values() for slot in own.held())
+    free = slots.free_blocks()
+    assert len(free) == len(set(free)) == slots.num_free, "a state slot is in the free list twice"
+    for slot in range(slots.num_blocks):
+        assert slots.references(slot) == holders[slot], f"state slot {slot}: reference count differs from its holders"
+        assert (slot in free) == (holders[slot] == 0), f"state slot {slot} is lost or handed out twice"
+    assert states.keys() == kv.tables().keys(), "a request has states without a table, or a table without states"
+    snapshots = dict(kv.snapshots.items())
+    assert all(map(kv.pool.is_cached, snapshots)), "a snapshot belongs to a block that is not cached"
+    assert set(snapshots.values()) == {slot for slot in range(slots.num_blocks) if slots.is_cached(slot)}
+    for request in scheduler.running:
+        own = states[request.id]
+        assert (own.current == NO_SLOT) == (request.num_planned == 0), f"{request.id} has no state of its tokens"
+    for digest, request_id in kv.expected_snapshots().items():
+        assert digest in states[request_id].wanted.values(), f"{request_id} will not take a snapshot that others expect"
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -86,9 +110,25 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
             assert block not in written
             written.add(block)
+    check_planned_states(plan)
     targets = [copy.target for copy in plan.copies]
     assert len(targets) == len(set(targets))
     assert set(targets) <= written, "a block is copied but not written to"
+
+
+def check_planned_states(plan: StepPlan) -> None:
+    """Check that each state slot is written at most once, and by no chunk but the one that reads it."""
+    writer: dict[int, int] = {}
+    for index, states in enumerate(plan.states):
+        rows = [row for row, _ in states.writes]
+        assert rows == sorted(set(rows))
+        assert rows[-1] == plan.chunks[index].count - 1, "the state after a chunk is lost"
+        for _, slot in states.writes:
+            assert slot not in writer, f"state slot {slot} is written twice"
+            writer[slot] = index
+    for index, states in enumerate(plan.states):
+        assert (states.read == NO_SLOT) == (plan.chunks[index].start == 0)
+        assert writer.get(states.read, index) == index, f"state slot {states.read} is read and written by two chunks"
 
 
 def check_shared_prefixes(scheduler: Scheduler) -> None:
@@ -109,3 +149,4 @@ def check_quiescent(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
     assert not scheduler.kv.tables()
     assert scheduler.swap.num_free == scheduler.swap.num_slots
+    assert not isinstance(scheduler.kv, HybridCache) or scheduler.kv.slots.num_used == 0

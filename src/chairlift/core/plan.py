@@ -29,6 +29,17 @@ class BlockSwap:
     slot: int  # in host memory
 
 
+NO_SLOT = -1  # no state slot: a state of zeros
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStates:
+    """The state slots of a chunk of a model with recurrent layers."""
+
+    read: int  # the slot with the state after the tokens before the chunk; NO_SLOT at the beginning of a sequence
+    writes: tuple[tuple[int, int], ...]  # (row of the chunk, slot that receives the state after that row)
+
+
 # Immutable by convention: every decode creates one, and creating a frozen one takes five times as long.
 @dataclass(slots=True)
 class Chunk:
@@ -81,6 +92,7 @@ class StepPlan:
     swap_outs: tuple[BlockSwap, ...] = ()  # before everything else: this step may overwrite these blocks
     swap_ins: tuple[BlockSwap, ...] = ()  # next, before the copies of the chunks
     reads: bool = False  # whether any chunk reads prompt positions
+    states: tuple[ChunkStates, ...] = ()  # one for each chunk, if the model has recurrent layers
 
     @property
     def num_tokens(self) -> int:

@@ -71,6 +71,14 @@ class BlockPool:
         if self._changed is not None:
             self._changed.update(blocks)
 
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Mark indexed blocks as not indexed any more."""
+        for block in blocks:
+            self._cached.remove(block)
+            if self._references[block] == 0:
+                self._cached_free.remove(block)
+                self._empty.append(block)
+
     def take(self, count: int) -> list[int] | None:
         """Allocate `count` blocks for one owner; return None (and change nothing) if fewer are free."""
         if count > self.num_free:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from chairlift.core.kv.block_pool import BlockPool
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
-from chairlift.core.plan import BlockCopy
+from chairlift.core.plan import BlockCopy, Chunk, ChunkStates
 from chairlift.core.request import Request
 
 
@@ -28,7 +28,10 @@ class KVChanges:
 
 
 class KVCache:
-    """The block tables of all requests, over one pool and one prefix index."""
+    """The block tables of all requests, over one pool and one prefix index.
+
+    `HybridCache` adds the states of recurrent layers; without it, no request needs any.
+    """
 
     def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -46,6 +49,16 @@ class KVCache:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def num_free_states(self) -> int:
+        """State slots that can be allocated."""
+        return 0
+
+    @property
+    def max_beams(self) -> int | None:
+        """The beams of one search that there are state slots for; None: any number."""
+        return None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -161,6 +174,26 @@ class KVCache:
         self._num_indexed.pop(request.id, None)
         self.index.drop_claims(request)
         self.pool.release(reversed(table))
+
+    def plan_states(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
+        """The state slots that the chunks of a step read and write; none without recurrent layers."""
+        return ()
+
+    def states_needed(self, request: Request) -> int:
+        """State slots that a request, or all beams of a search, need to be admitted."""
+        return 0
+
+    def states_promised(self, running: Sequence[Request]) -> int:
+        """Free state slots that running requests may still need."""
+        return 0
+
+    def num_own_states(self, requests: Sequence[Request]) -> int:
+        """The number of state slots that only `requests` hold."""
+        return 0
+
+    def draft_room(self) -> int | None:
+        """Draft tokens of a step that there are state slots for; None: as many as the budget allows."""
+        return None
 
     def track_changes(self, on: bool) -> None:
         """Start (with no changes) or stop to record changes for `take_changes`."""

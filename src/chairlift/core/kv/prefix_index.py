@@ -35,12 +35,14 @@ class Miss(StrEnum):
     TOO_SHORT = "the rest of the prompt does not fill a block"
     NEVER_SEEN = "these tokens were not computed before (or under another salt)"
     EVICTED = "the block was computed before but has been evicted since"
+    NO_STATE = "the tokens are cached, but no state of the recurrent layers is kept at a later block boundary"
 
 
 class PrefixMatch(NamedTuple):
     blocks: tuple[int, ...]
     miss: Miss | None  # None: all blocks that can be shared were found
     in_progress: bool = False  # a running request is computing the next block
+    num_without_state: int = 0  # further cached blocks, which are not shared because no state is kept after them
 
 
 class TokenHolder(Protocol):
@@ -121,6 +123,19 @@ class PrefixIndex:
                 inserted.append(block)
             parent = digest
         return inserted
+
+    def block_at(self, request: TokenHolder, position: int) -> int | None:
+        """The indexed block with the tokens of the full block of `request` at `position`, after the same prefix."""
+        block = self._lookup(self.digest(request, position))
+        if block is None:
+            return None
+        entry, start = self._entry_of[block], position * self.block_size
+        same = entry.tokens == tuple(request.tokens[start : start + self.block_size])
+        return block if same and entry.parent == self.parent_digest(request, position) else None
+
+    def is_expected(self, digest: bytes) -> bool:
+        """Whether the block is indexed or being computed."""
+        return digest in self._claims or digest in self._block_of
 
     def claim(self, request: Request) -> None:
         """Record the blocks that `request` is about to compute, so that other requests wait for them."""

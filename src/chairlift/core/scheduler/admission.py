@@ -155,7 +155,8 @@ class _StepAdmission:
         """
         staying, victims = self.state.running, list[Request]()
         spare = self.kv.num_free - promised_blocks - self.state.blocks_needed(request)
-        while self._full(staying, request.num_slots) or spare < 0:
+        spare_states = self.kv.num_free_states - self.kv.states_promised(staying) - self.kv.states_needed(request)
+        while self._full(staying, request.num_slots) or spare < 0 or spare_states < 0:
             victim = self.state.ordering.slot_to_take(request, staying)
             if victim is None or victim.order in self._newly_admitted:
                 no_slot = self._full(staying, request.num_slots)
@@ -164,6 +165,7 @@ class _StepAdmission:
             staying = [other for other in staying if other not in together]
             victims.append(victim)
             spare += self.kv.num_own(together) + sum(map(self.state.blocks_to_come, together))
+            spare_states += self.kv.num_own_states(together) + self.kv.states_promised(together)
         return victims
 
     def _full(self, running: Sequence[Request], slots: int) -> bool:

@@ -1,0 +1,341 @@
+"""Accounting for models with recurrent layers: state slots beside KV blocks.
+
+A slot holds the state of one sequence after some number of tokens. A running request owns one, which a step overwrites
+with the state after its chunk. *Snapshots* are slots that are kept at block boundaries, each attached to the indexed
+block that ends there, so a prefix hit is the longest run of cached blocks with a snapshot at its end:
+
+    tokens      0 ........ 15 | 16 ....... 31 | 32 ....... 47 | 48 .. 52
+    blocks           7        |       2       |       9       |   4
+    snapshots                               slot 3            .           the next request with these tokens continues
+                                                                          from slot 3 after 32 of them
+
+Snapshots are taken where they pay: at the last boundary of a prompt, where a waiting request diverges from the one that
+is computing their common prefix, where a request found cached blocks without a state, at the newest boundary of an
+output (which replaces the one before), and, as long as slots are empty, at regular intervals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from chairlift.core.kv.block_pool import BlockPool
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.prefix_index import Miss, PrefixMatch
+from chairlift.core.kv.request_states import ForkState, RequestStates
+from chairlift.core.kv.snapshots import Snapshots
+from chairlift.core.plan import NO_SLOT, BlockCopy, Chunk, ChunkStates
+from chairlift.core.request import Request
+
+MIN_SLOTS = 2  # one to read a snapshot from, one to write to
+SLOTS_PER_BEAM = 2  # beams that share a state need another slot each before they give it up; a search needs one more
+MAX_DIVERGENCES = 1024  # remembered boundaries at which waiting requests diverge from running ones
+
+
+class HybridCache(KVCache):
+    """The block tables and state slots of all requests."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_caching: bool = True,
+        num_slots: int,
+        snapshot_interval: int | None = None,
+    ) -> None:
+        """`snapshot_interval`: tokens between snapshots that are taken while slots are empty; None: no such ones."""
+        assert num_slots >= MIN_SLOTS
+        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.pool = BlockPool(num_blocks, on_evict=self._blocks_evicted)
+        self.snapshots = Snapshots()
+        self.slots = BlockPool(num_slots, on_evict=self.snapshots.remove_slots)
+        self.interval = None if snapshot_interval is None else max(1, snapshot_interval // block_size) * block_size
+        self._states: dict[str, RequestStates] = {}
+        self._divergences: OrderedDict[bytes, None] = OrderedDict()  # digests of blocks that end where a snapshot pays
+        self._expected: dict[bytes, str] = {}  # digest of a block -> the running request that will take a snapshot
+
+    def states(self) -> dict[str, RequestStates]:
+        return dict(self._states)
+
+    def expected_snapshots(self) -> dict[bytes, str]:
+        """The running request that will take each snapshot that others wait for, by the digest of the block."""
+        return dict(self._expected)
+
+    def _blocks_evicted(self, blocks: Sequence[int]) -> None:
+        self.index.remove(blocks)
+        self.slots.uncache(self.snapshots.remove_blocks(blocks))
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_states(self) -> int:
+        return self.slots.num_free
+
+    @property
+    def max_beams(self) -> int:
+        return (self.slots.num_blocks - 1) // SLOTS_PER_BEAM
+
+    def states_needed(self, request: Request) -> int:
+        return 1 if request.group is None else 1 + SLOTS_PER_BEAM * request.num_slots
+
+    def states_promised(self, running: Sequence[Request]) -> int:
+        return sum(SLOTS_PER_BEAM * request.num_slots - 1 for request in running if request.group is not None)
+
+    def num_own_states(self, requests: Sequence[Request]) -> int:
+        known = (self._states.get(request.id) for request in requests)
+        held = Counter(slot for states in known if states is not None for slot in states.held())
+        return sum(self.slots.references(slot) == count for slot, count in held.items())
+
+    def draft_room(self) -> int:
+        return self.slots.num_free
+
+    # ---- prefix hits --------------------------------------------------------------------------------------------
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Find the longest run of cached blocks with a state at its end."""
+        found = super().match(request)
+        blocks = found.blocks
+        if found.in_progress:
+            self._note_divergence(request, len(blocks))
+        fork = self._fork_position(request)
+        kept = len(blocks) if fork is None else min(len(blocks), fork // self.block_size)
+        while kept and blocks[kept - 1] not in self.snapshots:
+            kept -= 1
+        if kept == len(blocks):
+            return found
+        expected = any(self.index.digest(request, position) in self._expected for position in range(kept, len(blocks)))
+        return PrefixMatch(blocks[:kept], Miss.NO_STATE, found.in_progress or expected, len(blocks) - kept)
+
+    def _note_divergence(self, request: Request, num_found: int) -> None:
+        """Ask for a snapshot where a waiting `request` diverges from those that compute its prefix."""
+        index, position, shareable = self.index, num_found, (request.num_known - 1) // self.block_size
+        while position < shareable and index.is_expected(index.digest(request, position)):
+            position += 1
+        self._divergences[index.digest(request, position - 1)] = None
+        if len(self._divergences) > MAX_DIVERGENCES:
+            self._divergences.popitem(last=False)
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        super().attach(request, match)
+        states = self._states[request.id] = RequestStates()
+        if match.blocks:
+            states.current = self.snapshots.reuse(match.blocks[-1])
+            self.slots.share([states.current])
+        if self.prefix_caching:
+            self._expect_snapshots(request, states, match)
+        fork = self._fork_position(request)
+        if fork is not None:
+            states.fork = ForkState(fork, NO_SLOT, request.params.num_sequences - 1)
+
+    def _fork_position(self, request: Request) -> int | None:
+        """The number of tokens after which a request keeps its state for others: of `n` completions before the last
+        token of the prompt, of beams that join again after a preemption the whole blocks of the prompt."""
+        if request.group is not None:
+            return request.num_prompt // self.block_size * self.block_size if request.num_output else None
+        return request.num_prompt - 1 if request.params.num_sequences > 1 and not request.num_output else None
+
+    def _expect_snapshots(self, request: Request, states: RequestStates, match: PrefixMatch) -> None:
+        """Decide where `request` takes snapshots: at the last boundaries of its prompt and of its known tokens, and
+        where its tokens begin to differ from cached ones."""
+        ends = {(request.num_prompt - 1) // self.block_size, (request.num_known - 1) // self.block_size}
+        ends.add(len(match.blocks) + match.num_without_state)
+        for num_blocks in ends:
+            if num_blocks > len(match.blocks):
+                digest = self.index.digest(request, num_blocks - 1)
+                states.wanted[num_blocks * self.block_size] = digest
+                self._expected.setdefault(digest, request.id)
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """As in KVCache, but with the longest prefix of at most `num_tokens` tokens whose state is kept."""
+        num_tokens, slot = self._state_at(parent, num_tokens)
+        super().fork(parent, child, num_tokens)
+        self._states[child.id] = RequestStates(current=slot)
+        if slot != NO_SLOT:
+            self.slots.share([slot])
+        states = self._states[parent.id]
+        if states.fork is not None and states.fork.num_tokens == num_tokens:
+            states.fork.forks_left -= 1
+            if not states.fork.forks_left:  # all siblings have it
+                self.slots.release(slot for slot in [states.fork.slot] if slot != NO_SLOT)
+                states.fork = None
+
+    def _state_at(self, parent: Request, num_tokens: int) -> tuple[int, int]:
+        """The last position up to `num_tokens` at which a state of `parent` is kept, and its slot."""
+        states = self._states[parent.id]
+        if num_tokens == parent.num_planned:
+            return num_tokens, states.current
+        kept, slot = 0, NO_SLOT
+        if states.fork is not None and states.fork.slot != NO_SLOT and states.fork.num_tokens <= num_tokens:
+            kept, slot = states.fork.num_tokens, states.fork.slot
+        for boundary in range(num_tokens // self.block_size * self.block_size, kept, -self.block_size):
+            block = self._indexed_block(parent, boundary)
+            if block is not None and block in self.snapshots:
+                return boundary, self.snapshots.reuse(block)
+        return kept, slot
+
+    # ---- planning a step ----------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
+        states = self._states[request.id]
+        if states.target == NO_SLOT:
+            if states.current != NO_SLOT and self.slots.is_private(states.current):
+                states.target = states.current
+            elif (taken := self.slots.take(1)) is not None:
+                states.target = taken[0]
+            else:
+                return None
+        if count > 1 and request.decoding:  # all but the first token are drafts
+            taken = self.slots.take(max(0, count - 1 - len(states.drafts)))
+            if taken is None:
+                return None
+            states.drafts += taken
+        return super().reserve(request, count)
+
+    def plan_states(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
+        unused: list[int] = []  # released last: no chunk may write to a slot that another one reads
+        plans = tuple(self._plan_chunk(chunk, self._states[chunk.request.id], unused) for chunk in chunks)
+        self.slots.release(unused)
+        return plans
+
+    def _plan_chunk(self, chunk: Chunk, states: RequestStates, unused: list[int]) -> ChunkStates:
+        num_drafts = len(chunk.drafts)
+        unused += states.drafts[num_drafts:]
+        del states.drafts[num_drafts:]
+        self._keep_current(chunk, states)
+        read, states.current, states.target = states.current, states.target, NO_SLOT
+        if read not in (NO_SLOT, states.current):
+            unused.append(read)
+        if num_drafts:
+            states.drafted_from = chunk.start
+            return ChunkStates(read, tuple(enumerate((states.current, *states.drafts))))
+        kept = [(num_tokens - chunk.start - 1, slot) for num_tokens, slot in self._keep_within(chunk, states)]
+        for num_tokens in [one for one in states.wanted if one < chunk.end and one not in states.pending]:
+            self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
+        return ChunkStates(read, (*kept, (chunk.count - 1, states.current)))
+
+    def _keep_current(self, chunk: Chunk, states: RequestStates) -> None:
+        """Keep the state that a chunk continues from, if it is needed later, by writing to another slot."""
+        start, current, fork = chunk.start, states.current, states.fork
+        if not start:
+            return
+        forks = fork is not None and fork.num_tokens == start and fork.slot == NO_SLOT
+        is_snapshot = start % self.block_size == 0 and self.prefix_caching and not self.slots.is_cached(current)
+        is_snapshot = is_snapshot and (start >= chunk.request.num_prompt or self._pays(chunk.request, states, start))
+        if not (forks or is_snapshot):
+            return
+        if states.target == current:
+            taken = self.slots.take(1)
+            if taken is None:
+                return
+            states.target = taken[0]
+        if is_snapshot and start not in states.pending:
+            self.slots.share([current])
+            states.pending[start] = current
+        if forks:
+            assert fork is not None
+            self.slots.share([current])
+            fork.slot = current
+
+    def _keep_within(self, chunk: Chunk, states: RequestStates) -> list[tuple[int, int]]:
+        """Take slots for states within a chunk that are needed later; return (number of tokens, slot) of each."""
+        kept: dict[int, int] = {}
+        fork = states.fork
+        if fork is not None and chunk.start < fork.num_tokens < chunk.end and (taken := self.slots.take(1)):
+            fork.slot = kept[fork.num_tokens] = taken[0]
+        for num_tokens in self._boundaries_within(chunk):
+            if not self._pays(chunk.request, states, num_tokens):
+                continue
+            if num_tokens in kept:
+                self.slots.share([kept[num_tokens]])
+            elif (taken := self.slots.take(1)) is not None:
+                kept[num_tokens] = taken[0]
+            else:
+                break
+            states.pending[num_tokens] = kept[num_tokens]
+        return sorted(kept.items())
+
+    def _boundaries_within(self, chunk: Chunk) -> range:
+        size = self.block_size
+        return range((chunk.start // size + 1) * size, chunk.end if self.prefix_caching else 0, size)
+
+    def _pays(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
+        """Whether to take a snapshot at a block boundary of a prompt."""
+        position = num_tokens // self.block_size - 1
+        pays = num_tokens in states.wanted or (
+            bool(self._divergences) and self.index.digest(request, position) in self._divergences
+        )
+        if not pays and (self.interval is None or num_tokens % self.interval or not self.slots.num_empty):
+            return False
+        block = self.index.block_at(request, position)
+        return block is None or block not in self.snapshots
+
+    # ---- applying its result ------------------------------------------------------------------------------------
+
+    def commit(self, request: Request) -> None:
+        """Index full blocks, and attach the snapshots that have been computed to theirs."""
+        super().commit(request)
+        states = self._states[request.id]
+        if states.pending:
+            for num_tokens in [one for one in states.pending if one <= request.num_computed]:
+                self._index_snapshot(request, states, num_tokens)
+
+    def _index_snapshot(self, request: Request, states: RequestStates, num_tokens: int) -> None:
+        slot = states.pending.pop(num_tokens)
+        block = self._indexed_block(request, num_tokens)
+        if block is not None and block not in self.snapshots:
+            self.slots.mark_cached([slot])
+            self.snapshots.add(block, slot)
+            self._divergences.pop(self.index.digest(request, num_tokens // self.block_size - 1), None)
+            if num_tokens >= request.num_prompt and num_tokens not in states.wanted:
+                self._replace_newest(request, states, num_tokens)
+        self.slots.release([slot])
+        self._stop_expecting(request, states, num_tokens)
+
+    def _replace_newest(self, request: Request, states: RequestStates, num_tokens: int) -> None:
+        """Drop the last snapshot of an output for a newer one, unless other requests use it."""
+        block = self._indexed_block(request, states.newest) if states.newest else None
+        states.newest = num_tokens
+        if block is None or block not in self.snapshots or self.snapshots.was_reused(block):
+            return
+        if self.slots.is_free(self.snapshots.slot_of(block)):
+            self.slots.uncache(self.snapshots.remove_blocks([block]))
+
+    def _indexed_block(self, request: Request, num_tokens: int) -> int | None:
+        """The indexed block that ends after `num_tokens` tokens of `request`."""
+        return self.index.block_at(request, num_tokens // self.block_size - 1)
+
+    def _stop_expecting(self, request: Request, states: RequestStates, num_tokens: int) -> None:
+        digest = states.wanted.pop(num_tokens, None)
+        if digest is not None and self._expected.get(digest) == request.id:
+            del self._expected[digest]
+
+    def trim(self, request: Request, num_tokens: int) -> None:
+        super().trim(request, num_tokens)
+        states = self._states[request.id]
+        if states.drafted_from is None:  # while a step is planned: fewer drafts than were reserved
+            kept = max(0, num_tokens - request.num_planned - 1)
+            self.slots.release(states.drafts[kept:])
+            del states.drafts[kept:]
+        else:
+            self._accept_drafts(states, states.drafted_from, num_tokens)
+
+    def _accept_drafts(self, states: RequestStates, start: int, num_tokens: int) -> None:
+        """Continue from the state after the last accepted draft. Those before it may be snapshots."""
+        rows = {start + row: slot for row, slot in enumerate((states.current, *states.drafts), 1)}
+        states.current, states.drafts, states.drafted_from = rows.pop(num_tokens), [], None
+        for position, slot in rows.items():
+            is_snapshot = position < num_tokens and position % self.block_size == 0 and self.prefix_caching
+            if is_snapshot and position not in states.pending:
+                states.pending[position] = slot
+            else:
+                self.slots.release([slot])
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        states = self._states.pop(request.id, None)
+        if states is None:
+            return
+        for num_tokens in list(states.wanted):
+            self._stop_expecting(request, states, num_tokens)
+        self.slots.release(list(states.held()))

@@ -20,6 +20,10 @@ class InvalidParameter(ChairliftError, ValueError):
         self.problem = problem
         self.code = code
 
+    def __reduce__(self) -> tuple[type[InvalidParameter], tuple[str, str, str]]:
+        """Copy it by its own arguments, when it comes from another process."""
+        return type(self), (self.parameter, self.problem, self.code)
+
     def renamed(self, parameter: str, problem: str | None = None) -> InvalidParameter:
         """Return the same error with another name of the parameter."""
         return InvalidParameter(parameter, self.problem if problem is None else problem, self.code)

@@ -195,7 +195,7 @@ def test_a_large_file_is_never_held_in_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most == 7
-    assert (run.answered, run.output_tokens) == (3000, 6000)
+    assert (run.counts.answered, run.counts.output_tokens) == (3000, 6000)
     assert peak < source.stat().st_size / 2
 
 
@@ -214,7 +214,7 @@ def test_busy_servers_and_dead_engines_are_retried(tmp_path: Path, monkeypatch: 
         return BatchResponse(429 if tries[user] <= 5 and user == "3" else 200, "r", b"{}")
 
     run = run_batch(source, tmp_path / "out.jsonl", send)
-    assert (run.answered, run.failed) == (19, 1)
+    assert (run.counts.answered, run.counts.failed) == (19, 1)
     assert (tries["3"], tries["12"], tries["13"], tries["7"]) == (6, 2, 3, 1)
     failed = [line for line in answers(tmp_path / "out.jsonl") if line["response"]["status_code"] != 200]
     assert [(line["custom_id"], line["error"]) for line in failed] == [("13", None)]

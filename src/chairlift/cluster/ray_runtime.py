@@ -8,7 +8,6 @@ from types import ModuleType
 from chairlift.errors import ChairliftError
 
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and responses do not pass through Ray's object store
-_AUTOMATIC = "auto"
 
 
 def import_ray() -> ModuleType:
@@ -21,23 +20,34 @@ def import_ray() -> ModuleType:
 
 
 def connect(address: str | None = None, *, log_to_driver: bool = True) -> bool:
-    """Connect to a Ray cluster, unless this process is connected; return whether it was started here.
+    """Connect to a Ray cluster, unless this process is connected; return whether one was started here.
 
     `address` is that of a cluster, "auto" for the one on this machine, or "local" for a new one. Without it, the
-    environment variable RAY_ADDRESS counts, then a cluster on this machine, and otherwise one is started, which ends
-    with this process.
+    environment variable RAY_ADDRESS counts, then a cluster that `ray start` started on this machine, and otherwise one
+    is started, which ends with this process.
     """
     ray = import_ray()
     if ray.is_initialized():
         return False
-    wanted = address or os.environ.get("RAY_ADDRESS") or _AUTOMATIC
-    options = {"log_to_driver": log_to_driver, "configure_logging": False}
-    if wanted != "local":
-        try:
-            ray.init(address=wanted, **options)
-            return False
-        except ConnectionError as error:
-            if address or os.environ.get("RAY_ADDRESS"):
-                raise ChairliftError(f"there is no Ray cluster at {wanted}: {error}") from None
-    ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
-    return True
+    options = {"address": address, "log_to_driver": log_to_driver, "configure_logging": False}
+    try:
+        ray.init(**options, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+        return True
+    except ValueError:
+        pass  # there is a cluster, and these options are only for a new one
+    try:
+        ray.init(**options)
+        return False
+    except ConnectionError as error:
+        wanted = address or os.environ.get("RAY_ADDRESS")
+        raise ChairliftError(f"there is no Ray cluster at {wanted}: {error}") from None
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that was started here ends."""
+    import_ray().shutdown()
+
+
+def cluster_nodes() -> list[dict[str, float]]:
+    """The resources of each machine of the cluster."""
+    return [node["Resources"] for node in import_ray().nodes() if node["Alive"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,18 @@ class BatchLine:
     body: bytes = b""
     problem: str = ""  # empty if the line is a valid request
     code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LineRange:
+    """Consecutive lines of a file."""
+
+    first: int = 1  # number of the first line
+    offset: int = 0  # of its first byte
+    count: int = sys.maxsize
+
+
+WHOLE_FILE = (LineRange(),)
 
 
 @dataclass(slots=True)
@@ -56,10 +69,15 @@ def _fingerprint(custom_id: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def scan(path: Path, paths: Sequence[str] = PATHS, max_lines: int | None = None) -> LineSet:
+def scan(
+    path: Path,
+    paths: Sequence[str] = PATHS,
+    max_lines: int | None = None,
+    ranges: Sequence[LineRange] = WHOLE_FILE,
+) -> LineSet:
     """Read the file once and return its lines; raises if a custom_id is used twice or if there are too many lines."""
     lines = LineSet()
-    for line in read_lines(path, paths):
+    for line in read_lines(path, paths, ranges):
         if line.custom_id is not None and lines.has(line.custom_id, line.number):
             first = next(other.number for other in read_lines(path) if other.custom_id == line.custom_id)
             problem = f"line {line.number} of {str(path)!r} has the custom_id {line.custom_id[:100]!r} of line {first}"
@@ -72,16 +90,27 @@ def scan(path: Path, paths: Sequence[str] = PATHS, max_lines: int | None = None)
     return lines
 
 
-def read_lines(path: Path, paths: Sequence[str] = PATHS) -> Iterator[BatchLine]:
+def read_lines(
+    path: Path, paths: Sequence[str] = PATHS, ranges: Sequence[LineRange] = WHOLE_FILE
+) -> Iterator[BatchLine]:
     """Iterate over the lines of a file without holding them all in memory. Empty lines are skipped, and requests to
     other paths than `paths` are invalid."""
+    return (line for line, _ in locate_lines(path, paths, ranges))
+
+
+def locate_lines(
+    path: Path, paths: Sequence[str] = PATHS, ranges: Sequence[LineRange] = WHOLE_FILE
+) -> Iterator[tuple[BatchLine, int]]:
+    """Iterate over lines as `read_lines` does, each with the offset of its first byte."""
     try:
         with path.open("rb") as file:
-            number = 0
-            while data := _read_line(file):
-                number += 1
-                if data.strip():
-                    yield _parse(number, data, paths)
+            for part in ranges:
+                file.seek(part.offset)
+                number, offset, end = part.first, part.offset, part.first + part.count
+                while number < end and (data := _read_line(file)):
+                    if data.strip():
+                        yield _parse(number, data, paths), offset
+                    number, offset = number + 1, file.tell()
     except OSError as error:
         raise InvalidParameter("input", f"cannot read {str(path)!r} ({error.strerror})") from None
 

@@ -2,6 +2,8 @@
 
 Each line is written in one call when its response is complete. A crash can therefore only truncate the last line, which
 is removed at the next start; its request is then repeated.
+
+Other processes may write parts of the output to files of their own (`shards.py`), which are moved here one by one.
 """
 
 from __future__ import annotations
@@ -9,23 +11,50 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.batch.input import BatchLine, LineSet
 
+LOCK_RETRY_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """How the lines of a run ended."""
+
+    answered: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+
+    def add(self, status: int | None, body: Any) -> None:
+        """Count a response; `status` is None for an invalid line."""
+        if status == 200:
+            self.answered += 1
+            self.output_tokens += _output_tokens(body)
+        else:
+            self.failed += 1
+
+    def __add__(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(
+            self.answered + other.answered, self.failed + other.failed, self.output_tokens + other.output_tokens
+        )
+
 
 class BatchOutput:
     """An output file, locked by one process. `done` is the set of lines with a response."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lock_timeout: float = 0.0) -> None:
+        """`lock_timeout`: seconds to wait for another process that writes the file."""
         self.path = path
         try:
             # Not mode "a": a truncated line must be removed.
             self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(time.monotonic() + lock_timeout)
         except BlockingIOError:
             self._file.close()
             raise InvalidParameter("output", f"{str(path)!r} is being written by another process") from None
@@ -38,8 +67,34 @@ class BatchOutput:
             raise
         self._unsynced = False
 
+    def _lock(self, deadline: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(LOCK_RETRY_SECONDS)
+
     def close(self) -> None:
         self._file.close()
+
+    def take_over(self, part: BatchOutput) -> BatchCounts:
+        """Move the responses of another file here, except to lines that have one, and delete that file."""
+        counts = BatchCounts()
+        with part.path.open("rb") as lines:
+            for data in lines:
+                fields = _parse(data)
+                assert fields is not None  # it was checked when the part was opened
+                if not self.done.has(*_identity(fields)):
+                    self._write_line(data)
+                    self.done.add(*_identity(fields))
+                    response = fields["response"] or {}
+                    counts.add(response.get("status_code"), response.get("body"))
+        self.sync()  # before the only other copy is deleted
+        part.path.unlink()
+        part.close()
+        return counts
 
     def write_response(self, line: BatchLine, status: int, request_id: str, body: bytes) -> None:
         """Write a response; `body` is JSON."""
@@ -53,6 +108,9 @@ class BatchOutput:
     def _write(self, line: BatchLine, response: bytes, error: bytes) -> None:
         own_id, custom_id = _json(f"batch_req_{uuid.uuid4().hex}"), _json(line.custom_id)
         data = b'{"id":%b,"custom_id":%b,"response":%b,"error":%b}\n' % (own_id, custom_id, response, error)
+        self._write_line(data)
+
+    def _write_line(self, data: bytes) -> None:
         try:
             if self._file.write(data) != len(data):
                 raise OSError(0, "the disk is full")
@@ -72,34 +130,43 @@ class BatchOutput:
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for data in lines:
                 number += 1
-                if not self._parse(data, done):
+                fields = _parse(data)
+                if fields is None:
                     if lines.read(1):
                         problem = f"line {number} of {str(self.path)!r} is no answer to a batch; give another file"
                         raise InvalidParameter("output", problem)
                     break
+                done.add(*_identity(fields))
                 good += len(data)
         self._file.truncate(good)
         self._file.seek(good)
         return done
 
-    def _parse(self, data: bytes, done: LineSet) -> bool:
-        """Add the line of a response to `done`; return False if the response is truncated."""
-        try:
-            fields: Any = json.loads(data) if data.endswith(b"\n") else None
-        except ValueError:
-            return False
-        if (
-            not isinstance(fields, dict)
-            or "custom_id" not in fields
-            or not ("response" in fields and "error" in fields)
-        ):
-            return False
-        custom_id, error = fields["custom_id"], fields["error"]
-        number = error.get("line") if isinstance(error, dict) else None
-        if not isinstance(custom_id, str) and not isinstance(number, int):
-            return False
-        done.add(custom_id, number or 0)
-        return True
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """Read a line of an output file; return None if it is truncated or something else."""
+    try:
+        fields: Any = json.loads(data) if data.endswith(b"\n") else None
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or not {"custom_id", "response", "error"} <= set(fields):
+        return None
+    custom_id, number = _identity(fields)
+    return fields if custom_id is not None or number else None
+
+
+def _identity(fields: dict[str, Any]) -> tuple[str | None, int]:
+    """The custom_id of a response, and the number of the line if it has none."""
+    custom_id, error = fields["custom_id"], fields["error"]
+    number = error.get("line") if isinstance(error, dict) else None
+    return custom_id if isinstance(custom_id, str) else None, number if isinstance(number, int) else 0
+
+
+def _output_tokens(body: Any) -> int:
+    """Return the output tokens in a response's usage, for the progress display."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []
+    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def _json(value: Any) -> bytes:

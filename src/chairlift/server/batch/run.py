@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.batch.input import PATHS, BatchLine, read_lines, scan
-from chairlift.server.batch.output import BatchOutput
+from chairlift.server.batch.input import PATHS, WHOLE_FILE, BatchLine, LineRange, LineSet, read_lines, scan
+from chairlift.server.batch.output import BatchCounts, BatchOutput
+from chairlift.server.batch.shards import shard_files, shard_folder
 
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
+SHARD_LOCK_SECONDS = 30.0  # for the workers of a run that was killed to end, too
 MAX_ATTEMPTS = 3  # for a request whose engine died, since the request may be the cause
 
 
@@ -41,26 +44,50 @@ class BatchRun:
         concurrency: int,
         paths: Sequence[str] = PATHS,
         max_lines: int | None = None,
+        ranges: Sequence[LineRange] = WHOLE_FILE,
+        lock_timeout: float = 0.0,
     ) -> None:
+        """`ranges` are the lines of the input to answer; `lock_timeout` is as in `BatchOutput`."""
         if target.exists() and source.exists() and target.samefile(source):
             raise InvalidParameter("output", "is the input; give another file")
-        self._source = source
+        self.source = source
         self._concurrency = concurrency
         self._paths = paths
-        lines = scan(source, paths, max_lines)
+        self._ranges = ranges
+        lines = scan(source, paths, max_lines, ranges)
         self.total = len(lines)
-        self.output = BatchOutput(target)
-        if not self.output.done <= lines:
+        self.output = BatchOutput(target, lock_timeout=lock_timeout)
+        try:
+            self._require_own(self.output, lines)
+            self.collect_shards(lines)
+        except BaseException:
             self.output.close()
-            problem = f"{str(target)!r} has answers to requests that are not in {str(source)!r}; give another file"
-            raise InvalidParameter("output", problem)
+            raise
         self.done_before = len(self.output.done)
-        self.answered = self.failed = self.output_tokens = 0
+        self.counts = BatchCounts()  # of this run
         self._suspects = asyncio.Lock()
+
+    def _require_own(self, output: BatchOutput, lines: LineSet) -> None:
+        if not output.done <= lines:
+            problem = f"{str(output.path)!r} has answers to requests that are not in {str(self.source)!r}"
+            raise InvalidParameter("output", f"{problem}; give another file")
+
+    def collect_shards(self, lines: LineSet | None = None) -> None:
+        """Move the responses that an earlier run left in files of shards; they must be among `lines`, if given."""
+        for path in shard_files(self.output.path):
+            shard = BatchOutput(path, lock_timeout=SHARD_LOCK_SECONDS)
+            try:
+                if lines is not None:
+                    self._require_own(shard, lines)
+                self.output.take_over(shard)
+            finally:
+                shard.close()
+        with suppress(OSError):  # it does not exist, or holds files of others
+            shard_folder(self.output.path).rmdir()
 
     @property
     def is_complete(self) -> bool:
-        return self.done_before + self.answered + self.failed == self.total
+        return self.done_before + self.counts.answered + self.counts.failed == self.total
 
     async def run(self, send: Send, on_progress: ProgressCallback) -> None:
         """Run all lines without a response, `concurrency` at a time."""
@@ -78,14 +105,14 @@ class BatchRun:
             self.output.close()
 
     def _todo(self) -> Iterator[BatchLine]:
-        done = self.output.done
-        return (line for line in read_lines(self._source, self._paths) if not done.has(line.custom_id, line.number))
+        done, lines = self.output.done, read_lines(self.source, self._paths, self._ranges)
+        return (line for line in lines if not done.has(line.custom_id, line.number))
 
     async def _work(self, todo: Iterator[BatchLine], send: Send, on_progress: ProgressCallback) -> None:
         for line in todo:
             if line.problem:
                 self.output.write_problem(line)
-                self.failed += 1
+                self.counts.add(None, None)
             else:
                 await self._answer(line, send)
             on_progress(self)
@@ -101,11 +128,7 @@ class BatchRun:
             async with self._suspects:
                 response = await self._send_until_accepted(line, send)
         self.output.write_response(line, response.status, response.request_id, response.body)
-        if response.status == 200:
-            self.answered += 1
-            self.output_tokens += _output_tokens(response.body)
-        else:
-            self.failed += 1
+        self.counts.add(response.status, json.loads(response.body))
 
     async def _send_until_accepted(self, line: BatchLine, send: Send) -> BatchResponse:
         while True:
@@ -118,10 +141,3 @@ class BatchRun:
         while True:
             await asyncio.sleep(SYNC_SECONDS)
             await asyncio.to_thread(self.output.sync)
-
-
-def _output_tokens(body: bytes) -> int:
-    """Return the output tokens in a response's usage, for the progress display."""
-    usage = json.loads(body).get("usage")
-    counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []
-    return next((count for count in counts if isinstance(count, int)), 0)

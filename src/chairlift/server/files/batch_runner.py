@@ -130,7 +130,8 @@ class BatchRunner:
         batch.enter(BatchStatus.IN_PROGRESS, batch.in_progress_at or time.time())
 
         def on_progress(run: BatchRun) -> None:
-            batch.completed, batch.failed = before[0] + run.answered, before[1] + run.failed
+            counts = run.counts
+            batch.completed, batch.failed = before[0] + counts.answered, before[1] + counts.failed
 
         saving = asyncio.create_task(_keep_saved(owner, batch))
         try:

@@ -1,0 +1,1 @@
+"""Batches on many machines: `chairlift batch --ray`, and predictions in Ray Data."""

@@ -1,0 +1,175 @@
+"""Runs a batch on the workers of a Ray cluster: one task for each shard.
+
+The driver plans shards as workers become free, and moves the file of each finished shard to the output. A worker that
+dies is replaced, and its shards go to others, which continue their files. After the death of the driver, the next run
+collects the files that are left.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chairlift import __version__
+from chairlift.cluster.batch.resources import WorkerResources
+from chairlift.cluster.batch.worker import BatchWorker
+from chairlift.cluster.ray_runtime import import_ray
+from chairlift.errors import ChairliftError
+from chairlift.server.batch.output import BatchCounts, BatchOutput
+from chairlift.server.batch.run import BatchRun, ProgressCallback
+from chairlift.server.batch.shards import SUFFIX, Shard, plan_shards, shard_folder
+from chairlift.server.config import ServerConfig
+
+SHARDS_PER_WORKER = 2  # at a time: the next one begins while the last requests of the one before finish
+SHARDS_IN_ALL = 4  # per worker, for a small batch: workers that are faster answer more of them
+LINES_PER_SLOT = 4  # of a shard, for a large batch: its tail is then a small part of it
+POLL_SECONDS = 0.5
+STOP_SECONDS = 15.0  # for the engines to end by themselves
+MAX_DEATHS = 3  # of workers in a row: while they start, or with a shard that makes no progress
+
+
+@dataclass(slots=True)
+class _Worker:
+    actor: Any
+    starting: Any  # reference to the end of its start; None when it is ready
+    num_failed_starts: int  # of workers before this one, in a row
+    shards: dict[Any, Shard] = field(default_factory=dict)  # by the reference to their end
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """How often workers died in a row with a shard whose file did not grow."""
+
+    count: int = 0
+    file_size: int = 0
+
+
+class RayBatch:
+    """The driver of a batch; Ray is connected."""
+
+    def __init__(
+        self,
+        run: BatchRun,
+        config: ServerConfig,
+        resources: WorkerResources,
+        concurrency: int,
+        worker_class: type[BatchWorker] = BatchWorker,
+    ) -> None:
+        """`concurrency` is the number of requests in flight at each worker."""
+        self._ray = import_ray()
+        self._run = run
+        self._config = config
+        self._concurrency = concurrency
+        self._source, self._target = run.source.resolve(), run.output.path.resolve()
+        self._name = uuid.uuid4().hex[:8]  # so that a worker of an earlier run never writes the file of a new shard
+        left = run.total - run.done_before
+        self._num_workers = min(resources.num_workers, left)
+        num_lines = -(-left // (SHARDS_IN_ALL * max(1, self._num_workers)))
+        num_lines = max(1, min(num_lines, LINES_PER_SLOT * concurrency))
+        self._plan: Iterator[Shard] = plan_shards(run.source, run.output.done, num_lines)
+        self._again: deque[Shard] = deque()  # shards whose worker died
+        self._deaths: dict[int, _Deaths] = {}  # by the number of the shard
+        self._merged = BatchCounts()
+        self._workers: list[_Worker] = []
+        # An asynchronous actor: shards share its event loop, and its progress can be read meanwhile.
+        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_concurrency": SHARDS_PER_WORKER + 2}
+        self._actor_class = self._ray.remote(worker_class).options(**options)
+        self._num_threads = resources.cpus
+
+    def run(self, on_progress: ProgressCallback) -> None:
+        """Answer all lines without a response."""
+        shard_folder(self._target).mkdir(exist_ok=True)
+        try:
+            for _ in range(self._num_workers):
+                self._add_worker()
+            while self._assign():
+                self._wait()
+                self._run.counts = self._merged + self._progress()
+                on_progress(self._run)
+            self._run.collect_shards()  # removes the folder
+        finally:
+            self._stop()
+
+    def _add_worker(self, num_failed_starts: int = 0) -> None:
+        actor = self._actor_class.remote(self._config, self._concurrency, self._num_threads, __version__)
+        self._workers.append(_Worker(actor, actor.start.remote(), num_failed_starts))
+
+    def _assign(self) -> bool:
+        """Give shards to workers that are ready; return whether any are in work or left."""
+        left = True
+        for worker in self._workers:
+            while left and worker.starting is None and len(worker.shards) < SHARDS_PER_WORKER:
+                shard = self._again.popleft() if self._again else next(self._plan, None)
+                if shard is None:
+                    left = False
+                    break
+                path = self._path(shard)
+                path.touch()
+                worker.shards[worker.actor.answer.remote(shard, self._source, path)] = shard
+        return left or any(worker.shards for worker in self._workers)
+
+    def _path(self, shard: Shard) -> Path:
+        return shard_folder(self._target) / f"{self._name}-{shard.number}{SUFFIX}"
+
+    def _wait(self) -> None:
+        """Wait until a worker is ready or a shard is finished, or for the next look at the progress."""
+        references = {reference: worker for worker in self._workers for reference in worker.shards}
+        references |= {worker.starting: worker for worker in self._workers if worker.starting is not None}
+        for reference in self._ray.wait(list(references), timeout=POLL_SECONDS)[0]:
+            worker = references[reference]
+            try:
+                self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ChairliftError):
+                    raise error.cause from None
+                raise
+            except self._ray.exceptions.RayError as error:
+                self._replace(worker, error)
+            else:
+                if reference == worker.starting:
+                    worker.starting = None
+                else:
+                    self._merge(worker.shards.pop(reference))
+
+    def _replace(self, worker: _Worker, error: Exception) -> None:
+        """Start another worker for one that died."""
+        self._workers.remove(worker)
+        self._ray.kill(worker.actor)  # it may only be out of reach
+        num_failed = 0 if worker.starting is None else worker.num_failed_starts + 1
+        if num_failed >= MAX_DEATHS:
+            raise ChairliftError(f"{num_failed} workers in a row died while they started: {error}")
+        for shard in worker.shards.values():
+            deaths = self._deaths.setdefault(shard.number, _Deaths())
+            size = self._path(shard).stat().st_size
+            deaths.count = deaths.count + 1 if size == deaths.file_size else 1
+            deaths.file_size = size
+            if deaths.count >= MAX_DEATHS:
+                raise ChairliftError(f"{deaths.count} workers in a row died with the same requests: {error}")
+        self._again.extend(worker.shards.values())
+        self._add_worker(num_failed)
+
+    def _merge(self, shard: Shard) -> None:
+        self._merged += self._run.output.take_over(BatchOutput(self._path(shard)))
+        self._deaths.pop(shard.number, None)
+
+    def _progress(self) -> BatchCounts:
+        """The responses of the shards in work, as far as workers tell at once."""
+        asked = [worker.actor.progress.remote() for worker in self._workers if worker.shards]
+        counts = BatchCounts()
+        for reference in self._ray.wait(asked, num_returns=len(asked), timeout=POLL_SECONDS)[0] if asked else ():
+            try:
+                counts += self._ray.get(reference)
+            except self._ray.exceptions.RayError:
+                continue  # it died, which the next `_wait` finds
+        return counts
+
+    def _stop(self) -> None:
+        stopping = [worker.actor.stop.remote() for worker in self._workers if worker.starting is None]
+        if stopping:
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+        for worker in self._workers:
+            self._ray.kill(worker.actor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from tests.models.dense_attend import DenseCache
+from tests.models.slot_states import SlotStates
 
 CPU = torch.device("cpu")
 VOCAB = 211
@@ -96,31 +97,35 @@ def reference_logits(model: Any, tokens: Tensor) -> Tensor:
 @torch.inference_mode()
 def run_alone(model: CausalLM, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
     """Run one sequence; return the logits of `rows`, or of all rows."""
-    attend = DenseCache().step([("only", len(tokens))])
-    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows).last)
+    pieces = [("only", len(tokens))]
+    states = SlotStates(model.recurrent_layers).step(pieces)
+    positions = torch.arange(len(tokens))
+    return model.logits(model.hidden_states(tokens, positions, DenseCache().step(pieces), rows, states).last)
 
 
 @torch.inference_mode()
 def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     """Run all sequences in one batch."""
     counts = [len(tokens) for tokens in sequences]
-    attend = DenseCache().step([(str(i), count) for i, count in enumerate(counts)])
+    pieces = [(str(i), count) for i, count in enumerate(counts)]
+    attend, states = DenseCache().step(pieces), SlotStates(model.recurrent_layers).step(pieces)
     positions = torch.cat([torch.arange(count) for count in counts])
-    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend).last)
+    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend, recurrent=states).last)
     return list(logits.split(counts))
 
 
 @torch.inference_mode()
 def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Tensor]:
     """Run all sequences in steps of at most `chunk` tokens of each."""
-    cache = DenseCache()
+    cache, states = DenseCache(), SlotStates(model.recurrent_layers)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for start in range(0, max(len(tokens) for tokens in sequences), chunk):
         pieces = {i: tokens[start : start + chunk] for i, tokens in enumerate(sequences) if len(tokens) > start}
         positions = torch.cat([torch.arange(start, start + len(piece)) for piece in pieces.values()])
-        attend = cache.step([(str(i), len(piece)) for i, piece in pieces.items()])
-        hidden = model.hidden_states(torch.cat(list(pieces.values())), positions, attend).last
         counts = [len(piece) for piece in pieces.values()]
+        named = [(str(i), count) for i, count in zip(pieces, counts, strict=True)]
+        tokens = torch.cat(list(pieces.values()))
+        hidden = model.hidden_states(tokens, positions, cache.step(named), recurrent=states.step(named)).last
         for i, part in zip(pieces, model.logits(hidden).split(counts), strict=True):
             logits[i].append(part)
     return [torch.cat(parts) for parts in logits]

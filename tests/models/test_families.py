@@ -27,6 +27,7 @@ from tests.models.checkpoints import (
     save,
     stream,
 )
+from tests.models.hybrid_configs import HYBRID_CONFIGS
 
 transformers = pytest.importorskip("transformers")
 
@@ -228,6 +229,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
     "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
 }
+
+CONFIGS |= HYBRID_CONFIGS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

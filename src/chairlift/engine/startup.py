@@ -27,7 +27,7 @@ from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens, prefill_tokens, torch_device, torch_dtype
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
-from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
@@ -155,6 +155,8 @@ def start_engine(
 ) -> StartedEngine:
     """Size the KV cache and assemble the engine, which takes all times from `clock`."""
     model = loaded.model
+    if model.recurrent_layers:
+        raise UnsupportedModel("models with recurrent layers need state slots, which the engine does not have yet")
     max_model_len = _max_model_len(config, model.max_len)
     factory = proposer_factory(config.speculate) if config.speculate else None
     draft = factory.load(model, loaded.tokenizer, max_model_len) if factory else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
 from chairlift.models.experts import ExpertsConfig
@@ -40,6 +41,7 @@ class PartNames:
     mlp: str = "mlp"
     inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
     down: str = "down_proj"
+    recurrent: str = "linear_attn"
     final_norm: str = "norm"
 
 
@@ -48,11 +50,21 @@ LLAMA_NAMES = PartNames()
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    attention: AttentionLayer
+    """One layer: attention or a recurrent block, both side by side, or neither; then a feed-forward block, or none."""
+
+    attention: AttentionLayer | None
     rope: Rope | None  # None: this layer has no rotation
-    intermediate_size: int  # of the feed-forward block, or of each of its experts
+    intermediate_size: int  # of the feed-forward block, or of each of its experts; 0: it has none
     experts: ExpertsConfig | None = None
-    recurrent: RecurrentLayer | None = None
+    recurrent: RecurrentLayer | None = None  # the states of `mixer`
+    mixer: RecurrentShape | None = None
+
+    @property
+    def only_attention(self) -> AttentionLayer:
+        """The attention of a layer that has no recurrent block beside it or in its place."""
+        assert self.attention is not None
+        assert self.mixer is None
+        return self.attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,7 @@ class DecoderConfig:
     interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
     gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
     parallel_block: bool = False  # attention and feed-forward block read the same residual stream
+    gated_attention: bool = False  # a gate of its own multiplies each number of the attention's output
     residual_multiplier: float = 1.0  # of everything that is added to the embeddings
     logit_scale: float = 1.0
     head_bias: bool = False
@@ -99,7 +112,7 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        return tuple(layer.attention for layer in self.layers)
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
@@ -117,21 +130,29 @@ class DecoderConfig:
         return embeddings + final + sum(self._layer_parameters(layer) for layer in self.layers)
 
     def _layer_parameters(self, layer: LayerConfig) -> int:
-        hidden, inner, attention = self.hidden_size, layer.intermediate_size, layer.attention
-        queries = attention.num_heads * attention.head_dim
-        keys = attention.num_kv_heads * attention.head_dim
-        norms = self.norms
-        names = {norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp} - {None}
-        count = hidden * len(names) * (1 + self.norm_bias)
-        count += hidden * (queries + 2 * keys) + queries * hidden
-        count += (
-            (queries + 2 * keys) * self.qkv_bias + hidden * self.output_bias + attention.num_heads * attention.sinks
-        )
-        if self.qk_norm is not None:
-            per_head = 2 * attention.head_dim * (1 + self.norm_bias)
-            count += per_head if self.qk_norm == "head" else queries + keys
+        hidden, inner = self.hidden_size, layer.intermediate_size
+        count = hidden * len(set(self.layer_norms(layer)) - {None}) * (1 + self.norm_bias)
+        if layer.attention is not None:
+            count += self._attention_parameters(layer.attention)
+        if layer.mixer is not None:
+            count += layer.mixer.num_parameters(hidden)
         if layer.experts is not None:
             return count + layer.experts.num_parameters(hidden, inner)
         into = inner * (1 + self.gated_mlp)
         count += 4 * (self.activation == "xielu")
-        return count + (into + inner) * hidden + (into + hidden) * self.mlp_bias
+        return count + (into + inner) * hidden + (into + hidden) * self.mlp_bias * bool(inner)
+
+    def _attention_parameters(self, layer: AttentionLayer) -> int:
+        queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        inputs = queries * (1 + self.gated_attention) + 2 * keys
+        count = self.hidden_size * (inputs + queries + self.output_bias) + inputs * self.qkv_bias
+        if self.qk_norm is not None:
+            count += 2 * layer.head_dim * (1 + self.norm_bias) if self.qk_norm == "head" else queries + keys
+        return count + layer.num_heads * layer.sinks
+
+    def layer_norms(self, layer: LayerConfig) -> tuple[str | None, str | None, str | None, str | None]:
+        """The names of one layer's norms, as in `NormNames`; a layer without a block has no norms around it."""
+        names = self.norms
+        mixes = layer.attention is not None or layer.mixer is not None
+        around_mixer = (names.before_attention, names.after_attention) if mixes else (None, None)
+        return *around_mixer, *((names.before_mlp, names.after_mlp) if layer.intermediate_size else (None, None))

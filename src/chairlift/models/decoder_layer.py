@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and a feed-forward block."""
+"""One layer of a decoder: attention or a recurrent block, and a feed-forward block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
+from chairlift.layers.output_gate import OutputGate
 from chairlift.layers.parts import Part, PermutedHeads, Targets, prefixed
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, Rotation, rotate_
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
@@ -41,7 +43,9 @@ class SelfAttention:
         self.names = config.names
         self.query_size = layer.num_heads * layer.head_dim
         self.key_size = layer.num_kv_heads * layer.head_dim
-        hidden, both = config.hidden_size, self.query_size + 2 * self.key_size
+        self.gate = OutputGate(layer.num_heads, layer.head_dim) if config.gated_attention else None
+        self._gate_size = self.query_size if self.gate is not None else 0
+        hidden, both = config.hidden_size, self._gate_size + self.query_size + 2 * self.key_size
         self.qkv = Linear.empty(hidden, both, bias=config.qkv_bias, dtype=dtype, device=device, format=format)
         self.output = Linear.empty(
             self.query_size, hidden, bias=config.output_bias, dtype=dtype, device=device, format=format
@@ -70,8 +74,10 @@ class SelfAttention:
         self._pairs = 0 if rope is None else len(rope.inv_freq)
 
     def targets(self) -> Targets:
-        names, sizes = self.names, [self.query_size, self.key_size, self.key_size]
+        names, sizes = self.names, [self._gate_size + self.query_size, self.key_size, self.key_size]
         qkv = self.qkv.targets(names.qkv, sizes if len(names.qkv) == 3 else [sum(sizes)])
+        if self.gate is not None:
+            qkv = self.gate.split_targets(qkv)
         yield from (self._unpaired(qkv, axis=0) if self._interleaved else qkv)
         yield from self.output.targets([names.output])
         if self.sinks is not None:
@@ -91,16 +97,28 @@ class SelfAttention:
         for name, target in targets:
             yield name, target if name in value_names else PermutedHeads(target, order, axis)
 
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
     def parts(self) -> Iterator[Part]:
         yield from (self.qkv, self.output)
         if self.q_norm is not None and self.k_norm is not None:
             yield from (self.q_norm, self.k_norm)
+        if self.gate is not None:
+            yield self.gate
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        projected = self.qkv(x)
+        if self.gate is None:
+            return self._attend(projected, rotation, attend)
+        gate, qkv = projected.split((self._gate_size, projected.shape[1] - self._gate_size), dim=1)
+        return self.gate(self._attend(qkv.contiguous(), rotation, attend), gate)
+
+    def _attend(self, qkv: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
         if isinstance(attend, FusedAttend) and self._fuses:
-            return self.attended(self.qkv(x), rotation, attend)
-        heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
+            return self.attended(qkv, rotation, attend)
+        heads = qkv.unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
         if not self._norms_after_rope:
             qk = self._normalised(qk)
@@ -142,7 +160,10 @@ class SelfAttention:
 
 
 class DecoderLayer:
-    """Attention and a feed-forward block, each added to the residual stream, with norms where the family has them."""
+    """Attention or a recurrent block, and a feed-forward block, with norms where the family has them.
+
+    Each is added to the residual stream. A layer may also have attention and a recurrent block side by side.
+    """
 
     def __init__(
         self,
@@ -156,53 +177,89 @@ class DecoderLayer:
         self.names = config.names
         self.parallel = config.parallel_block
         self.experts = layer.experts
-        self.attention = SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
-        self.mlp = _feed_forward(config, layer, dtype, device, format)
-        names = config.norms
+        self._attention, self.recurrent, self._states = None, None, layer.recurrent
+        if layer.attention is not None:
+            self._attention = SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
+        if layer.mixer is not None:
+            self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, dtype, device, format)
+        self.mixers = tuple(mixer for mixer in (self._attention, self.recurrent) if mixer is not None)
+        self.mlp = _feed_forward(config, layer, dtype, device, format) if layer.intermediate_size else None
+        names = config.layer_norms(layer)
         self.norms = {
             name: make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
-            for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+            for name in names
             if name is not None
         }
-        self.before_attention = self.norms.get(names.before_attention or "")
-        self.after_attention = self.norms.get(names.after_attention or "")
-        self.before_mlp = self.norms.get(names.before_mlp or "")
-        self.after_mlp = self.norms.get(names.after_mlp or "")
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else self.norms[name] for name in names
+        )
+
+    @property
+    def attention(self) -> SelfAttention:
+        """The attention of a layer that has it."""
+        assert self._attention is not None
+        return self._attention
 
     def targets(self) -> Targets:
-        yield from prefixed(self.names.attention, self.attention.targets())
+        if self._attention is not None:
+            yield from prefixed(self.names.attention, self._attention.targets())
+        if self.recurrent is not None:
+            yield from prefixed(self.names.recurrent, self.recurrent.targets())
         for name, norm in self.norms.items():
             yield from norm.targets(name)
         if isinstance(self.mlp, MixtureOfExperts):
             assert self.experts is not None
             yield from prefixed(self.experts.names.block, _expert_targets(self.mlp, self.experts.names))
-        else:
+        elif self.mlp is not None:
             yield from prefixed(self.names.mlp, self.mlp.targets(self.names.inner, self.names.down))
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.attention.qkv, self.attention.output, *self.mlp.linears())
+        mixers = (linear for mixer in self.mixers for linear in mixer.linears())
+        return *mixers, *(() if self.mlp is None else self.mlp.linears())
 
     def parts(self) -> Iterator[Part]:
-        yield from self.attention.parts()
+        for mixer in self.mixers:
+            yield from mixer.parts()
         yield from self.norms.values()
-        yield self.mlp
+        if self.mlp is not None:
+            yield self.mlp
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, positions: Tensor, rotation: Rotation | None, attend: Attend
     ) -> Tensor | None:
-        return self.rest(x, self.attended(x, delta, rotation, attend), positions)
+        return self.rest(x, self.mixed(x, delta, rotation, attend), positions)
 
-    def attended(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """Add `delta`, the output of the block before, to the residual stream `x` in place; return the attention."""
-        return self.attention(add_(x, delta, self.before_attention), rotation, attend)
+    def mixed(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rotation: Rotation | None,
+        attend: Attend,
+        recurrent: RecurrentStep | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Add `delta`, the output of the block before, to the residual stream `x` in place; return what each of the
+        mixers makes of it, before their output projections."""
+        normed = add_(x, delta, self.before_attention)
+        found = [] if self._attention is None else [self._attention(normed, rotation, attend)]
+        if self.recurrent is not None:
+            assert recurrent is not None, "the model has recurrent layers"
+            assert self._states is not None
+            found.append(self.recurrent(normed, recurrent.batch, recurrent.storage.of(self._states)))
+        return tuple(found)
 
-    def rest(self, x: Tensor, attended: Tensor, positions: Tensor) -> Tensor | None:
-        """Everything behind the attention, row by row; returns what has still to be added to `x`.
+    def rest(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
+        """Everything behind the mixers, row by row; returns what has still to be added to `x`.
 
         Adding late allows a sum and its norm to be one pass over the data.
         """
         normed = _normed(self.before_mlp, x).clone() if self.parallel else None
-        delta = _project(self.attention.output, attended, x, self.after_attention)
+        delta: Tensor | None = None
+        for mixer, inner in zip(self.mixers, mixed, strict=True):
+            if delta is not None:
+                x.add_(delta)
+            delta = _project(mixer.output, inner, x, self.after_attention)
+        if self.mlp is None:
+            return delta
         if normed is None:
             normed = add_(x, delta, self.before_mlp)
         elif delta is not None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.mlp import ACTIVATION_NAMES
+from chairlift.layers.recurrent.interface import RecurrentLayer
+from chairlift.layers.rope import Rope
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
 from chairlift.models.families import Family, find_family
 from chairlift.models.fields import Fields
+from chairlift.models.recurrent import LayerBlocks
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
 MAX_LAYERS = 4096
@@ -20,13 +24,18 @@ MAX_HEAD_DIM = 2**14  # a rope has half as many frequencies
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 
+# Families whose configs nest the text part beside one for images, and the model type of that part.
+TEXT_TYPES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text part of a config: Gemma 3's larger models nest it beside one for images."""
-    if config.get("model_type") != "gemma3":
+    """The text part of a config."""
+    text_type = TEXT_TYPES.get(str(config.get("model_type")))
+    if text_type is None:
         return config
     inner = Fields(config, {}, "config.json").section("text_config")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return tied | dict(inner) | {"model_type": "gemma3_text"}
+    return tied | dict(inner) | {"model_type": text_type}
 
 
 def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> DecoderConfig:
@@ -72,6 +81,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         interleaved_rope=family.interleaved_rope,
         gated_mlp=family.gated_mlp,
         parallel_block=parallel,
+        gated_attention=family.gated_attention,
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
         head_bias=family.head_bias,
@@ -98,37 +108,56 @@ def _max_len(fields: Fields, requested: int | None) -> int:
 
 
 def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, ...]:
-    count = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    heads, kv_heads, head_dim = _heads(fields)
-    types = _layer_types(family, fields, count)
+    blocks = _blocks(family, fields)
+    types = _layer_types(family, fields, len(blocks))
     experts = None if family.experts is None else read_experts(family.experts, fields)
+    shape = None if family.recurrent is None else family.recurrent.shape(fields)
+    attentions, recurrents = count(), count()  # indices in the storage of keys and values, and of states
+    layers = []
+    for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
+        attention = _attention(fields, next(attentions), layer_type) if block.attention else None
+        rotated = attention is not None and family.rotated(fields, index, layer_type)
+        layers.append(
+            LayerConfig(
+                attention=attention,
+                rope=_rope(family, fields, layer_type, attention, max_len) if attention and rotated else None,
+                recurrent=RecurrentLayer(next(recurrents), shape.states()) if shape and block.recurrent else None,
+                mixer=shape if block.recurrent else None,
+                **_feed_forward(family, fields, experts, index) if block.mlp else {"intermediate_size": 0},
+            )
+        )
+    return tuple(layers)
+
+
+def _blocks(family: Family, fields: Fields) -> list[LayerBlocks]:
+    """The blocks of each layer."""
+    if family.recurrent is not None:
+        return family.recurrent.blocks(fields)
+    return [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
+
+
+def _attention(fields: Fields, index: int, layer_type: str) -> AttentionLayer:
+    heads, kv_heads, head_dim = _heads(fields)
     scale = fields.optional_number("attention_multiplier")
     if scale is None:
         scale = (fields.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5
-    ropes = {
-        layer_type: make_rope(
-            rope_parameters(fields, layer_type, scales_local=family.scales_local_rope),
-            head_dim=head_dim,
-            max_positions=fields.integer("max_position_embeddings"),
-            max_len=max_len,
-        )
-        for layer_type in set(types)
-    }
-    return tuple(
-        LayerConfig(
-            attention=AttentionLayer(
-                index=index,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=scale,
-                window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
-                softcap=fields.optional_number("attn_logit_softcapping"),
-            ),
-            rope=ropes[layer_type] if family.rotated(fields, index, layer_type) else None,
-            **_feed_forward(family, fields, experts, index),
-        )
-        for index, layer_type in enumerate(types)
+    return AttentionLayer(
+        index=index,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
+        softcap=fields.optional_number("attn_logit_softcapping"),
+    )
+
+
+def _rope(family: Family, fields: Fields, layer_type: str, attention: AttentionLayer, max_len: int) -> Rope:
+    return make_rope(
+        rope_parameters(fields, layer_type, scales_local=family.scales_local_rope),
+        head_dim=attention.head_dim,
+        max_positions=fields.integer("max_position_embeddings"),
+        max_len=max_len,
     )
 
 
@@ -153,13 +182,15 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
-def _layer_types(family: Family, fields: Fields, count: int) -> list[str]:
+def _layer_types(family: Family, fields: Fields, num_layers: int) -> list[str]:
     """Each layer's attention: "full_attention" or "sliding_attention"."""
     if "sliding_window" not in fields or (family.window_switch and not fields.flag("use_sliding_window")):
-        return ["full_attention"] * count
+        return ["full_attention"] * num_layers
     if "layer_types" not in fields:
-        return ["sliding_attention" if family.windowed(fields, index) else "full_attention" for index in range(count)]
-    types = fields.items("layer_types", str, length=count)
+        return [
+            "sliding_attention" if family.windowed(fields, index) else "full_attention" for index in range(num_layers)
+        ]
+    types = fields.items("layer_types", str, length=num_layers)
     for layer_type in types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise UnsupportedModel(f"layer type {layer_type!r} is not supported in this family")

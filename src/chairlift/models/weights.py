@@ -12,16 +12,16 @@ from chairlift.loading.stored_weight import StoredWeight
 from chairlift.models.config import LayerConfig
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
-PREFIXES = ("model.", "language_model.")
+PREFIXES = ("model.", "language_model.", "backbone.")
 # Tables of old checkpoints that follow from the config.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 # The image half of a checkpoint whose text half is run.
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
-
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
 # Layers that predict further tokens, in checkpoints that name them apart.
 MTP_PREFIX = "mtp"
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+OTHER_EMBEDDING = "embeddings.weight"  # in families of Mamba 2
 
 
 def canonical_name(name: str) -> str:
@@ -33,7 +33,7 @@ def canonical_name(name: str) -> str:
                 stripped = stripped.removeprefix(prefix)
                 break
         else:
-            return stripped
+            return EMBEDDING if stripped == OTHER_EMBEDDING else stripped
 
 
 def unstacked(

@@ -50,7 +50,8 @@ class DraftHead:
             problem = f"was trained for another model, with {trained}; this one has {target.config.hidden_size}"
             raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
         dtype, device, decoder = target.dtype, target.device, config.decoder()
-        layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
+        attention = replace(decoder.layers[0].only_attention, index=index)
+        layer = replace(decoder.layers[0], attention=attention)
         if not all(0 <= tap < len(target.layers) for tap in config.taps):
             raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
         self.target = target
@@ -58,7 +59,7 @@ class DraftHead:
         self._taps = config.taps
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
-        self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
+        self.attention_layers: tuple[AttentionLayer, ...] = (attention,)
         kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
         self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **kind)
         self.joint: Linear | None = None  # one of several hidden states of the target

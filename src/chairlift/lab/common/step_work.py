@@ -52,13 +52,15 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
     The last layer ends with the rows that are sampled (a draft head, which reads all rows, is not counted).
     """
     for layer in model.layers:
-        yield linear_work(layer.attention.qkv, rows)
+        outputs = {id(mixer.output) for mixer in layer.mixers}
+        inputs = [linear for mixer in layer.mixers for linear in mixer.linears() if id(linear) not in outputs]
+        yield from (linear_work(linear, rows) for linear in inputs)
         if layer is model.layers[-1]:
             rows = sampled
-        yield linear_work(layer.attention.output, rows)
+        yield from (linear_work(mixer.output, rows) for mixer in layer.mixers)
         if isinstance(layer.mlp, MixtureOfExperts):
             yield _experts_work(layer.mlp, rows)
-        else:
+        elif layer.mlp is not None:
             yield linear_work(layer.mlp.first, rows)
             yield linear_work(layer.mlp.down, rows)
 

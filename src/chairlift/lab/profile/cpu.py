@@ -110,10 +110,11 @@ def _names_of_products(model: CausalLM) -> dict[int, str]:
         return {}
     names = {id(model.head): "product head"}
     for layer in model.layers:
-        names |= {id(layer.attention.qkv): "product qkv", id(layer.attention.output): "product output"}
+        for mixer in layer.mixers:
+            names |= {id(linear): "product qkv" for linear in mixer.linears()} | {id(mixer.output): "product output"}
         if isinstance(layer.mlp, MixtureOfExperts):
             names[id(layer.mlp)] = "product experts"
-        else:
+        elif layer.mlp is not None:
             names |= {id(layer.mlp.first): "product gate, up", id(layer.mlp.down): "product down"}
     return names
 

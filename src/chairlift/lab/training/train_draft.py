@@ -86,6 +86,8 @@ def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequ
     if not isinstance(target, Decoder):
         raise UnsupportedModel("a draft head needs a model that runs on our own decoder, not on transformers")
     refuse_unusual_attention(target.attention_layers)
+    if target.recurrent_layers:
+        raise UnsupportedModel("a draft head cannot be trained for models with recurrent layers")
     output.mkdir(parents=True, exist_ok=True)
     progress = TrainingProgress.open(output, settings.fingerprint(model, prompts))
     seconds = 60 * settings.minutes
@@ -202,7 +204,7 @@ class _Training:
 
 def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
     first = target.config.layers[0]
-    attention = first.attention
+    attention = first.only_attention
     head_dim = attention.head_dim
     # The second frequency is theta ** (-2 / head_dim).
     theta = 10_000.0

@@ -31,9 +31,9 @@ class TrainableHead(nn.Module):
         super().__init__()
         layer, hidden = config.layer, config.hidden_size
         assert layer.rope is not None
-        self.attention = layer.attention
-        queries = layer.attention.num_heads * layer.attention.head_dim
-        keys = layer.attention.num_kv_heads * layer.attention.head_dim
+        self.attention = layer.only_attention
+        queries = self.attention.num_heads * self.attention.head_dim
+        keys = self.attention.num_kv_heads * self.attention.head_dim
         self.joint = nn.Linear(config.feature_size, hidden, bias=False) if config.taps else nn.Identity()
         self.mix = nn.Linear(2 * hidden, hidden, bias=False)
         self.q_proj = nn.Linear(hidden, queries, bias=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Part, Targets
+from chairlift.layers.parts import Part, PermutedHeads, Targets
 from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
 from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
 from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
-from chairlift.layers.recurrent.reordered import reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,8 @@ class GatedDeltaNet(RecurrentMixer):
         if shape.by_key_head:
             groups = shape.heads // shape.key_heads
             qkvz = (shape.key_dim, shape.key_dim, groups * shape.value_dim, groups * shape.value_dim)
-            yield from reordered(self.inputs.targets(["in_proj_qkvz"]), shape.key_heads, qkvz)
-            yield from reordered(self.gates.targets(["in_proj_ba"]), shape.key_heads, (groups, groups))
+            yield from _split(self.inputs.targets(["in_proj_qkvz"]), shape.key_heads, qkvz)
+            yield from _split(self.gates.targets(["in_proj_ba"]), shape.key_heads, (groups, groups))
         else:
             sizes = [shape.channels, shape.value_size]
             yield from self.inputs.targets(["in_proj_qkv", "in_proj_z"], sizes)
@@ -112,3 +111,10 @@ class GatedDeltaNet(RecurrentMixer):
             batch,
         )
         return self.norm(out.flatten(1), gate)
+
+
+def _split(targets: Targets, heads: int, sizes: Sequence[int]) -> Targets:
+    """Put the parts, of these sizes, one after the other; the checkpoint has all parts of each head together."""
+    order = torch.arange(heads * sum(sizes)).view(heads, -1).split(list(sizes), dim=1)
+    rows = torch.cat([part.flatten() for part in order])
+    return ((name, PermutedHeads(target, rows, 0)) for name, target in targets)

@@ -10,6 +10,7 @@ from chairlift.errors import CorruptCheckpoint
 from chairlift.models.config import LLAMA_NAMES, PRE_NORMS, NormNames, PartNames
 from chairlift.models.experts import ExpertsFamily
 from chairlift.models.fields import Fields
+from chairlift.models.recurrent import RecurrentFamily
 from chairlift.registry import load_plugins
 
 
@@ -70,6 +71,7 @@ class Family:
     head_bias: bool = False
     gated_mlp: bool = True
     parallel_block: str | bool = False  # then one norm is in front of both blocks
+    gated_attention: bool = False
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.
@@ -79,6 +81,7 @@ class Family:
     interleaved_rope: bool = False
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
     experts: ExpertsFamily | None = None
+    recurrent: RecurrentFamily | None = None
 
 
 # By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).

@@ -29,13 +29,15 @@ ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TA
 
 def can_fuse(config: DecoderConfig) -> bool:
     """Whether all layers have one shape, and the kernel has all their operations."""
+    if config.recurrent_layers:
+        return False
     norms, first = config.norms, config.layers[0]
     alike = all(
         layer.experts is None
         and layer.intermediate_size == first.intermediate_size
-        and layer.attention.num_heads == first.attention.num_heads
-        and layer.attention.num_kv_heads == first.attention.num_kv_heads
-        and layer.attention.head_dim == first.attention.head_dim
+        and layer.only_attention.num_heads == first.only_attention.num_heads
+        and layer.only_attention.num_kv_heads == first.only_attention.num_kv_heads
+        and layer.only_attention.head_dim == first.only_attention.head_dim
         for layer in config.layers
     )
     pairs = {len(layer.rope.inv_freq) for layer in config.layers if layer.rope is not None}
@@ -50,6 +52,7 @@ def can_fuse(config: DecoderConfig) -> bool:
         and config.qkv_clip is None
         and config.gated_mlp
         and not config.parallel_block
+        and not config.gated_attention
         and config.activation in ACTIVATIONS
     )
 
@@ -96,9 +99,9 @@ class LayerTiles:
 
     def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer]) -> None:
         """The layers will be packed into these tiles."""
-        layer = config.layers[0]
-        queries = layer.attention.num_heads * layer.attention.head_dim
-        both = 2 * layer.attention.num_kv_heads * layer.attention.head_dim
+        layer, attention = config.layers[0], config.layers[0].only_attention
+        queries = attention.num_heads * attention.head_dim
+        both = 2 * attention.num_kv_heads * attention.head_dim
         count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
         self.qkv = PackedWeight.empty(count, queries + both, hidden)
         self.output = PackedWeight.empty(count, hidden, queries)

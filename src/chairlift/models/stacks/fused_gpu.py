@@ -32,9 +32,11 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
     """Whether the kernels have all operations of the layers."""
     norms = config.norms
     plain_norms = norms.before_attention and norms.before_mlp and not norms.after_attention and not norms.after_mlp
+    if config.recurrent_layers:
+        return False
     sizes = {config.hidden_size}
     for layer in config.layers:
-        sizes |= {layer.intermediate_size, layer.attention.num_heads * layer.attention.head_dim}
+        sizes |= {layer.intermediate_size, layer.only_attention.num_heads * layer.only_attention.head_dim}
     return bool(
         on_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
@@ -49,6 +51,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         and config.qkv_clip is None
         and config.gated_mlp
         and not config.parallel_block
+        and not config.gated_attention
         and all(size % 16 == 0 for size in sizes)  # elements per load
     )
 

@@ -39,10 +39,12 @@ class PlainStack(LayerStack):
         for index, layer in enumerate(layers):
             if index in taps:
                 inputs[index] = x.clone() if delta is None else x + delta
-            attended = layer.attended(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            mixed = layer.mixed(x, delta, rotation, attend, recurrent)
             if layer is layers[-1]:
-                x, attended, positions = (picked(each, rows) for each in (x, attended, positions))
-            delta = layer.rest(x, attended, positions) if len(x) else None  # a step may sample no row
+                x, positions = picked(x, rows), picked(positions, rows)
+                mixed = tuple(picked(each, rows) for each in mixed)
+            delta = layer.rest(x, mixed, positions) if len(x) else None  # a step may sample no row
         return HiddenStates(
             add_(x, delta, self.parts.norm), torch.stack([inputs[index] for index in taps]) if taps else None
         )

@@ -1,0 +1,275 @@
+"""Recurrent layers as a config describes them: which blocks each layer has, and the sizes of the recurrent ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.recurrent.base import RecurrentShape
+from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
+from chairlift.layers.recurrent.gated_norm import GateOrder
+from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
+from chairlift.layers.recurrent.mamba2 import Mamba2Shape
+from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
+from chairlift.models.fields import LARGEST, Fields
+
+_WHERE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """The blocks of one layer."""
+
+    attention: bool = False
+    recurrent: bool = False
+    mlp: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentFamily:
+    """The recurrent layers of a family: their sizes, and where they are."""
+
+    shape: Callable[[Fields], RecurrentShape]
+    blocks: Callable[[Fields], list[LayerBlocks]]
+
+
+_ATTENTION, _RECURRENT = LayerBlocks(attention=True), LayerBlocks(recurrent=True)
+_BY_TYPE = {
+    "full_attention": _ATTENTION,
+    "attention": _ATTENTION,
+    "linear_attention": _RECURRENT,
+    "mamba": _RECURRENT,
+    "conv": _RECURRENT,
+}
+
+
+def listed_blocks(fields: Fields) -> list[LayerBlocks]:
+    """By `layer_types`, or attention in every nth layer."""
+    count = fields.integer("num_hidden_layers")
+    if "layer_types" not in fields:
+        interval = fields.integer("full_attention_interval")
+        return [_RECURRENT if (index + 1) % interval else _ATTENTION for index in range(count)]
+    types = fields.items("layer_types", str, length=count)
+    for layer_type in types:
+        if layer_type not in _BY_TYPE:
+            raise UnsupportedModel(f"layer type {layer_type!r} is not supported in this family")
+    return [_BY_TYPE[layer_type] for layer_type in types]
+
+
+def indexed_blocks(fields: Fields) -> list[LayerBlocks]:
+    """Attention in the layers that the config numbers; or by `layer_types`."""
+    if "layer_types" in fields:
+        return listed_blocks(fields)
+    key = "attn_layer_indices" if "attn_layer_indices" in fields else "full_attn_idxs"
+    attention = fields.items(key, int)
+    return [_ATTENTION if i in attention else _RECURRENT for i in range(fields.integer("num_hidden_layers"))]
+
+
+def both_blocks(fields: Fields) -> list[LayerBlocks]:
+    return [LayerBlocks(attention=True, recurrent=True)] * fields.integer("num_hidden_layers")
+
+
+def only_recurrent_blocks(fields: Fields) -> list[LayerBlocks]:
+    return [LayerBlocks(recurrent=True, mlp=False)] * fields.integer("num_hidden_layers")
+
+
+def single_blocks(fields: Fields) -> list[LayerBlocks]:
+    """Nemotron-H: every layer is one block."""
+    by_type = {
+        "full_attention": LayerBlocks(attention=True, mlp=False),
+        "linear_attention": LayerBlocks(recurrent=True, mlp=False),
+        "mlp": LayerBlocks(),
+        "moe": LayerBlocks(),
+    }
+    return [by_type[block] for block in nemotron_blocks(fields)]
+
+
+def nemotron_blocks(fields: Fields) -> list[str]:
+    """The kind of each layer, from a list or a pattern such as M-M*-."""
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    names = {"mamba": "linear_attention", "attention": "full_attention"} | {name: name for name in letters.values()}
+    if "layers_block_type" in fields:
+        given, known = fields.items("layers_block_type", str), names
+    else:
+        given, known = list(fields.text("hybrid_override_pattern")), letters
+    for block in given:
+        if block not in known:
+            raise UnsupportedModel(f"layer type {block!r} is not supported in this family")
+    return [known[block] for block in given]
+
+
+def gated_delta(*, by_key_head: bool) -> Callable[[Fields], RecurrentShape]:
+    def shape(fields: Fields) -> GatedDeltaShape:
+        key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+        _check_groups("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
+        return GatedDeltaShape(
+            key_heads=key_heads,
+            heads=heads,
+            key_dim=fields.integer("linear_key_head_dim"),
+            value_dim=fields.integer("linear_value_head_dim"),
+            width=fields.integer("linear_conv_kernel_dim", low=2),
+            by_key_head=by_key_head,
+        )
+
+    return shape
+
+
+def kimi_delta(fields: Fields) -> KimiDeltaShape:
+    """From the fields of transformers, or from the section that published checkpoints have."""
+    section = Fields(fields.section("linear_attn_config"), {}, "linear_attn_config in config.json")
+
+    def number(ours: str, theirs: str, low: int = 1) -> int:
+        return section.integer(theirs, low=low) if theirs in section else fields.integer(ours, low=low)
+
+    return KimiDeltaShape(
+        heads=number("linear_num_heads", "num_heads"),
+        head_dim=number("linear_head_dim", "head_dim"),
+        width=number("linear_conv_kernel_dim", "short_conv_kernel_size", low=2),
+    )
+
+
+def kimi_blocks(fields: Fields) -> list[LayerBlocks]:
+    """By `layer_types`, or by the numbers of layers, from 1 on, that published checkpoints have."""
+    section = Fields(fields.section("linear_attn_config"), {}, "linear_attn_config in config.json")
+    if "layer_types" in fields or "full_attn_layers" not in section:
+        return listed_blocks(fields)
+    attention = section.items("full_attn_layers", int)
+    return [_ATTENTION if i + 1 in attention else _RECURRENT for i in range(fields.integer("num_hidden_layers"))]
+
+
+def short_convolution(fields: Fields) -> ShortConvolutionShape:
+    return ShortConvolutionShape(
+        channels=fields.integer("hidden_size"),
+        width=fields.integer("conv_L_cache", low=2),
+        bias=fields.flag("conv_bias"),
+    )
+
+
+def mamba2(fields: Fields) -> Mamba2Shape:
+    """Mamba 2 itself."""
+    return _mamba2(
+        fields,
+        heads=fields.integer("num_heads"),
+        head_dim=fields.integer("head_dim"),
+        groups=fields.integer("n_groups"),
+        state_size=fields.integer("state_size"),
+        width="conv_kernel",
+        biases=("use_conv_bias", "use_bias", "use_bias"),
+    )
+
+
+def mamba2_of_hybrids(fields: Fields) -> Mamba2Shape:
+    """Bamba and Granite 4."""
+    heads = fields.integer("mamba_n_heads")
+    return _mamba2(
+        fields,
+        heads=heads,
+        head_dim=_head_dim(fields, heads, fields.integer("mamba_expand") * fields.integer("hidden_size")),
+        groups=fields.integer("mamba_n_groups"),
+        state_size=fields.integer("mamba_d_state"),
+        width="mamba_d_conv",
+        biases=("mamba_conv_bias", "mamba_proj_bias", "mamba_proj_bias"),
+    )
+
+
+def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
+    """Nemotron-H: a norm for each group; the config's smallest initial time step bounds all of them."""
+    groups = fields.integer("n_groups")
+    return _mamba2(
+        fields,
+        heads=fields.integer("mamba_num_heads"),
+        head_dim=fields.integer("mamba_head_dim"),
+        groups=groups,
+        state_size=fields.integer("ssm_state_size"),
+        width="conv_kernel",
+        biases=("use_conv_bias", "use_bias", "use_bias"),
+        limits=(fields.number("time_step_min"), math.inf),
+        norm_groups=groups,
+    )
+
+
+def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
+    """Falcon-H1: a norm or none, and multipliers of every projection."""
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    size = fields.optional_integer("mamba_d_ssm")
+    if size is None:
+        size = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    if fields.flag("mamba_proj_bias") or fields.flag("projectors_bias"):
+        raise UnsupportedModel("mamba_proj_bias and projectors_bias are not supported in this family")
+    scales = fields.items("ssm_multipliers", (int, float), length=5)
+    scale = fields.number("ssm_in_multiplier")
+    z, x, b, c, step = (scale * float(each) for each in scales)
+    return _mamba2(
+        fields,
+        heads=heads,
+        head_dim=_head_dim(fields, heads, size),
+        groups=groups,
+        state_size=fields.integer("mamba_d_state"),
+        width="mamba_d_conv",
+        biases=("mamba_conv_bias", "mamba_proj_bias", "projectors_bias"),
+        norm_groups=groups,
+        order=GateOrder(
+            norm=fields.flag("mamba_rms_norm"),
+            first=not fields.flag("mamba_norm_before_gate"),
+            scale=fields.number("ssm_out_multiplier"),
+        ),
+        scales=(z, x, b, c, step),
+    )
+
+
+def _mamba2(
+    fields: Fields,
+    *,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state_size: int,
+    width: str,
+    biases: tuple[str, str, str],
+    limits: tuple[float, float] | None = None,
+    norm_groups: int = 1,
+    order: GateOrder = GateOrder(first=True),
+    scales: tuple[float, float, float, float, float] | None = None,
+) -> Mamba2Shape:
+    """`width` and `biases` (of the convolution, of the inputs, of the output) are names of fields."""
+    _check_groups("the heads of the recurrent layers", heads, "their groups", groups)
+    convolution_bias, input_bias, output_bias = (fields.flag(name) for name in biases)
+    return Mamba2Shape(
+        groups=groups,
+        heads=heads,
+        state_size=state_size,
+        head_dim=head_dim,
+        width=fields.integer(width, low=2),
+        convolution_bias=convolution_bias,
+        input_bias=input_bias,
+        output_bias=output_bias,
+        step_limits=_step_limits(fields) if limits is None else limits,
+        norm_groups=norm_groups,
+        order=order,
+        scales=scales,
+    )
+
+
+def _step_limits(fields: Fields) -> tuple[float, float]:
+    """`time_step_limit`, whose second number usually is Infinity."""
+    if "time_step_limit" not in fields:
+        return 0.0, math.inf
+    low, high = (float(limit) for limit in fields.items("time_step_limit", (int, float), length=2))
+    if not (0.0 <= low <= LARGEST and low < high):
+        raise CorruptCheckpoint(f"{_WHERE}: time_step_limit must be two numbers, the first below the second")
+    return low, high
+
+
+def _head_dim(fields: Fields, heads: int, size: int) -> int:
+    given = fields.raw("mamba_d_head")
+    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
+    if head_dim * heads != size:
+        raise CorruptCheckpoint(f"{_WHERE}: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not {size}")
+    return head_dim
+
+
+def _check_groups(name: str, heads: int, group_name: str, groups: int) -> None:
+    if heads % groups:
+        raise CorruptCheckpoint(f"{_WHERE}: {name} ({heads}) must be a multiple of {group_name} ({groups})")

@@ -77,6 +77,20 @@ def processes_of(home: Path) -> list[int]:
     return found
 
 
+def run_with_own_ray(*arguments: str) -> str:
+    """Run a command of `chairlift` that starts a Ray cluster of its own, and return its output."""
+    home = Path(tempfile.mkdtemp(prefix="cl-"))
+    try:
+        command = [sys.executable, "-m", "chairlift", *arguments]
+        done = subprocess.run(command, env=_environment(home), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+    finally:
+        for pid in processes_of(home):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(home, ignore_errors=True)
+
+
 def start_fleet(folder: Path, log: Path, *options: str, replicas: int = 2) -> RunningFleet:
     home = Path(tempfile.mkdtemp(prefix="cl-"))  # short: Ray's sockets are below it
     command = [sys.executable, "-m", "chairlift", "cluster", "serve", str(folder), "--served-model-name", NAME]

@@ -46,7 +46,7 @@ class FrontEndPoint:
 def measure_front_end(settings: FrontEndSettings, workers: int) -> FrontEndPoint:
     with _server(settings, workers) as url:
         counts = _split(settings.streams, settings.readers)
-        readers = [_start("reader_process", [url, count, settings.tokens]) for count in counts]
+        readers = [start_reader(url, count, settings.tokens) for count in counts]
         found = [json.loads(reader.communicate()[0]) for reader in readers]
     if sum(one["complete"] for one in found) != settings.streams:
         raise ChairliftError("some streams were not complete")
@@ -71,6 +71,11 @@ def _server(settings: FrontEndSettings, workers: int) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+def start_reader(url: str, streams: int, tokens: int, key: str = "") -> subprocess.Popen[str]:
+    """Start a process that reads streams, and prints the totals of `read_streams`."""
+    return _start("reader_process", [url, streams, tokens, key])
 
 
 def _start(module: str, settings: list[Any]) -> subprocess.Popen[str]:

@@ -1,0 +1,1 @@
+"""What the ingress of a fleet costs, with a stub engine."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chairlift.cluster.batch.predictor import BatchPredictor
+
+__all__ = ["BatchPredictor", "build_app"]
 
 
 def build_app(options: Mapping[str, Any]) -> Any:
@@ -14,3 +19,12 @@ def build_app(options: Mapping[str, Any]) -> Any:
     from chairlift.cluster.serving.control import build_application
 
     return build_application(options)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the predictor on first use: the router, which simulations import, needs no engine."""
+    if name != "BatchPredictor":
+        raise AttributeError(f"module 'chairlift.cluster' has no attribute {name!r}")
+    from chairlift.cluster.batch.predictor import BatchPredictor
+
+    return BatchPredictor

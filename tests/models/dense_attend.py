@@ -23,7 +23,8 @@ class DenseCache:
         def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             assert (sinks is not None) == layer.sinks
             assert q.shape[1:] == (layer.num_heads, layer.head_dim)
-            assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+            assert k.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+            assert v.shape[1:] == (layer.num_kv_heads, layer.value_dim)
             counts = [count for _, count in pieces]
             outputs = []
             for (name, _), rows_q, rows_k, rows_v in zip(

@@ -29,6 +29,17 @@ class AttentionLayer:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     chunk: int | None = None  # a token sees only tokens of its own chunk, of which each has so many positions
     sinks: bool = False  # every head has a learned logit that takes part in the softmax and has no value
+    # Latent attention: values are the first `latent_dim` numbers of the keys, and not stored on their own.
+    latent_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def numbers_per_token(self) -> int:
+        """The numbers that the cache holds for a token."""
+        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
 class Attend(Protocol):
@@ -41,7 +52,7 @@ class Attend(Protocol):
     def __call__(
         self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim].
+        """q [T, heads, head_dim]; k [T, kv_heads, head_dim]; v [T, kv_heads, value_dim] -> [T, heads, value_dim].
 
         sinks [heads] float32 if `layer.sinks`.
         """

@@ -13,7 +13,8 @@ from torch import Tensor
 class KVStorage:
     """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    The last block is never allocated: the keys and values of padding are written there.
+    The last block is never allocated: the keys and values of padding are written there. In latent attention values are
+    the first numbers of the keys: then both of a layer are the same tensor.
     """
 
     keys: Sequence[Tensor]
@@ -29,31 +30,45 @@ class KVStorage:
     def scratch_block(self) -> int:
         return int(self.keys[0].shape[0]) - 1
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor once, of all layers."""
+        values = (value for key, value in zip(self.keys, self.values, strict=True) if value is not key)
+        return [*self.keys, *values]
+
+    def sides(self, layer: int) -> tuple[Tensor, ...]:
+        """The tensors of one layer: keys and values, or one for both."""
+        keys, values = self.keys[layer], self.values[layer]
+        return (keys,) if values is keys else (keys, values)
+
     def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
         """Store each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
-        for side, new in ((self.keys[layer], k), (self.values[layer], v)):
+        for side, new in zip(self.sides(layer), (k, v), strict=False):
             as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slot_mapping, as_plain(narrowed(new, side.dtype)))
 
     def clear(self, layer: int, blocks: Sequence[int]) -> None:
         """Fill these blocks of one layer with zeros."""
         which = sent(blocks, self.keys[layer].device)
-        for side in (self.keys[layer], self.values[layer]):
+        for side in self.sides(layer):
             as_plain(side).index_fill_(0, which, 0)
 
     def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
+        """One sequence's first `length` keys and values, gathered through its block table [blocks].
+
+        Where values are the first numbers of the keys, both results are the keys.
+        """
         used = table[: -(-length // self.block_size)]
-        sides = (self.keys[layer], self.values[layer])
-        keys, values = (
-            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype) for side in sides
-        )
-        return keys, values
+        read = [
+            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype)
+            for side in self.sides(layer)
+        ]
+        return read[0], read[-1]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in all layers. All sources are read before any target is written, so they may overlap."""
         device = self.keys[0].device
         source, target = sent(sources, device), sent(targets, device)
-        for tensor in map(as_plain, (*self.keys, *self.values)):
+        for tensor in map(as_plain, self.tensors):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 

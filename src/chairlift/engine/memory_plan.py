@@ -99,7 +99,7 @@ def plan_memory(
 
 
 def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    return sum(layer.numbers_per_token for layer in layers) * dtype.itemsize
 
 
 def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
@@ -58,6 +59,7 @@ class LayerConfig:
     experts: ExpertsConfig | None = None
     recurrent: RecurrentLayer | None = None  # the states of `mixer`
     mixer: RecurrentShape | None = None
+    latent: LatentShape | None = None  # `attention` is latent attention
 
     @property
     def only_attention(self) -> AttentionLayer:
@@ -132,7 +134,9 @@ class DecoderConfig:
     def _layer_parameters(self, layer: LayerConfig) -> int:
         hidden, inner = self.hidden_size, layer.intermediate_size
         count = hidden * len(set(self.layer_norms(layer)) - {None}) * (1 + self.norm_bias)
-        if layer.attention is not None:
+        if layer.attention is not None and layer.latent is not None:
+            count += layer.latent.num_parameters(hidden, layer.attention.num_heads)
+        elif layer.attention is not None:
             count += self._attention_parameters(layer.attention)
         if layer.mixer is not None:
             count += layer.mixer.num_parameters(hidden)

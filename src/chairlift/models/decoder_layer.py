@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
@@ -177,9 +178,8 @@ class DecoderLayer:
         self.names = config.names
         self.parallel = config.parallel_block
         self.experts = layer.experts
-        self._attention, self.recurrent, self._states = None, None, layer.recurrent
-        if layer.attention is not None:
-            self._attention = SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
+        self.recurrent, self._states = None, layer.recurrent
+        self._attention = _attention(config, layer, dtype, device, format)
         if layer.mixer is not None:
             self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, dtype, device, format)
         self.mixers = tuple(mixer for mixer in (self._attention, self.recurrent) if mixer is not None)
@@ -196,8 +196,8 @@ class DecoderLayer:
 
     @property
     def attention(self) -> SelfAttention:
-        """The attention of a layer that has it."""
-        assert self._attention is not None
+        """The attention of a layer that has it, with keys and values for each head."""
+        assert isinstance(self._attention, SelfAttention)
         return self._attention
 
     def targets(self) -> Targets:
@@ -311,6 +311,17 @@ def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Tensor 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _attention(
+    config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
+) -> SelfAttention | LatentAttention | None:
+    if layer.attention is None:
+        return None
+    if layer.latent is None:
+        return SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
+    kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
+    return LatentAttention(config.hidden_size, layer.attention, layer.latent, **kind)
 
 
 def _feed_forward(

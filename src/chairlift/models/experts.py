@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chairlift.errors import CorruptCheckpoint
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.routing import Routing, Scores
 from chairlift.models.fields import Fields
 
@@ -81,7 +81,7 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     if not num_experts:
         return None
     top_k = fields.integer(family.top_k_key)
-    num_groups = fields.optional_integer("n_group") or 1
+    num_groups = (fields.optional_integer("n_group") or 1) if fields.raw("topk_method") != "greedy" else 1
     top_groups = min(fields.optional_integer("topk_group") or num_groups, num_groups)
     size, rest = divmod(num_experts, num_groups)
     if rest:
@@ -94,7 +94,7 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     routing = Routing(
         num_experts=num_experts,
         top_k=top_k,
-        scores=family.scores,
+        scores=_scores(family, fields),
         normalize=fields.flag("norm_topk_prob"),
         scale=fields.optional_number("routed_scaling_factor") or 1.0,
         correction_bias=family.correction_bias,
@@ -105,6 +105,13 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
         float32=family.float32,
     )
     return ExpertsConfig(routing, family.names, _shared_size(fields) if family.names.shared is not None else 0)
+
+
+def _scores(family: ExpertsFamily, fields: Fields) -> Scores:
+    given = fields.raw("scoring_func")
+    if given not in (None, "softmax", "sigmoid"):
+        raise UnsupportedModel(f"scoring_func {given!r} is not supported; supported: softmax, sigmoid")
+    return given or family.scores
 
 
 def expert_size(fields: Fields) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
+from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.mlp import ACTIVATION_NAMES
 from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
@@ -16,6 +17,7 @@ from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
 from chairlift.models.families import Family, find_family
 from chairlift.models.fields import Fields
+from chairlift.models.latent import latent_layer, read_latent
 from chairlift.models.recurrent import LayerBlocks
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
@@ -111,15 +113,17 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     blocks = _blocks(family, fields)
     types = _layer_types(family, fields, len(blocks))
     experts = None if family.experts is None else read_experts(family.experts, fields)
+    latent = read_latent(fields) if family.latent else None
     shape = None if family.recurrent is None else family.recurrent.shape(fields)
     attentions, recurrents = count(), count()  # indices in the storage of keys and values, and of states
     layers = []
     for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
-        attention = _attention(fields, next(attentions), layer_type) if block.attention else None
+        attention = _attention(fields, latent, next(attentions), layer_type) if block.attention else None
         rotated = attention is not None and family.rotated(fields, index, layer_type)
         layers.append(
             LayerConfig(
                 attention=attention,
+                latent=latent if block.attention else None,
                 rope=_rope(family, fields, layer_type, attention, max_len) if attention and rotated else None,
                 recurrent=RecurrentLayer(next(recurrents), shape.states()) if shape and block.recurrent else None,
                 mixer=shape if block.recurrent else None,
@@ -136,7 +140,9 @@ def _blocks(family: Family, fields: Fields) -> list[LayerBlocks]:
     return [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
-def _attention(fields: Fields, index: int, layer_type: str) -> AttentionLayer:
+def _attention(fields: Fields, latent: LatentShape | None, index: int, layer_type: str) -> AttentionLayer:
+    if latent is not None:
+        return latent_layer(latent, fields, rope_parameters(fields, layer_type), index)
     heads, kv_heads, head_dim = _heads(fields)
     scale = fields.optional_number("attention_multiplier")
     if scale is None:
@@ -155,7 +161,7 @@ def _attention(fields: Fields, index: int, layer_type: str) -> AttentionLayer:
 def _rope(family: Family, fields: Fields, layer_type: str, attention: AttentionLayer, max_len: int) -> Rope:
     return make_rope(
         rope_parameters(fields, layer_type, scales_local=family.scales_local_rope),
-        head_dim=attention.head_dim,
+        head_dim=attention.head_dim - (attention.latent_dim or 0),
         max_positions=fields.integer("max_position_embeddings"),
         max_len=max_len,
     )

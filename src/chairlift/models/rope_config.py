@@ -17,7 +17,7 @@ from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.rope import QueryScaling, Rope
 from chairlift.models.fields import LARGEST, MAX_SIZE, SMALLEST, Fields
 
-_WHERE = "the rope settings in config.json"
+ROPE_SETTINGS = "the rope settings in config.json"
 
 
 def rope_parameters(config: Fields, layer_type: str, *, scales_local: bool = True) -> Mapping[str, Any]:
@@ -29,7 +29,7 @@ def rope_parameters(config: Fields, layer_type: str, *, scales_local: bool = Tru
     """
     given = dict(config.section("rope_parameters"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        given = dict(Fields(given, {}, _WHERE).section(layer_type))
+        given = dict(Fields(given, {}, ROPE_SETTINGS).section(layer_type))
     elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
         given = {"rope_theta": config.raw("rope_local_base_freq")}
     elif scales_local or layer_type != "sliding_attention":
@@ -52,7 +52,7 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     fields = Fields(
         parameters,
         {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": max_positions},
-        _WHERE,
+        ROPE_SETTINGS,
     )
     rope_type = _rope_type(fields)
     if rope_type not in _SCALINGS:
@@ -60,12 +60,12 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CorruptCheckpoint(
-            f"{_WHERE}: an even number of the head's {head_dim} dimensions must be rotated, not {rotary_dim}"
+            f"{ROPE_SETTINGS}: an even number of the head's {head_dim} dimensions must be rotated, not {rotary_dim}"
         )
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     theta = fields.number("rope_theta")
     if theta <= 1:
-        raise CorruptCheckpoint(f"{_WHERE}: rope_theta must be above 1, got {theta:g}")
+        raise CorruptCheckpoint(f"{ROPE_SETTINGS}: rope_theta must be above 1, got {theta:g}")
     pos_freqs = theta**exponents  # positions per radian; the name is that of transformers
     inv_freq, scale = _SCALINGS[rope_type](fields, pos_freqs, max_positions, max_len)
     return Rope(tuple(inv_freq.tolist()), scale, _query_scaling(fields, max_len))
@@ -83,7 +83,7 @@ def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
     `max_position_embeddings` usually includes the scaling. Yarn configs often have the trained length there, to be
     multiplied by the factor.
     """
-    fields = Fields(parameters, {}, _WHERE)
+    fields = Fields(parameters, {}, ROPE_SETTINGS)
     if _rope_type(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
         return max_positions
     return max(max_positions, min(int(_original_len(fields) * fields.number("factor")), MAX_SIZE))
@@ -136,7 +136,7 @@ def _llama3(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int)
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     original = _original_len(fields)
     if high <= low:
-        raise CorruptCheckpoint(f"{_WHERE}: high_freq_factor must be above low_freq_factor")
+        raise CorruptCheckpoint(f"{ROPE_SETTINGS}: high_freq_factor must be above low_freq_factor")
     inv_freq = 1.0 / pos_freqs
     turns = original / (2 * math.pi / inv_freq)  # full turns of each pair within the trained context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -195,7 +195,7 @@ def _longrope(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: in
 def _factor_list(fields: Fields, name: str, length: int) -> Tensor:
     factors = fields.items(name, (int, float), length=length)
     if not all(SMALLEST <= factor <= LARGEST for factor in factors):
-        raise CorruptCheckpoint(f"{_WHERE}: {name} must hold finite numbers above 0")
+        raise CorruptCheckpoint(f"{ROPE_SETTINGS}: {name} must hold finite numbers above 0")
     return torch.tensor(factors, dtype=torch.float32)
 
 

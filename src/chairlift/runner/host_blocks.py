@@ -22,7 +22,7 @@ class HostBlocks:
         pinned = storage.keys[0].is_cuda  # twice as fast to copy from and to a GPU
         self._pairs = [
             (tensor, torch.empty((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned))
-            for tensor in map(as_plain, (*storage.keys, *storage.values))
+            for tensor in map(as_plain, storage.tensors)
         ]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:

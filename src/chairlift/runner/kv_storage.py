@@ -17,14 +17,16 @@ def allocate_storage(
 ) -> KVStorage:
     """Allocate `num_blocks` blocks of each layer and one more, to which padding is written."""
     shapes = [(num_blocks + 1, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-    alike = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), len(shapes))  # draft layers may differ
-
-    def one_side() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        stacked = _empty((alike, *shapes[0]), dtype, device)
-        others = [_empty(shape, dtype, device) for shape in shapes[alike:]]
-        return stacked, [*stacked.unbind(0), *others]
-
-    (all_keys, keys), (all_values, values) = one_side(), one_side()
+    latent = [layer.latent_dim is not None for layer in layers]
+    kinds = list(zip(shapes, latent, strict=True))
+    alike = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))  # draft layers may differ
+    all_keys = _empty((alike, *shapes[0]), dtype, device)
+    all_values = all_keys if latent[0] else _empty((alike, *shapes[0]), dtype, device)
+    keys = [*all_keys.unbind(0), *(_empty(shape, dtype, device) for shape in shapes[alike:])]
+    values = [
+        *(keys[:alike] if latent[0] else all_values.unbind(0)),
+        *(keys[i] if latent[i] else _empty(shapes[i], dtype, device) for i in range(alike, len(shapes))),
+    ]
     return KVStorage(keys, values, (all_keys, all_values))
 
 

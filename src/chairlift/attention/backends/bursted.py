@@ -33,12 +33,12 @@ class _BurstedStep:
     ) -> Tensor:
         layout = self.layout
         self.storage.write(layer.index, layout.slot_mapping, k, v)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], layer.value_dim)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
             keys, values = self.storage.read(layer.index, layout.tables[i], end, q.dtype)
             mask = visible_mask(layer, start, end, q.device)
-            out[rows] = attention_by_formula(layer, q[rows], keys, values, mask, sinks)
+            out[rows] = attention_by_formula(layer, q[rows], keys, values[..., : layer.value_dim], mask, sinks)
         return out
 
 
@@ -47,7 +47,8 @@ def attention_by_formula(
 ) -> Tensor:
     """softmax(q·kᵀ·scale, masked)·v in float32, for one sequence, or for several on leading axes.
 
-    q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n]; sinks [heads] -> [c, heads, d] in q's type.
+    q [c, heads, d]; keys [n, kv_heads, d]; values [n, kv_heads, value_dim]; mask [c, n]; sinks [heads]
+    -> [c, heads, value_dim] in q's type.
     """
     group = layer.num_heads // layer.num_kv_heads
     query = q.float().transpose(-3, -2).unflatten(-3, (layer.num_kv_heads, group))  # [kv_heads, group, c, d]

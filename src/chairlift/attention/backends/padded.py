@@ -68,7 +68,7 @@ class _PaddedStep:
     ) -> Tensor:
         self.storage.write(layer.index, self.layout.slot_mapping, k, v)
         keys = self._gather(self.storage.keys[layer.index], q.dtype)
-        values = self._gather(self.storage.values[layer.index], q.dtype)
+        values = self._gather(self.storage.values[layer.index], q.dtype)[..., : layer.value_dim]
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
         mask = self._mask(layer)
         if layer.softcap is not None or sinks is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.interface import Attend, AttentionLayer, HostAttend, RaggedLayout
+from chairlift.attention.latent import LatentAttend, LatentProjection, UpProjection, attend_to_latents
+from chairlift.attention.paged.latent_cpu import LatentSplit, attend_expanded, split_by_form
 from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:  # numba is slow to import
@@ -39,11 +41,12 @@ class PagedCPUAttention(AttentionBackend):
 
 
 @dataclass(slots=True)
-class PagedCPUStep(HostAttend):
+class PagedCPUStep(HostAttend, LatentAttend):
     layout: RaggedLayout
     storage: KVStorage
     invariant: bool = False  # a token's result does not depend on how many are computed with it
     _work: dict[tuple[int, int], AttentionWork] | None = None
+    _by_form: tuple[LatentSplit, PagedCPUStep | None] | None = None  # the same for all layers
 
     def work(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention split into pieces for threads: the same for all layers of one shape."""
@@ -51,7 +54,7 @@ class PagedCPUStep(HostAttend):
 
         if self._work is None:
             self._work = {}
-        shape = (layer.num_heads, layer.head_dim)
+        shape = (layer.num_heads, layer.value_dim)
         if shape not in self._work:
             layout = self.layout
             offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))
@@ -65,7 +68,7 @@ class PagedCPUStep(HostAttend):
         from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
         from chairlift.kernels.cpu.threads import the_team
 
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(*q.shape[:2], layer.value_dim, dtype=q.dtype)
         storage, layout = self.storage, self.layout
         the_team().run(
             attend_layer,
@@ -83,6 +86,35 @@ class PagedCPUStep(HostAttend):
             out.numpy(),
         )
         return out
+
+
+    def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
+        q, latent = projection.ready()
+        up = projection.up
+        split, absorbing = self._split(layer, up)
+        if not split.expanded:
+            return up.values(attend_to_latents(self, layer, up, q, latent))
+        out = q.new_empty(*q.shape[:2], up.weight.shape[1] - up.nope_dim)
+        self.storage.write(layer.index, self.layout.slot_mapping, latent[:, None], latent[:, None])
+        if absorbing is not None:
+            rows = split.absorbed_rows
+            out[rows] = up.values(attend_to_latents(absorbing, layer, up, q[rows], latent[rows]))
+        for i in split.expanded:
+            layout, own = self.layout, slice(self.layout.offsets[i], self.layout.offsets[i + 1])
+            out[own] = attend_expanded(
+                layer, up, q[own], self.storage, layout.tables[i], layout.starts[i], layout.ends[i]
+            )
+        return out
+
+    def _split(self, layer: AttentionLayer, up: UpProjection) -> tuple[LatentSplit, PagedCPUStep | None]:
+        from chairlift.kernels.cpu.attention_work import FEW
+
+        if self._by_form is None:
+            # The form of a chunk depends on its length, which the rest of the batch decides.
+            split = split_by_form(layer, up, self.layout, max(self.layout.ends) if self.invariant else FEW)
+            part = None if split.absorbed is None else PagedCPUStep(split.absorbed, self.storage, self.invariant)
+            self._by_form = split, part
+        return self._by_form
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -4,6 +4,9 @@ A few new tokens of a sequence are computed row by row, where reading the cache 
 computed in tiles of queries and keys, where arithmetic is the cost and a loaded tile of keys serves all queries of the
 tile. Both keep a running maximum and sum (as FlashAttention does), so no score matrix is stored. Each key and value is
 loaded once for all query heads that share it.
+
+Values may have another size than keys. In latent attention they are the first numbers of the keys: then `values` is the
+same array as `keys`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Cache(NamedTuple):
     """One layer of the paged cache, and the block tables of the sequences."""
 
     keys: np.ndarray  # [blocks, block_size, kv_heads, head_dim] float32, or bfloat16 as uint16
-    values: np.ndarray
+    values: np.ndarray  # [blocks, block_size, kv_heads, value_dim or more], of which the first value_dim are read
     tables: np.ndarray  # [S, longest] int32
 
 
@@ -46,34 +49,36 @@ class _Scratch(NamedTuple):
     """Scratch memory of one thread, all float32. R: rows of a query tile, one per token and query head."""
 
     queries: np.ndarray  # [R, head_dim], scaled
-    sums: np.ndarray  # [R, padded head_dim]
+    sums: np.ndarray  # [R, padded value_dim]
     peaks: np.ndarray  # [R]
     totals: np.ndarray  # [R]
     scores: np.ndarray  # [F32_ROWS, KEYS]
     keys: np.ndarray  # [head_dim, KEYS]
-    values: np.ndarray  # [KEYS, padded head_dim]
+    values: np.ndarray  # [KEYS, padded value_dim]
 
 
 @compiled(FAST)
 def store(cache: Cache, slot: int, k: Any, v: Any) -> None:
-    """Put one token's key and value [kv_heads, head_dim] into its slot (block * block_size + offset)."""
+    """Put one token's key [kv_heads, head_dim] and value [kv_heads, value_dim] into its slot (block * block_size +
+    offset)."""
     block, offset = slot // cache.keys.shape[1], slot % cache.keys.shape[1]
     like = cache.keys[0, 0, 0, 0]
     for head in range(k.shape[0]):
         for i in range(k.shape[1]):
             cache.keys[block, offset, head, i] = narrow(k[head, i], like)
+        for i in range(v.shape[1]):
             cache.values[block, offset, head, i] = narrow(v[head, i], like)
 
 
 @compiled(FAST)
 def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork, how: Score, out: Any) -> None:
-    """Compute out from q, both [T, heads, head_dim] float32, with all threads of the team.
+    """Compute out [T, heads, value_dim] from q [T, heads, head_dim], both float32, with all threads of the team.
 
     Call `barrier` before and after, then `merge` for every row."""
     pieces, tiles = work.pieces, work.tiles
     kv_heads, head_dim = cache.keys.shape[2], cache.keys.shape[3]
     group = q.shape[1] // kv_heads
-    padded = (head_dim + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
+    padded = (out.shape[2] + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
     queries = QUERIES if tiles.rows.shape[0] > 0 else 1
     most = max(queries * group, q.shape[1]) + F32_ROWS  # a tile may extend past the last row
     scratch = _Scratch(
@@ -112,7 +117,7 @@ def _attend_piece(
     piece: int, q: Any, cache: Cache, pieces: Pieces, how: Score, partial: Partial, scratch: Any, out: Any
 ) -> None:
     """Compute all heads of one piece; their keys and values are adjacent in memory."""
-    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.keys.shape[2]
+    heads, value_dim, kv_heads = q.shape[1], out.shape[2], cache.keys.shape[2]
     group, whole = heads // kv_heads, pieces.counts[piece] == 1
     row, length, start, sequence = (
         pieces.rows[piece],
@@ -132,8 +137,8 @@ def _attend_piece(
         count = min(KEYS, end - base)
         _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
         for kv_head in range(kv_heads):
-            if head_dim % F32_COLUMNS:
-                _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, values)
+            if value_dim % F32_COLUMNS:
+                _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
                 _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
@@ -142,7 +147,7 @@ def _attend_piece(
                         scores[line, j] = np.float32(0.0)
                 for head in range(first, last):
                     _soften(scores, head - first, peaks, totals, sums, head, max(low - base, 0), count, how.softcap)
-                if head_dim % F32_COLUMNS:
+                if value_dim % F32_COLUMNS:
                     _add_values(sums, first, scores, values, count)
                 else:
                     _add_stored(sums, first, last, scores, cache.values, cache.tables, sequence, base, count, kv_head)
@@ -152,7 +157,7 @@ def _attend_piece(
         else:
             partial.peaks[piece, head] = peaks[head]
             partial.totals[piece, head] = totals[head]
-            for i in range(head_dim):
+            for i in range(value_dim):
                 partial.sums[piece, head, i] = sums[head, i]
 
 
@@ -198,12 +203,18 @@ def _score(
 @compiled()
 def _fetch_ahead(keys: Any, values: Any, tables: Any, sequence: int, base: int, end: int) -> None:
     """Prefetch the keys and values of the next tile; the hardware prefetcher cannot follow block tables."""
-    block_size, row = keys.shape[1], keys.shape[2] * keys.shape[3] * keys.itemsize
+    _fetch_side_ahead(keys, tables, sequence, base, end)
+    if values.ctypes.data != keys.ctypes.data:
+        _fetch_side_ahead(values, tables, sequence, base, end)
+
+
+@compiled()
+def _fetch_side_ahead(side: Any, tables: Any, sequence: int, base: int, end: int) -> None:
+    block_size, row = side.shape[1], side.shape[2] * side.shape[3] * side.itemsize
     for first in range(base, min(base + KEYS, end), block_size):
         start = tables[sequence, first // block_size] * block_size * row
         for line in range(0, min(block_size, end - first) * row, 64):
-            prefetch(keys.ctypes.data + start + line)
-            prefetch(values.ctypes.data + start + line)
+            prefetch(side.ctypes.data + start + line)
 
 
 @compiled()
@@ -227,7 +238,7 @@ def _add_stored(
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
         weights = scores.ctypes.data + j * 4
-        for column in range(0, head_dim, F32_COLUMNS):
+        for column in range(0, padded, F32_COLUMNS):
             value = (
                 side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim + column) * size
             )
@@ -247,7 +258,7 @@ def _add_stored(
 
 @compiled(FAST)
 def merge(row: int, work: AttentionWork, out: Any) -> None:
-    """Merge the pieces of a row into out [T, heads, head_dim], if it was computed in several."""
+    """Merge the pieces of a row into out [T, heads, value_dim], if it was computed in several."""
     first = work.several[row]
     if first < 0:
         return
@@ -282,7 +293,7 @@ def _attend_tile(
     for base in range(low // KEYS * KEYS, position + tokens, KEYS):
         count = min(KEYS, position + tokens - base)
         _load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
-        _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, values)
+        _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, out.shape[2], values)
         for first in range(0, rows, F32_ROWS):
             last = min(first + F32_ROWS, rows)
             if base > position + (last - 1) // group:
@@ -386,24 +397,26 @@ def _finish_row(sums: Any, totals: Any, row: int, out: Any, to: int, head: int) 
 
 
 @compiled(FAST)
-def _load_rows(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
-    """Load `count` positions of the keys or of the values into target [KEYS, head_dim]."""
+def _load_rows(
+    side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, width: int, target: Any
+) -> None:
+    """Load `count` positions, the first `width` numbers of each, into target [KEYS, width]."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    whole = head_dim // 16 * 16
+    whole = width // 16 * 16
     j = 0
     while j < count:
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         for at in range(slot, min(block_size, slot + count - j)):
             source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * head_dim) * size
             widen_row(target.ctypes.data + j * target.shape[1] * 4, source, whole, like)
-            for i in range(whole, head_dim):
+            for i in range(whole, width):
                 target[j, i] = widen(side[block, at, kv_head, i])
             j += 1
 
 
 @compiled(FAST)
 def _load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
-    """Like `_load_rows`, transposed: target [head_dim, KEYS]."""
+    """Like `_load_rows` with all numbers of a head, transposed: target [head_dim, KEYS]."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
     whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
     j = 0

@@ -39,7 +39,7 @@ _NO_TILES = Tiles(*(np.empty(0, dtype=np.int64) for _ in Tiles._fields))
 class Partial(NamedTuple):
     """Results of the spans, before those of one row are merged."""
 
-    sums: np.ndarray  # [pieces, heads, head_dim] float32
+    sums: np.ndarray  # [pieces, heads, value_dim] float32
     peaks: np.ndarray  # [pieces, heads] float32
     totals: np.ndarray  # [pieces, heads] float32
 
@@ -54,7 +54,7 @@ class AttentionWork(NamedTuple):
 
 
 def split_work(
-    offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads: int, head_dim: int, *, few: int = FEW
+    offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads: int, value_dim: int, *, few: int = FEW
 ) -> AttentionWork:
     """Split a step: sequence i has the rows [offsets[i], offsets[i + 1]) at the positions [starts[i], ends[i]).
 
@@ -79,10 +79,10 @@ def split_work(
         sequence,
         starts[sequence] + skipped,
     )
-    return AttentionWork(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, head_dim), several)
+    return AttentionWork(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, value_dim), several)
 
 
-def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, head_dim: int) -> AttentionWork:
+def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, value_dim: int) -> AttentionWork:
     """AttentionWork of single rows: row i is a token of sequences[i] with lengths[i] visible positions. Faster than
     `split_work` for a few rows."""
     found = [
@@ -95,12 +95,12 @@ def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, h
     first = np.flatnonzero((pieces.starts == 0) & (pieces.counts > 1))
     several[pieces.rows[first]] = first
     num_partial = len(found) if len(first) else 0
-    return AttentionWork(pieces, _NO_TILES, _room_for_partial(num_partial, heads, head_dim), several)
+    return AttentionWork(pieces, _NO_TILES, _room_for_partial(num_partial, heads, value_dim), several)
 
 
-def _room_for_partial(pieces: int, heads: int, head_dim: int) -> Partial:
+def _room_for_partial(pieces: int, heads: int, value_dim: int) -> Partial:
     return Partial(
-        np.empty((pieces, heads, head_dim), dtype=np.float32),
+        np.empty((pieces, heads, value_dim), dtype=np.float32),
         np.empty((pieces, heads), dtype=np.float32),
         np.empty((pieces, heads), dtype=np.float32),
     )

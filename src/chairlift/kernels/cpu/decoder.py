@@ -280,7 +280,8 @@ def attend_layer(
     how: Score,
     out: Any,
 ) -> None:
-    """Store k, v [T, kv_heads, head_dim] and compute the attention of one layer: q, out [T, heads, head_dim]."""
+    """Store k [T, kv_heads, head_dim] and v [T, kv_heads, value_dim], and compute the attention of one layer:
+    q [T, heads, head_dim] -> out [T, heads, value_dim]."""
     while True:
         row = claim(shared, 1)
         if row >= q.shape[0]:

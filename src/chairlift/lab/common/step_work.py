@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.plan import StepPlan
+from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models.base import CausalLM
@@ -55,6 +56,10 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
         outputs = {id(mixer.output) for mixer in layer.mixers}
         inputs = [linear for mixer in layer.mixers for linear in mixer.linears() if id(linear) not in outputs]
         yield from (linear_work(linear, rows) for linear in inputs)
+        for mixer in layer.mixers:
+            if isinstance(mixer, LatentAttention):
+                weight = mixer.up.weight  # multiplied with queries and with sums of latents
+                yield KernelWork(2.0 * rows * weight.numel(), weight.nbytes)
         if layer is model.layers[-1]:
             rows = sampled
         yield from (linear_work(mixer.output, rows) for mixer in layer.mixers)
@@ -89,8 +94,8 @@ def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_i
     for start, count in spans:
         pairs += _visible_pairs(start, count, layer.window)
         read += min(start + count, count + (layer.window or start + count))
-    numbers = layer.num_heads * layer.head_dim
-    return KernelWork(4.0 * pairs * numbers, 2.0 * read * layer.num_kv_heads * layer.head_dim * kv_itemsize)
+    numbers = layer.num_heads * (layer.head_dim + layer.value_dim)
+    return KernelWork(2.0 * pairs * numbers, float(read * layer.numbers_per_token * kv_itemsize))
 
 
 def _visible_pairs(start: int, count: int, window: int | None) -> int:

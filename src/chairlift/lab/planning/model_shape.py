@@ -47,8 +47,8 @@ def model_shape(config: Mapping[str, Any], weights: str, kv_bytes: float) -> tup
         num_parameters=info.num_parameters,
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
-        kv_bytes_per_token=round(sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * kv_bytes),
-        attention_flops_per_kv=sum(4 * layer.num_heads * layer.head_dim for layer in layers),
+        kv_bytes_per_token=round(sum(layer.numbers_per_token for layer in layers) * kv_bytes),
+        attention_flops_per_kv=sum(2 * layer.num_heads * (layer.head_dim + layer.value_dim) for layer in layers),
         bytes_per_weight=BYTES_PER_WEIGHT[weights],
         tied_head=bool(config.get("tie_word_embeddings", False)),
     )

@@ -80,13 +80,14 @@ def max_rows(target: Decoder, length: int) -> int:
     most = MAX_ROWS[target.device.type]
     if target.device.type != "cuda":
         return most
-    numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in target.attention_layers)
+    numbers = sum(layer.numbers_per_token for layer in target.attention_layers)
     free, _ = torch.cuda.mem_get_info(target.device)
     return max(1, min(most, int(MEMORY_SHARE * free) // (numbers * length * target.dtype.itemsize)))
 
 
 def refuse_unusual_attention(layers: tuple[AttentionLayer, ...]) -> None:
-    if any(layer.window or layer.softcap or layer.chunk or layer.sinks for layer in layers):
+    if any(layer.window or layer.softcap or layer.chunk or layer.sinks or layer.latent_dim for layer in layers):
         raise UnsupportedModel(
-            "a draft head cannot be trained for models whose attention has a window, chunks, a soft-cap or sinks"
+            "a draft head cannot be trained for models with latent attention, or attention with a window, chunks, a "
+            "soft-cap or sinks"
         )

@@ -80,6 +80,7 @@ class Family:
     rotated: Callable[[Fields, int, str], bool] = rotated_by_list
     interleaved_rope: bool = False
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
+    latent: bool = False  # latent attention
     experts: ExpertsFamily | None = None
     recurrent: RecurrentFamily | None = None
 

@@ -38,6 +38,7 @@ def can_fuse(config: DecoderConfig) -> bool:
         and layer.only_attention.num_heads == first.only_attention.num_heads
         and layer.only_attention.num_kv_heads == first.only_attention.num_kv_heads
         and layer.only_attention.head_dim == first.only_attention.head_dim
+        and layer.latent is None
         for layer in config.layers
     )
     pairs = {len(layer.rope.inv_freq) for layer in config.layers if layer.rope is not None}

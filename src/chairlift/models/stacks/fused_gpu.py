@@ -41,7 +41,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         on_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
         and plain_norms
-        and all(layer.experts is None for layer in config.layers)
+        and all(layer.experts is None and layer.latent is None for layer in config.layers)
         and config.activation == "silu"
         and not config.output_bias
         and not config.mlp_bias

@@ -28,6 +28,7 @@ from chairlift.lab.report.progress import Note
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
+from chairlift.models.decoder_layer import SelfAttention
 from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 
@@ -129,11 +130,11 @@ def device_seconds(run: TimedCall, device: torch.device) -> float:
 
 
 def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
-    attentions = [layer.attention for layer in model.layers]
-    linears = {
-        "qkv": [attention.qkv for attention in attentions],
-        "output": [attention.output for attention in attentions],
-    }
+    attentions = [mixer for layer in model.layers for mixer in layer.mixers if isinstance(mixer, SelfAttention)]
+    linears: dict[str, list[Linear]] = {}
+    if attentions:
+        linears["qkv"] = [attention.qkv for attention in attentions]
+        linears["output"] = [attention.output for attention in attentions]
     mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, GatedMLP)]
     if mlps:  # experts are not plain products
         linears |= {"gate, up": [mlp.gate_up for mlp in mlps], "down": [mlp.down for mlp in mlps]}

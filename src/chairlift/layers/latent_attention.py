@@ -1,0 +1,169 @@
+"""Latent attention (MLA): queries, keys and values come from small latent vectors, of which one per token is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.interface import Attend, AttentionLayer
+from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Linear
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.parts import Part, PermutedHeads, Target, Targets
+from chairlift.layers.rope import Rotation
+from chairlift.layers.rows import in_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The sizes of a layer's latent attention."""
+
+    q_rank: int | None  # None: queries are projected directly
+    rank: int
+    nope_dim: int  # of a head's queries and keys, without rotation
+    rope_dim: int  # further ones with rotation; all heads share the key's
+    value_dim: int
+    bias: bool  # of the products from the hidden state to latents, and of the output
+    interleaved_rope: bool  # the checkpoint pairs neighbouring dimensions instead of halves
+    eps: float = 1e-6  # of the latents' norms, whatever that of the layer is
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        queries = num_heads * (self.nope_dim + self.rope_dim)
+        q = hidden_size * queries
+        if self.q_rank is not None:
+            q = hidden_size * self.q_rank + self.q_rank + self.q_rank * queries + self.q_rank * self.bias
+        latent = (hidden_size + self.bias) * (self.rank + self.rope_dim) + self.rank
+        up = num_heads * (self.nope_dim + self.value_dim) * self.rank
+        return q + latent + up + num_heads * self.value_dim * hidden_size + hidden_size * self.bias
+
+
+class HeadUpProjection:
+    """The matrices that turn a latent into keys and values; always plain, because both forms read them."""
+
+    def __init__(self, num_heads: int, shape: LatentShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        size = (num_heads, shape.nope_dim + shape.value_dim, shape.rank)
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.nope_dim = shape.nope_dim
+        self._batch_invariant = False
+
+    def targets(self, name: str) -> Targets:
+        yield f"{name}.weight", self.weight.flatten(0, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def finalize(self) -> None:
+        """Nothing to pack."""
+
+    def make_batch_invariant(self) -> None:
+        self._batch_invariant = True
+
+    def absorb(self, q: Tensor) -> Tensor:
+        return self._by_head(q, self.weight[:, : self.nope_dim])
+
+    def values(self, sums: Tensor) -> Tensor:
+        return self._by_head(sums, self.weight[:, self.nope_dim :].mT)
+
+    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        weight = self.weight[heads]
+        both = (latents @ weight.flatten(0, 1).mT).view(len(latents), len(weight), -1)
+        return both[..., : self.nope_dim], both[..., self.nope_dim :]
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, heads, in], weight [heads, in, out] -> [T, heads, out]."""
+
+        def multiply(rows: Tensor) -> Tensor:
+            by_head = rows.view(len(rows), *x.shape[1:]).transpose(0, 1)
+            return torch.bmm(by_head, weight).transpose(0, 1)
+
+        return in_tiles(multiply, x.flatten(1)) if self._batch_invariant else multiply(x)
+
+
+class LatentAttention:
+    """Projects to queries and one latent per token, and calls `attend`; the caller applies the output projection."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        layer: AttentionLayer,
+        shape: LatentShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat],
+    ) -> None:
+        kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
+        norm: dict[str, Any] = {"unit_offset": False, "dtype": dtype, "device": device}
+        self.layer = layer
+        self.shape = shape
+        self._head_dim = shape.nope_dim + shape.rope_dim
+        queries = layer.num_heads * self._head_dim
+        # One product for everything that is computed from the hidden state: the queries or their latent, and the latent
+        # of keys and values.
+        self._sizes = [queries if shape.q_rank is None else shape.q_rank, shape.rank + shape.rope_dim]
+        self.down = Linear.empty(hidden_size, sum(self._sizes), bias=shape.bias, **kind)
+        self.q_norm: RMSNorm | None = None
+        self.q_up: Linear | None = None
+        if shape.q_rank is not None:
+            self.q_norm = RMSNorm(shape.q_rank, shape.eps, **norm)
+            self.q_up = Linear.empty(shape.q_rank, queries, bias=False, **kind)
+        self.kv_norm = RMSNorm(shape.rank, shape.eps, **norm)
+        self.up = HeadUpProjection(layer.num_heads, shape, dtype=dtype, device=device)
+        self.output = Linear.empty(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias, **kind)
+
+    def targets(self) -> Targets:
+        direct, shape = self.q_up is None, self.shape
+        for name, target in self.down.targets(["q_proj" if direct else "q_a_proj", "kv_a_proj_with_mqa"], self._sizes):
+            if name == "q_proj.bias":
+                assert isinstance(target, Tensor)
+                target.zero_()  # the checkpoint has none
+            elif name.startswith("q_a_proj."):
+                yield name, target
+            else:
+                yield name, self._unpaired(target, shape.nope_dim if name.startswith("q_proj.") else shape.rank)
+        if self.q_up is not None and self.q_norm is not None:
+            yield from self.q_norm.targets("q_a_layernorm")
+            for name, target in self.q_up.targets(["q_b_proj"]):
+                yield name, self._unpaired(target, shape.nope_dim)
+        yield from self.kv_norm.targets("kv_a_layernorm")
+        yield from self.up.targets("kv_b_proj")
+        yield from self.output.targets(["o_proj"])
+
+    def _unpaired(self, target: Target, unrotated: int) -> Target:
+        """Reorder the rotated dimensions, behind `unrotated` ones, so that rotated pairs are in separate halves."""
+        if not self.shape.interleaved_rope:
+            return target
+        rotated = torch.arange(self.shape.rope_dim).view(-1, 2).T.flatten()
+        return PermutedHeads(target, torch.cat((torch.arange(unrotated), unrotated + rotated)), axis=0)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.down, self.output) if self.q_up is None else (self.down, self.q_up, self.output)
+
+    def parts(self) -> Iterator[Part]:
+        yield from (*self.linears(), self.kv_norm, self.up)
+        if self.q_norm is not None:
+            yield self.q_norm
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        assert rotation is not None
+        q, latent = self.down(x).split(self._sizes, dim=1)
+        if self.q_up is not None and self.q_norm is not None:
+            q = self.q_up(self.q_norm(q.contiguous()))
+        projection = LatentProjection(
+            q=q.unflatten(1, (-1, self._head_dim)),
+            latent=latent,
+            norm=self.kv_norm.weight,
+            eps=self.kv_norm.eps,
+            cos=rotation.cos,
+            sin=rotation.sin,
+            up=self.up,
+        )
+        if isinstance(attend, LatentAttend):
+            return attend.from_latent(self.layer, projection).flatten(1)
+        return attend_absorbed(attend, self.layer, projection).flatten(1)

@@ -84,6 +84,6 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 def engine_config(loaded: LoadedModel, options: dict[str, Any]) -> EngineConfig:
     """An engine config with `num_blocks` expressed as `kv_memory`."""
     block_size = options.get("block_size", 16)
-    per_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in loaded.model.attention_layers)
+    per_token = sum(4 * layer.numbers_per_token for layer in loaded.model.attention_layers)
     num_blocks = options.pop("num_blocks", 100)
     return EngineConfig(device="cpu", dtype="float32", kv_memory=num_blocks * block_size * per_token, **options)

@@ -27,7 +27,7 @@ def reference(
     layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of one sequence, token by token and head by head, in float64."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], layer.value_dim, dtype=torch.float64)
     group = layer.num_heads // layer.num_kv_heads
     for row in range(q.shape[0]):
         last = start + row
@@ -48,16 +48,18 @@ def reference(
 @st.composite
 def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]], int, int]:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
+    head_dim, values = draw(st.sampled_from([(8, None), (16, None), (40, 32), (64, None), (80, 64), (96, None)]))
     layer = AttentionLayer(
         index=0,
         num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 7])),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([8, 16, 40, 64, 96])),
+        head_dim=head_dim,
         scale=draw(st.sampled_from([0.05, 0.125, 1.0])),
         window=draw(st.none() | st.integers(1, 30)),
         softcap=draw(st.sampled_from([None, 5.0, 50.0])),
         chunk=draw(st.none() | st.integers(1, 70)),
         sinks=draw(st.booleans()),
+        latent_dim=values,
     )
     chunk = st.tuples(st.integers(0, 60) | st.integers(60, 300), st.sampled_from([1, 1, 1, 2, 7, 8, 9, 33]))
     return (
@@ -79,7 +81,8 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
     order = torch.randperm(sum(needed) + 3, generator=generator)
     shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)
     # Slots that no sequence owns contain NaN, so that reading one is detected.
-    storage = KVStorage([torch.full(shape, math.nan)], [torch.full(shape, math.nan)])
+    stored = torch.full(shape, math.nan)
+    storage = KVStorage([stored], [stored if layer.latent_dim is not None else stored.clone()])
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
     sequences, slots = [], []
     for i, (start, count) in enumerate(chunks):
@@ -87,6 +90,8 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
         keys, values = (
             torch.randn(start + count, layer.num_kv_heads, layer.head_dim, generator=generator) for _ in range(2)
         )
+        if layer.latent_dim is not None:
+            values = keys[..., : layer.latent_dim]
         positions = torch.arange(start + count)
         slot = tables[i, positions // block_size].long() * block_size + positions % block_size
         storage.write(0, slot[:start], keys[:start], values[:start])
@@ -96,7 +101,7 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
     rows = batch_rows([count for _, count in chunks], backend.capabilities.rectangular)
     num_rows = rows[-1].stop
     q = torch.randn(num_rows, layer.num_heads, layer.head_dim, generator=generator)
-    k, v = (torch.full((num_rows, layer.num_kv_heads, layer.head_dim), math.nan) for _ in range(2))
+    k, v = (torch.full((num_rows, layer.num_kv_heads, size), math.nan) for size in (layer.head_dim, layer.value_dim))
     where = torch.full((num_rows,), storage.scratch_block * block_size)
     for i, (keys, values) in enumerate(sequences):
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
@@ -104,7 +109,7 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
     sinks = 3 * torch.randn(layer.num_heads, generator=generator) if layer.sinks else None
     out = backend.plan(layout, storage)(layer, q, k, v, sinks=sinks)
-    assert out.shape == q.shape
+    assert out.shape == (*q.shape[:2], layer.value_dim)
     assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.
     allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)

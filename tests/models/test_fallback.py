@@ -75,7 +75,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "openai-gpt": {},
     "xglm": {},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-    "deepseek_v3": {},  # heads of keys and values have different sizes
+    "minicpm3": {},  # heads of keys and values have different sizes
 }
 
 

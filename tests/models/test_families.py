@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.errors import CorruptCheckpoint
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models import build_model, describe, supported_families
 from chairlift.models.decoder import Decoder
@@ -30,6 +30,19 @@ from tests.models.checkpoints import (
 from tests.models.hybrid_configs import HYBRID_CONFIGS
 
 transformers = pytest.importorskip("transformers")
+
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 22,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
 
 
 def _config(name: str, **changes: Any) -> Callable[[], Any]:
@@ -73,6 +86,48 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=34,
         qkv_bias=False,
         norm_topk_prob=True,
+    ),
+    "deepseek v2": _config(
+        "DeepseekV2Config",
+        **LATENT,
+        n_routed_experts=8,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
+    "deepseek v2 lite": _config(
+        "DeepseekV2Config",
+        **LATENT | {"q_lora_rank": None},
+        n_routed_experts=6,
+        topk_method="greedy",
+        n_group=3,
+        topk_group=1,
+        first_k_dense_replace=0,
+        attention_bias=True,
+    ),
+    "deepseek v3, yarn": _config(
+        "DeepseekV3Config",
+        **LATENT,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "rope_theta": 1e4,
+        },
+    ),
+    "deepseek v3, rotated halves": _config(
+        "DeepseekV3Config", **LATENT, n_routed_experts=4, n_group=1, topk_group=1, rope_interleave=False
+    ),
+    "glm4 moe lite": _config(
+        "Glm4MoeLiteConfig", **LATENT, n_routed_experts=5, mlp_layer_types=["sparse", "dense", "sparse"]
     ),
     "qwen3": _config("Qwen3Config", head_dim=14),
     "qwen3 window": _config("Qwen3Config", head_dim=14, use_sliding_window=True, sliding_window=5, max_window_layers=2),
@@ -271,6 +326,12 @@ def test_text_part_of_multimodal_gemma3(tmp_path: Path) -> None:
     assert_matches(load(tmp_path), whole, 23, 3)
 
 
+def test_sparse_attention_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["deepseek v3, rotated halves"]().to_dict() | {"index_topk": 64}
+    with pytest.raises(UnsupportedModel, match=r"index_topk: sparse attention"):
+        describe(config)
+
+
 def test_experts_stacked_in_the_checkpoint(tmp_path: Path) -> None:
     """Newer checkpoints hold a layer's experts as two tensors of three dimensions."""
     reference = make_reference(CONFIGS["qwen2 moe"]())
@@ -284,12 +345,14 @@ def test_experts_stacked_in_the_checkpoint(tmp_path: Path) -> None:
         build_model(config, stacked.items(), dtype=torch.float32, device=CPU)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = make_reference(CONFIGS["glm4_moe"]())
     config = save(reference, tmp_path) | {"num_nextn_predict_layers": 1}
     behind = [("model.layers.3.eh_proj.weight", torch.zeros(60, 120)), ("mtp.fc.weight", torch.zeros(60, 60))]
     tensors = [*stream(tmp_path), *behind]
-    model = build_model(config, tensors, dtype=torch.float32, device=torch.device("cpu"))
+    with caplog.at_level("INFO", logger="chairlift"):
+        model = build_model(config, tensors, dtype=torch.float32, device=torch.device("cpu"))
+    assert "layers for multi-token prediction are not loaded: 1" in caplog.text
     assert_matches(model, reference, 9)
     with pytest.raises(CorruptCheckpoint, match=r"unexpected tensor model\.layers\.3"):
         build_model(config | {"num_nextn_predict_layers": 0}, tensors, dtype=torch.float32, device=torch.device("cpu"))

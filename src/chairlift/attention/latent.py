@@ -54,16 +54,17 @@ class LatentProjection:
     latent: Tensor  # [T, rank + rope_dim], neither normalised nor rotated yet
     norm: Tensor  # [rank]: the weight of the latent's norm
     eps: float
-    cos: Tensor  # [T, 1, rope_dim // 2]
-    sin: Tensor
+    cos: Tensor | None  # [T, 1, rope_dim // 2]; None: nothing is rotated
+    sin: Tensor | None
     up: UpProjection
 
     def ready(self) -> tuple[Tensor, Tensor]:
         """q and latent, normalised and rotated."""
         rank, nope = len(self.norm), self.up.nope_dim
         self.latent[:, :rank] = F.rms_norm(self.latent[:, :rank], (rank,), self.norm, self.eps)
-        for heads in (self.q[..., nope:], self.latent[:, None, rank:]):
-            _rotate_(heads, self.cos, self.sin)
+        if self.cos is not None and self.sin is not None:
+            for heads in (self.q[..., nope:], self.latent[:, None, rank:]):
+                _rotate_(heads, self.cos, self.sin)
         return self.q, self.latent
 
 

@@ -146,12 +146,12 @@ class LatentAttention:
         return (self.down, self.output) if self.q_up is None else (self.down, self.q_up, self.output)
 
     def parts(self) -> Iterator[Part]:
-        yield from (*self.linears(), self.kv_norm, self.up)
+        yield from self.linears()
+        yield from (self.kv_norm, self.up)
         if self.q_norm is not None:
             yield self.q_norm
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        assert rotation is not None
         q, latent = self.down(x).split(self._sizes, dim=1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q.contiguous()))
@@ -160,8 +160,8 @@ class LatentAttention:
             latent=latent,
             norm=self.kv_norm.weight,
             eps=self.kv_norm.eps,
-            cos=rotation.cos,
-            sin=rotation.sin,
+            cos=None if rotation is None else rotation.cos,
+            sin=None if rotation is None else rotation.sin,
             up=self.up,
         )
         if isinstance(attend, LatentAttend):

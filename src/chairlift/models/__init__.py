@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
     from chairlift.loading.stored_weight import StoredWeight
     from chairlift.models.base import CausalLM, ModelInfo
+
+
+log = logging.getLogger("chairlift")
 
 
 def build_model(
@@ -65,6 +69,8 @@ def build_model(
             f"no memory for the {count} weights of the model in {kind} ({str(error).splitlines()[0]}); "
             "choose a smaller model or dtype"
         ) from error
+    if description.num_mtp_layers:
+        log.info(f"layers for multi-token prediction are not loaded: {description.num_mtp_layers}")
     fill(
         dict(model.targets()),
         unstacked(description.layers, tensors),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.errors import UnsupportedModel
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.models.fields import Fields
 from chairlift.models.rope_config import ROPE_SETTINGS
@@ -16,6 +17,8 @@ MAX_DIM = 2**14
 
 def read_latent(fields: Fields) -> LatentShape:
     """The sizes of latent attention, under DeepSeek's names."""
+    if "index_topk" in fields:
+        raise UnsupportedModel("index_topk: sparse attention, in which a small network chooses keys, is not supported")
     sizes = {
         name: fields.integer(key, high=MAX_DIM)
         for name, key in (

@@ -87,7 +87,6 @@ class PagedCPUStep(HostAttend, LatentAttend):
         )
         return out
 
-
     def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
         q, latent = projection.ready()
         up = projection.up

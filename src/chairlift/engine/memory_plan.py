@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, with the arithmetic laid open."""
+"""How much memory the KV cache and the states of recurrent layers get, with the arithmetic laid open."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import torch
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import format_bytes, parse_bytes
+from chairlift.core.kv.hybrid_cache import MIN_SLOTS
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.runner.device_memory import free_memory
 
 SHARE_OF_FREE_MEMORY, SHARE_OF_GPU_MEMORY = 0.25, 0.9
 SHARE_OF_HOST_MEMORY = 0.25  # for the blocks of preempted requests
 SHORT_SEQUENCE = 64  # tokens, prompt and output: few requests have less
+SHARE_OF_STATES = 0.5  # of the cache, at most, for the states of recurrent layers
+SNAPSHOTS_PER_REQUEST = 3  # that there is a use for: of a shared prefix, a prompt and an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     source: str  # where the amount came from
+    bytes_per_state: int = 0  # the state of one sequence in all recurrent layers
+    num_states: int = 0  # state slots
 
     @property
     def kv_bytes(self) -> int:
@@ -42,7 +48,14 @@ class MemoryPlan:
 
         How many really run depends on their lengths, and is decided when they are admitted.
         """
+        if self.num_states:
+            most = min(most, self.num_states - 1)  # one more is for a snapshot that is read
         return max(1, min(most, self.num_tokens // SHORT_SEQUENCE))
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between snapshots of a prompt, of which one takes as much memory as the tokens' keys and values."""
+        return self.bytes_per_state // self.bytes_per_token if self.bytes_per_token else SHORT_SEQUENCE
 
     def lines(self) -> list[str]:
         """The arithmetic, for the start-up log."""
@@ -55,6 +68,17 @@ class MemoryPlan:
             f" = {format_bytes(block_bytes)} per block",
             f"           {self.num_blocks:,} blocks = {self.num_tokens:,} tokens"
             f" = {sequences:.1f} sequences of the full {self.max_model_len:,} tokens",
+            *self._state_lines(),
+        ]
+
+    def _state_lines(self) -> list[str]:
+        if not self.num_states:
+            return []
+        return [
+            f"states     {format_bytes(self.num_states * self.bytes_per_state)} of recurrent layers, shared with the"
+            " KV cache",
+            f"           {format_bytes(self.bytes_per_state)} per sequence x {self.num_states:,} slots"
+            " for running requests, draft tokens and snapshots",
         ]
 
 
@@ -70,8 +94,14 @@ def plan_memory(
     max_model_len: int,
     max_batch_requests: int,
     step_bytes: int = 0,
+    recurrent: Sequence[RecurrentLayer] = (),
+    states_per_request: int = 1,
 ) -> MemoryPlan:
-    """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than a full batch can use."""
+    """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than a full batch can use.
+
+    The states of `recurrent` layers get up to half of it, or what the KV cache has no use for. `states_per_request`:
+    those that there is a use for, with draft tokens and snapshots.
+    """
     per_token = bytes_per_token(layers, dtype)
     per_block = per_token * block_size
     free = free_memory(device) - step_bytes
@@ -88,14 +118,27 @@ def plan_memory(
         share = memory_share or (SHARE_OF_GPU_MEMORY if on_gpu(device) else SHARE_OF_FREE_MEMORY)
         beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
         budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
-    num_blocks = budget // per_block
     most = max_batch_requests * -(-max_model_len // block_size)
+    per_state = sum(layer.num_bytes for layer in recurrent)
+    num_states = _num_states(budget, per_state, most * per_block, 1 + max_batch_requests * states_per_request)
+    num_blocks = (budget - num_states * per_state) // per_block if per_block else most
     if kv_memory is None and num_blocks > most:
         num_blocks, source = most, f"enough for all {max_batch_requests} requests of a batch"
     if num_blocks < 1:
         needed = f"one block of {block_size} tokens takes {format_bytes(per_block)}"
         raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
-    return MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source)
+    return MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source, per_state, num_states)
+
+
+def _num_states(budget: int, per_state: int, most_kv: int, wanted: int) -> int:
+    """State slots in a budget that they share with the KV cache, which has a use for `most_kv` bytes."""
+    if not per_state:
+        return 0
+    room = max(int(budget * SHARE_OF_STATES), budget - most_kv) // per_state
+    if room < MIN_SLOTS:
+        needed = f"{MIN_SLOTS} states of {format_bytes(per_state)} must fit beside the KV cache"
+        raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
+    return max(MIN_SLOTS, min(room, wanted))
 
 
 def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:

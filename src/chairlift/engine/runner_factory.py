@@ -10,16 +10,20 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
+from chairlift.core.kv.hybrid_cache import MIN_SLOTS
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
-from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots, plan_memory
+from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.errors import InvalidParameter
+from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.state_storage import allocate_states
+from chairlift.speculation.control.option import drafts_per_request
 from chairlift.speculation.control.proposer import Proposer
 from chairlift.speculation.draft_network import ModelProposer
 from chairlift.speculation.proposers.base import LoadedProposer
@@ -70,6 +74,10 @@ class RunnerFactory:
     def _max_drafts(self) -> int:
         return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, batch_tokens(self.config))
 
+    @property
+    def _drafts_per_request(self) -> int:
+        return drafts_per_request(self.config.speculate, self.config.draft_length)
+
     def _plan(self, step_bytes: int = 0) -> tuple[MemoryPlan, int]:
         """The memory plan beside `step_bytes` for the largest step, and how many requests may run."""
         config = self.config
@@ -84,18 +92,20 @@ class RunnerFactory:
             max_model_len=self.max_model_len,
             max_batch_requests=batch_requests(config),
             step_bytes=step_bytes,
+            recurrent=self.model.recurrent_layers,
+            states_per_request=1 + self._drafts_per_request + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
         )
         return memory, config.max_batch_requests or memory.max_requests(batch_requests(config))
 
     def _build(self, memory: MemoryPlan, max_requests: int, step_bytes: int = 0) -> BuiltRunner:
-        storage = self._allocate(memory)
+        storage, states = self._allocate(memory), self._allocate_states(memory.num_states)
         proposer = self._make_proposer(storage, repeatable=self.config.seed is not None)
         host_blocks = None
-        if self.config.preemption != "recompute":
+        if self.config.preemption != "recompute" and states is None:
             host_blocks = HostBlocks(storage, plan_host_slots(self.config.swap_memory, memory))
         runner: ModelRunner
         if self.attention.capabilities.captures:
-            runner = self._gpu_runner(storage, max_requests, proposer, host_blocks, step_bytes)
+            runner = self._gpu_runner(storage, states, max_requests, proposer, host_blocks, step_bytes)
         else:
             runner = CPURunner(
                 self.model,
@@ -104,13 +114,15 @@ class RunnerFactory:
                 structured=self.structured,
                 drafter=_drafter(proposer),
                 host_blocks=host_blocks,
+                states=states,
             )
         return BuiltRunner(runner, memory, max_requests, proposer)
 
     def _measure_step(self, memory: MemoryPlan, max_requests: int) -> int:
         """Bytes of the largest step, computed with a cache of one block."""
         storage = self._allocate(replace(memory, num_blocks=1))
-        runner = self._gpu_runner(storage, max_requests, self._make_proposer(storage, repeatable=True))
+        states = self._allocate_states(MIN_SLOTS)
+        runner = self._gpu_runner(storage, states, max_requests, self._make_proposer(storage, repeatable=True))
         try:
             return runner.measure_largest_step()
         except torch.OutOfMemoryError:
@@ -121,6 +133,10 @@ class RunnerFactory:
         dtype, device = kv_dtype(self.config, self.model), self.model.device
         return allocate_storage(self._layers, memory.num_blocks, memory.block_size, dtype, device)
 
+    def _allocate_states(self, num_slots: int) -> StateStorage | None:
+        layers = self.model.recurrent_layers
+        return allocate_states(layers, num_slots, self.model.device) if layers else None
+
     def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
         if self.draft is None:
             return None
@@ -129,6 +145,7 @@ class RunnerFactory:
     def _gpu_runner(
         self,
         storage: KVStorage,
+        states: StateStorage | None,
         max_requests: int,
         proposer: Proposer | None,
         host_blocks: HostBlocks | None = None,
@@ -145,7 +162,9 @@ class RunnerFactory:
             structured=self.structured,
             drafter=_drafter(proposer),
             host_blocks=host_blocks,
+            states=states,
             max_drafts=self._max_drafts,
+            drafts_per_request=self._drafts_per_request,
             draft_layers=self._draft_layers,
             step_bytes=step_bytes,
         )

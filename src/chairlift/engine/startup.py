@@ -17,6 +17,7 @@ from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel
+from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -26,8 +27,9 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens, prefill_tokens, torch_device, torch_dtype
 from chairlift.engine.memory_plan import MemoryPlan
+from chairlift.engine.recurrent_options import check_recurrent_options
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
-from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
@@ -155,8 +157,7 @@ def start_engine(
 ) -> StartedEngine:
     """Size the KV cache and assemble the engine, which takes all times from `clock`."""
     model = loaded.model
-    if model.recurrent_layers:
-        raise UnsupportedModel("models with recurrent layers need state slots, which the engine does not have yet")
+    check_recurrent_options(config, model)
     max_model_len = _max_model_len(config, model.max_len)
     factory = proposer_factory(config.speculate) if config.speculate else None
     draft = factory.load(model, loaded.tokenizer, max_model_len) if factory else None
@@ -219,7 +220,7 @@ def _make_scheduler(
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
     ordering = config.make_ordering()
     return Scheduler(
-        KVCache(built.memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        _make_cache(config, built.memory),
         make_budget(
             config.budget,
             cost_model,
@@ -236,6 +237,18 @@ def _make_scheduler(
         swap=_make_swap_space(config, built, forecast),
         speculation=speculation,
         tenant_isolation=make_tenant_isolation(ordering, cost_model, prompts),
+    )
+
+
+def _make_cache(config: EngineConfig, memory: MemoryPlan) -> KVCache:
+    if not memory.num_states:
+        return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    return HybridCache(
+        memory.num_blocks,
+        config.block_size,
+        prefix_caching=config.prefix_caching,
+        num_slots=memory.num_states,
+        snapshot_interval=memory.snapshot_interval,
     )
 
 

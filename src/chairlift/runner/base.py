@@ -9,6 +9,7 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import Executor
 from chairlift.core.request import Request
+from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.prompt_reader import PromptReader
@@ -33,15 +34,17 @@ class ModelRunner(Executor):
         structured: StructuredOutput | None = None,
         drafter: ModelProposer | None = None,
         host_blocks: HostBlocks | None = None,
+        states: StateStorage | None = None,
     ) -> None:
         """`drafter`: a proposer whose network reads what the model computes. `host_blocks`: where preempted requests
-        leave their KV blocks."""
+        leave their KV blocks. `states`: of recurrent layers, if the model has any."""
         self.model = model
         self.attention = attention
         self.storage = storage
         self.structured = structured
         self.drafter = drafter
         self.host_blocks = host_blocks
+        self.states = states
         self.one_by_one = bool(getattr(model, "batch_invariant", False))  # whether rows are sampled one by one
         self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
         self.prompt_reader = PromptReader(model, one_by_one=self.one_by_one)

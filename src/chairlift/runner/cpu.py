@@ -14,10 +14,12 @@ from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
+from chairlift.runner.state_storage import build_recurrent
 from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.sampling.sampler import SampledBatch
 from chairlift.speculation.draft_network import ComputedBatch
@@ -43,12 +45,13 @@ class CPURunner(ModelRunner):
         make_copies(plan, self.storage, self.host_blocks)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
+        recurrent = self._recurrent(plan, batch)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
         needed = torch.cat([batch.sampled_rows, batch.read_rows])
         rows = needed if self.drafter is None else None  # a draft network reads all rows
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows)
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows, recurrent)
         kept = hidden.last if rows is not None else hidden.last[needed]
         prompts = self.prompt_reader.read(plan.chunks, kept[len(batch.sampled_rows) :])
         if not sampling:
@@ -66,6 +69,11 @@ class CPURunner(ModelRunner):
         return StepResult(
             plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
         )
+
+    def _recurrent(self, plan: StepPlan, batch: InputBatch) -> RecurrentStep | None:
+        if self.states is None:
+            return None
+        return RecurrentStep(build_recurrent(plan, batch.layout.offsets, self.model.device), self.states)
 
     def _begin_masks(self, sampling: Sequence[Chunk]) -> MaskJob | None:
         if self.structured is None:

@@ -16,6 +16,9 @@ def allocate_storage(
     layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVStorage:
     """Allocate `num_blocks` blocks of each layer and one more, to which padding is written."""
+    if not layers:  # a model without attention: a layer without numbers has the sizes that others read
+        nothing = torch.empty((num_blocks + 1, block_size, 0, 0), dtype=dtype, device=device)
+        return KVStorage([nothing], [nothing])
     shapes = [(num_blocks + 1, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
     latent = [layer.latent_dim is not None for layer in layers]
     kinds = list(zip(shapes, latent, strict=True))

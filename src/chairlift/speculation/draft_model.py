@@ -78,6 +78,8 @@ def load_draft_model(
     if model.max_len < max_model_len:
         problem = f"takes {model.max_len} tokens, less than max_model_len ({max_model_len})"
         raise InvalidParameter("speculate", f"{speculate!r}: that model {problem}")
+    if model.recurrent_layers:
+        raise InvalidParameter("speculate", f"{speculate!r}: that model has recurrent layers, which cannot draft")
     first = len(target.attention_layers)
     for layer in model.layers:
         attention = layer.attention

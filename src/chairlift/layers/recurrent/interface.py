@@ -73,7 +73,6 @@ class RecurrentBatch:
     read: Tensor  # [sequences]: the slot that the sequence continues from
     write: Tensor  # [rows]: the slot that receives the state after this row
     longest: int  # no sequence has more rows; 1 if all are single tokens
-    num_decodes: int = 0  # only the first `num_decodes` sequences are decodes: single tokens, with or without drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.graphs import Graphs, has_room
+from chairlift.runner.gpu.recurrent_inputs import RecurrentInputs
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.runner.gpu.step import ComputedStep
 from chairlift.runner.gpu.step_kernels import StepKernels
@@ -35,12 +36,14 @@ class StepPreparation:
         *,
         use_graphs: bool,
         step_bytes: int,
+        recurrent: RecurrentInputs | None = None,
     ) -> None:
-        """`forward` computes the step that lies in `inputs`. `step_bytes`: memory that graphs must leave free."""
+        """`forward` computes the step that lies in `inputs` and `recurrent`. `step_bytes`: what graphs leave free."""
         self._forward = forward
         self._inputs = inputs
         self._shapes = shapes
         self._padding_cell = padding_cell
+        self._recurrent = recurrent
         self.kernels = StepKernels(self.forward_padding, inputs.device)
         self.graphs: Graphs | None = None
         if use_graphs:
@@ -70,6 +73,8 @@ class StepPreparation:
         padding = np.zeros(shape.size, np.int32)
         fill_padding(shape.host_views(padding), self._padding_cell)
         self._inputs[: shape.size].copy_(torch.from_numpy(padding))
+        if self._recurrent is not None:
+            self._recurrent.fill_padding()
         return self._forward(shape)
 
     def _bytes_of(self, shape: BatchShape) -> int:

@@ -21,6 +21,7 @@ from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.device_memory import memory_taken
@@ -29,6 +30,7 @@ from chairlift.runner.gpu.graphs import can_capture
 from chairlift.runner.gpu.host_sampling import HostSampling
 from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
+from chairlift.runner.gpu.recurrent_inputs import RecurrentInputs
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
@@ -60,13 +62,24 @@ class GPURunner(ModelRunner):
         structured: StructuredOutput | None = None,
         drafter: ModelProposer | None = None,
         host_blocks: HostBlocks | None = None,
+        states: StateStorage | None = None,
         max_drafts: int = 0,
+        drafts_per_request: int = 0,
         draft_layers: Sequence[AttentionLayer] = (),
         step_bytes: int = 0,
     ) -> None:
-        """`max_drafts`: of all requests of a step together. `draft_layers`: those of the draft network. `step_bytes`:
-        what the largest step takes beside weights and cache, which graphs must leave free."""
-        super().__init__(model, attention, storage, structured=structured, drafter=drafter, host_blocks=host_blocks)
+        """`max_drafts`: of all requests of a step together; `drafts_per_request`: of each. `draft_layers`: those of the
+        draft network. `step_bytes`: what the largest step takes beside weights and cache, which graphs must leave
+        free."""
+        super().__init__(
+            model,
+            attention,
+            storage,
+            structured=structured,
+            drafter=drafter,
+            host_blocks=host_blocks,
+            states=states,
+        )
         self.max_batch_requests = max_batch_requests
         self.max_drafts = max_drafts
         self.device = model.device
@@ -91,6 +104,10 @@ class GPURunner(ModelRunner):
         self._packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
         self._host_sampling = HostSampling(self.slots, self.sampler, self.last_token, structured, drafter)
         self.draft_observer = None if drafter is None else DraftObserver(drafter, storage, self._inputs_of)
+        self._recurrent: RecurrentInputs | None = None
+        if states is not None:
+            largest, rows = self.largest_shape, 1 + drafts_per_request
+            self._recurrent = RecurrentInputs(states, largest, self.device, STAGING_BUFFERS, longest_decode=rows)
         self.preparation = StepPreparation(
             self._forward,
             self._inputs,
@@ -98,6 +115,7 @@ class GPURunner(ModelRunner):
             self.slots.padding_cell,
             use_graphs=use_graphs,
             step_bytes=step_bytes,
+            recurrent=self._recurrent,
         )
 
     def _zeros(self, *size: int) -> Tensor:
@@ -115,7 +133,8 @@ class GPURunner(ModelRunner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
-        staging = self._staging[self._num_steps % STAGING_BUFFERS]
+        buffer = self._num_steps % STAGING_BUFFERS
+        staging = self._staging[buffer]
         self._num_steps += 1
         packed = self._packer.pack(plan, staging)
         reads = plan.reads
@@ -127,6 +146,8 @@ class GPURunner(ModelRunner):
         tuned = graph is not None or self.preparation.is_ready(packed.shape, capturable=packed.capturable)
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
+        if self._recurrent is not None:
+            self._recurrent.send(plan, packed, buffer)
         staging.started.record()
         on_host = self._host_sampling.rows(packed)
         masks = self._host_sampling.begin_masks(packed, on_host)
@@ -170,11 +191,13 @@ class GPURunner(ModelRunner):
         tokens = begin_step(
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
+        recurrent = None if self._recurrent is None else self._recurrent.step(shape)
         rows = view["sample_row"]
         if self.draft_observer is None and not all_rows:
-            output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows).last
+            output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows, recurrent).last
         else:
-            output = ModelOutput(tokens, self.model.hidden_states(tokens, view["position"], attend))
+            hidden = self.model.hidden_states(tokens, view["position"], attend, recurrent=recurrent)
+            output = ModelOutput(tokens, hidden)
             kept = picked_rows(output.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)

@@ -31,7 +31,63 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 18,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 20,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+}
 HYBRID_CONFIGS: dict[str, Callable[[], Any]] = {
+    "mamba 2": _config("Mamba2Config", num_heads=6, head_dim=20, n_groups=2, state_size=12, chunk_size=8),
+    "mamba 2, biases, limited steps": _config(
+        "Mamba2Config",
+        num_heads=12,
+        head_dim=10,
+        n_groups=1,
+        state_size=5,
+        chunk_size=8,
+        conv_kernel=3,
+        use_bias=True,
+        use_conv_bias=False,
+        time_step_limit=(0.02, 0.3),
+        tie_word_embeddings=True,
+    ),
+    "bamba": _config("BambaConfig", **_MAMBA, attn_layer_indices=[1], num_attention_heads=5, num_key_value_heads=1),
+    "falcon h1": _config(
+        "FalconH1Config",
+        **_MAMBA | {"mamba_d_head": 15},
+        mamba_d_ssm=90,
+        embedding_multiplier=3.0,
+        lm_head_multiplier=0.6,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.9,
+        ssm_multipliers=[0.5, 0.8, 1.2, 1.5, 0.7],
+        mlp_multipliers=[0.9, 0.6],
+    ),
+    "falcon h1, norm after the gate": _config(
+        "FalconH1Config", **_MAMBA, mamba_d_ssm=None, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
+    "falcon h1, norm before the gate": _config(
+        "FalconH1Config", **_MAMBA, mamba_d_ssm=None, mamba_rms_norm=True, ssm_out_multiplier=0.5
+    ),
+    "nemotron h": _config(
+        "NemotronHConfig",
+        layers_block_type=[RECURRENT, "mlp", FULL, RECURRENT, "mlp"],
+        head_dim=14,
+        mamba_num_heads=6,
+        mamba_head_dim=20,
+        n_groups=2,
+        ssm_state_size=12,
+        chunk_size=8,
+    ),
+    "lfm2": _config("Lfm2Config", layer_types=["conv", FULL, "conv"], block_multiple_of=8),
+    "lfm2, biases": _config(
+        "Lfm2Config", full_attn_idxs=[0], conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False
+    ),
     "qwen3 next": _config("Qwen3NextConfig", **_DELTA, **_EXPERTS),
     "qwen3 next, some layers dense": _config(
         "Qwen3NextConfig",

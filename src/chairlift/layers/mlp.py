@@ -55,6 +55,16 @@ class XIELU:
         return torch.where(x > 0, above * x.square(), negative).addcmul_(x, beta)
 
 
+class ScaledActivation:
+    """An activation between two factors: after * activation(before * x)."""
+
+    def __init__(self, activation: Activation, before: float, after: float) -> None:
+        self._activation, self._before, self._after = activation, before, after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._activation(x * self._before).mul_(self._after)
+
+
 def make_activation(name: str, dtype: torch.dtype, device: torch.device) -> Activation:
     return XIELU(dtype, device) if name == "xielu" else ACTIVATIONS[name]
 
@@ -84,11 +94,15 @@ class DenseMLP:
         dtype: torch.dtype,
         device: torch.device,
         format: type[WeightFormat] = PlainWeight,
+        multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        """`multipliers`: of the activation's input, and of the block's output."""
         kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
         self.first = Linear.empty(hidden_size, self.width * intermediate_size, **kind)
         self.down = Linear.empty(intermediate_size, hidden_size, **kind)
         self._activation = make_activation(activation, dtype, device)
+        if multipliers != (1.0, 1.0):
+            self._activation = ScaledActivation(self._activation, *multipliers)
         self._batch_invariant = False
 
     def targets(self, inner_names: Sequence[str], down_name: str) -> Targets:

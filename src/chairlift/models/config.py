@@ -97,6 +97,8 @@ class DecoderConfig:
     interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
     gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
     parallel_block: bool = False  # attention and feed-forward block read the same residual stream
+    attention_output_scale: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the block's output
     gated_attention: bool = False  # a gate of its own multiplies each number of the attention's output
     residual_multiplier: float = 1.0  # of everything that is added to the embeddings
     logit_scale: float = 1.0

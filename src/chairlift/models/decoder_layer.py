@@ -45,6 +45,7 @@ class SelfAttention:
         self.query_size = layer.num_heads * layer.head_dim
         self.key_size = layer.num_kv_heads * layer.head_dim
         self.gate = OutputGate(layer.num_heads, layer.head_dim) if config.gated_attention else None
+        self._output_scale = config.attention_output_scale
         self._gate_size = self.query_size if self.gate is not None else 0
         hidden, both = config.hidden_size, self._gate_size + self.query_size + 2 * self.key_size
         self.qkv = Linear.empty(hidden, both, bias=config.qkv_bias, dtype=dtype, device=device, format=format)
@@ -111,7 +112,8 @@ class SelfAttention:
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         projected = self.qkv(x)
         if self.gate is None:
-            return self._attend(projected, rotation, attend)
+            found = self._attend(projected, rotation, attend)
+            return found if self._output_scale == 1.0 else found.mul_(self._output_scale)
         gate, qkv = projected.split((self._gate_size, projected.shape[1] - self._gate_size), dim=1)
         return self.gate(self._attend(qkv.contiguous(), rotation, attend), gate)
 
@@ -337,6 +339,7 @@ def _feed_forward(
             dtype=dtype,
             device=device,
             format=format,
+            multipliers=config.mlp_multipliers,
         )
     kind: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "device": device}
     shared = None

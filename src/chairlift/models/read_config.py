@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -84,6 +85,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         gated_mlp=family.gated_mlp,
         parallel_block=parallel,
         gated_attention=family.gated_attention,
+        attention_output_scale=_multiplier(fields, "attention_in_multiplier", "attention_out_multiplier"),
+        mlp_multipliers=_mlp_multipliers(fields),
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
         head_bias=family.head_bias,
@@ -98,7 +101,19 @@ def _switched(fields: Fields, switch: str | bool) -> bool:
 
 def _logit_scale(fields: Fields) -> float:
     """Cohere multiplies its logits, Granite divides them."""
-    return (fields.optional_number("logit_scale") or 1.0) / (fields.optional_number("logits_scaling") or 1.0)
+    return _multiplier(fields, "logit_scale", "lm_head_multiplier") / _multiplier(fields, "logits_scaling")
+
+
+def _multiplier(fields: Fields, *names: str) -> float:
+    """The product of multipliers; those that the config does not have are 1."""
+    return math.prod(fields.optional_number(name) or 1.0 for name in names)
+
+
+def _mlp_multipliers(fields: Fields) -> tuple[float, float]:
+    if "mlp_multipliers" not in fields:
+        return 1.0, 1.0
+    gate, down = fields.items("mlp_multipliers", (int, float), length=2)
+    return float(gate), float(down)
 
 
 def _max_len(fields: Fields, requested: int | None) -> int:
@@ -147,6 +162,8 @@ def _attention(fields: Fields, latent: LatentShape | None, index: int, layer_typ
     scale = fields.optional_number("attention_multiplier")
     if scale is None:
         scale = (fields.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5
+    # Factors of queries and keys are factors of scores.
+    scale *= _multiplier(fields, "key_multiplier", "attention_in_multiplier", "attention_in_multiplier")
     return AttentionLayer(
         index=index,
         num_heads=heads,
@@ -206,5 +223,5 @@ def _layer_types(family: Family, fields: Fields, num_layers: int) -> list[str]:
 def _feed_forward(family: Family, fields: Fields, experts: ExpertsConfig | None, index: int) -> dict[str, Any]:
     """The sizes of a layer's feed-forward block: dense, or a mixture of experts."""
     if experts is None or family.experts is None or not family.experts.has_experts(fields, index):
-        return {"intermediate_size": fields.integer("intermediate_size")}
+        return {"intermediate_size": family.inner_size(fields)}
     return {"intermediate_size": expert_size(fields), "experts": experts}

@@ -253,13 +253,16 @@ def _mamba2(
 
 
 def _step_limits(fields: Fields) -> tuple[float, float]:
-    """`time_step_limit`, whose second number usually is Infinity."""
+    """`time_step_limit`, whose second number usually is Infinity: as JSON has it, or as an object of transformers."""
     if "time_step_limit" not in fields:
         return 0.0, math.inf
-    low, high = (float(limit) for limit in fields.items("time_step_limit", (int, float), length=2))
-    if not (0.0 <= low <= LARGEST and low < high):
+    low, high = (
+        math.inf if limit == {"__float__": "Infinity"} else limit
+        for limit in fields.items("time_step_limit", (int, float, dict), length=2)
+    )
+    if isinstance(low, dict) or isinstance(high, dict) or not (0.0 <= low <= LARGEST and low < high):
         raise CorruptCheckpoint(f"{_WHERE}: time_step_limit must be two numbers, the first below the second")
-    return low, high
+    return float(low), float(high)
 
 
 def _head_dim(fields: Fields, heads: int, size: int) -> int:

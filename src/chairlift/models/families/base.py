@@ -47,6 +47,14 @@ def rotated_only_in_windows(fields: Fields, index: int, layer_type: str) -> bool
     return layer_type == "sliding_attention"
 
 
+def intermediate_size(fields: Fields) -> int:
+    return fields.integer("intermediate_size")
+
+
+def not_rotated(fields: Fields, index: int, layer_type: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How a family differs from Llama. `defaults` are values that its config files may leave out.
@@ -70,6 +78,7 @@ class Family:
     mlp_bias: str | bool = "mlp_bias"
     head_bias: bool = False
     gated_mlp: bool = True
+    inner_size: Callable[[Fields], int] = intermediate_size  # of dense feed-forward blocks
     parallel_block: str | bool = False  # then one norm is in front of both blocks
     gated_attention: bool = False
     scaled_embeddings: bool = False

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from chairlift.models.config import NormNames, PartNames
 from chairlift.models.experts import ExpertNames, ExpertsFamily
-from chairlift.models.families.base import FAMILIES, Family
-from chairlift.models.recurrent import RecurrentFamily, gated_delta, listed_blocks
+from chairlift.models.families.base import FAMILIES, Family, not_rotated
+from chairlift.models.fields import Fields
+from chairlift.models.recurrent import (
+    RecurrentFamily,
+    both_blocks,
+    gated_delta,
+    indexed_blocks,
+    listed_blocks,
+    mamba2,
+    mamba2_of_falcon,
+    mamba2_of_hybrids,
+    mamba2_of_nemotron,
+    only_recurrent_blocks,
+    short_convolution,
+    single_blocks,
+)
 
 _QWEN_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -22,7 +37,127 @@ _QWEN_EXPERTS = ExpertsFamily(names=ExpertNames(shared="shared_expert", shared_g
 _QWEN: dict[str, Any] = {"qk_norm": "head", "norm_unit_offset": True, "gated_attention": True}
 _QWEN3_5: dict[str, Any] = _QWEN | {"recurrent": RecurrentFamily(gated_delta(by_key_head=False), listed_blocks)}
 
+_MAMBA2_NAMES = PartNames(recurrent="mixer", final_norm="norm_f")
+_ONE_NORM = NormNames("norm", None, "norm", None)
+_BAMBA_NAMES = PartNames(recurrent="mamba", mlp="feed_forward", final_norm="final_layernorm")
+_BAMBA_NORMS = NormNames("input_layernorm", None, "pre_ff_layernorm", None)
+_BAMBA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+_LFM2_NAMES = PartNames(
+    output="out_proj",
+    q_norm="q_layernorm",
+    k_norm="k_layernorm",
+    mlp="feed_forward",
+    inner=("w1", "w3"),
+    down="w2",
+    recurrent="conv",
+    final_norm="embedding_norm",
+)
+
+
+def _lfm2_size(fields: Fields) -> int:
+    """Two thirds of the given size, rounded up, unless the config says that it is the size itself."""
+    size = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return size
+    size = int(2 * size / 3)
+    if "block_ffn_dim_multiplier" in fields:
+        size, multiple = int(fields.number("block_ffn_dim_multiplier") * size), fields.integer("block_multiple_of")
+        size = -(-size // multiple) * multiple
+    return size
+
+
 FAMILIES |= {
+    "mamba2": Family(
+        title="Mamba 2",
+        defaults={
+            "max_position_embeddings": 2**20,  # it has no limit of its own
+            "n_groups": 8,
+            "state_size": 128,
+            "head_dim": 64,
+            "num_heads": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+        },
+        names=_MAMBA2_NAMES,
+        norms=_ONE_NORM,
+        eps_key="layer_norm_epsilon",
+        recurrent=RecurrentFamily(mamba2, only_recurrent_blocks),
+    ),
+    "bamba": Family(
+        title="Bamba",
+        defaults=_BAMBA_DEFAULTS | {"partial_rotary_factor": 0.5},
+        names=_BAMBA_NAMES,
+        norms=_BAMBA_NORMS,
+        recurrent=RecurrentFamily(mamba2_of_hybrids, indexed_blocks),
+    ),
+    "falcon_h1": Family(
+        title="Falcon-H1",
+        defaults=_BAMBA_DEFAULTS
+        | {
+            "max_position_embeddings": 8192,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "ssm_multipliers": [1.0] * 5,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": 1.0,
+        },
+        names=_BAMBA_NAMES,
+        norms=_BAMBA_NORMS,
+        recurrent=RecurrentFamily(mamba2_of_falcon, both_blocks),
+    ),
+    "nemotron_h": Family(
+        title="Nemotron-H",
+        defaults={
+            "mlp_hidden_act": "relu2",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "time_step_min": 0.001,
+        },
+        names=PartNames(attention="mixer", recurrent="mixer", mlp="mixer", inner=("up_proj",), final_norm="norm_f"),
+        norms=_ONE_NORM,
+        eps_key="layer_norm_epsilon",
+        activation_key="mlp_hidden_act",
+        gated_mlp=False,
+        rotated=not_rotated,
+        recurrent=RecurrentFamily(mamba2_of_nemotron, single_blocks),
+    ),
+    "lfm2": Family(
+        title="LFM2",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        names=_LFM2_NAMES,
+        norms=NormNames("operator_norm", None, "ffn_norm", None),
+        eps_key="norm_eps",
+        qk_norm="head",
+        inner_size=_lfm2_size,
+        recurrent=RecurrentFamily(short_convolution, indexed_blocks),
+    ),
     "qwen3_next": Family(
         title="Qwen3-Next",
         defaults=_QWEN_DEFAULTS | {"decoder_sparse_step": 1, "norm_topk_prob": True},

@@ -262,7 +262,7 @@ def test_harmony_has_one_call_and_one_text_per_message() -> None:
     said = {**CALLED, "content": "Let me see.", "reasoning": "hm"}
     of_template = tokenizer(template)
     encoded = use(template).encode(of_template, [USER, said, *RESULTS], reasoning=HarmonyReasoning(template))
-    assert of_template.decode(encoded).endswith("[hm\n\nLet me see.|1][hm|1]")
+    assert of_template.decode(encoded).endswith("[hm\n\nLet me see.|1][|1]")
 
 
 def test_special_tokens_in_a_tool_stay_text() -> None:

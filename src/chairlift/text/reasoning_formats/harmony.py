@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart
 from chairlift.text.reasoning.marked_parser import TrimmedReasoning
 from chairlift.text.reasoning.phase import Phase
@@ -65,6 +67,12 @@ class HarmonyReasoning(ReasoningFormat):
 
     def history(self, messages: list[Message]) -> list[Message]:
         return [renamed_reasoning(message, "thinking") for message in messages]
+
+    def template_variables(self, effort: str, known: frozenset[str]) -> dict[str, Any]:
+        """These models know three efforts; the nearest one stands for the others."""
+        if effort == "none":
+            raise InvalidParameter("reasoning_effort", "this model always reasons: choose low, medium or high")
+        return super().template_variables({"minimal": "low", "xhigh": "high"}.get(effort, effort), known)
 
 
 class HarmonyParser:

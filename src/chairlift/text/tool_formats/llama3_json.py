@@ -61,7 +61,7 @@ def one_call_at_a_time(messages: list[Message]) -> list[Message]:
 def _paired(message: Message, results: list[Message]) -> list[Message]:
     pairs: list[Message] = []
     for call in message["tool_calls"]:
-        content = None if pairs else message["content"]
         its_results = [result for result in results if result.get("tool_call_id") == call.get("id")]
-        pairs += [{**message, "content": content, "tool_calls": [call]}, *its_results]
+        texts = {"role": message["role"], "content": None} if pairs else message  # only the first one has texts
+        pairs += [{**texts, "tool_calls": [call]}, *its_results]
     return pairs + [result for result in results if result not in pairs]

@@ -245,6 +245,15 @@ def test_efforts_become_template_variables() -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+def test_harmony_has_three_efforts() -> None:
+    known, harmony = frozenset({"reasoning_effort"}), HarmonyReasoning("")
+    given = ("minimal", "low", "medium", "high", "xhigh")
+    found = [harmony.template_variables(effort, known)["reasoning_effort"] for effort in given]
+    assert found == ["low", "low", "medium", "high", "high"]
+    with pytest.raises(InvalidParameter, match="always reasons: choose low, medium or high"):
+        harmony.template_variables("none", known)
+
+
 HARMONY_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}"
 IN_ROLE = " to=functions.add<|channel|>commentary json<|message|>{}<|call|>"
 

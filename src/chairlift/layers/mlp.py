@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -69,13 +70,31 @@ def make_activation(name: str, dtype: torch.dtype, device: torch.device) -> Acti
     return XIELU(dtype, device) if name == "xielu" else ACTIVATIONS[name]
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), with the gate at most `limit` and `up` within it on both sides."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1).mul_(gate * torch.sigmoid(gate * self.alpha))
+
+
+def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
     """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
     if on_gpu(gate_up.device) and activation is F.silu:
         from chairlift.kernels.triton.layers import silu_mul
 
         return silu_mul(gate_up)
+    if on_gpu(gate_up.device) and isinstance(activation, ClampedGate):
+        from chairlift.kernels.triton.layers import clamped_mul
+
+        return clamped_mul(gate_up, activation.alpha, activation.limit)
     gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, ClampedGate):
+        return activation(gate, up)
     return activation(gate).mul_(up)
 
 

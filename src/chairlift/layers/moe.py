@@ -10,7 +10,7 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import ACTIVATIONS, GatedMLP, gated
+from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, gated
 from chairlift.layers.parts import Targets, prefixed
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
@@ -74,7 +74,8 @@ class MixtureOfExperts:
         routing: Routing,
         *,
         shared: SharedExpert | None = None,
-        activation: str,
+        bias: bool = False,
+        activation: str | ClampedGate,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -82,10 +83,14 @@ class MixtureOfExperts:
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.gate_up_bias = torch.empty_like(self.gate_up[..., 0]) if bias else None
+        self.down_bias = torch.empty_like(self.down[..., 0]) if bias else None
         self.shared = shared
         self._num_experts = num_experts
         self._top_k = routing.top_k
-        self._activation = ACTIVATIONS[activation]
+        self._weights_inputs = routing.weights_inputs
+        assert not (bias and routing.weights_inputs)
+        self._activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self._batch_invariant = False
 
     def expert_targets(self, gate_name: str, up_name: str, down_name: str) -> Targets:
@@ -95,6 +100,12 @@ class MixtureOfExperts:
             yield f"{index}.{gate_name}.weight", gate
             yield f"{index}.{up_name}.weight", up
             yield f"{index}.{down_name}.weight", down
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            for index, (both, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
+                gate, up = both.chunk(2)
+                yield f"{index}.{gate_name}.bias", gate
+                yield f"{index}.{up_name}.bias", up
+                yield f"{index}.{down_name}.bias", down
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.router.linear, *(self.shared.linears() if self.shared is not None else ()))
@@ -108,7 +119,8 @@ class MixtureOfExperts:
     @property
     def num_bytes(self) -> int:
         shared = 0 if self.shared is None else sum(linear.num_bytes for linear in self.shared.linears())
-        return self.router.num_bytes + shared + self.gate_up.nbytes + self.down.nbytes
+        own = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return self.router.num_bytes + shared + sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def finalize(self) -> None:
         for linear in self.linears():
@@ -131,6 +143,8 @@ class MixtureOfExperts:
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
         order = experts.flatten().argsort(stable=True)
         rows = x[order // self._top_k]
+        if self._weights_inputs:
+            rows *= weights.flatten()[order].unsqueeze(-1)
         outputs = torch.empty_like(rows)
         counts = torch.bincount(experts.flatten(), minlength=self._num_experts).tolist()
         start = 0
@@ -144,7 +158,7 @@ class MixtureOfExperts:
         by_token = torch.empty_like(outputs)
         by_token[order] = outputs
         by_token = by_token.view(x.shape[0], self._top_k, x.shape[1])
-        return (by_token * weights.unsqueeze(-1)).sum(dim=1)
+        return (by_token if self._weights_inputs else by_token * weights.unsqueeze(-1)).sum(dim=1)
 
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]."""
@@ -153,18 +167,32 @@ class MixtureOfExperts:
         pairs = experts.numel()
         tiling = triton_moe.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
         grouping = triton_moe.group_by_expert(experts, self._num_experts, tiling.rows, positions)
-        inner = gated(triton_moe.grouped_linear(x, self.gate_up, grouping, tiling, self._top_k), self._activation)
+        share = weights.flatten().contiguous()
+        # The first product is linear in its input, so its result can be weighted instead; such experts have no bias.
+        before, after = (share, None) if self._weights_inputs else (None, share)
+        inner = triton_moe.grouped_linear(
+            x, self.gate_up, grouping, tiling, self._top_k, bias=self.gate_up_bias, share=before
+        )
         outputs = triton_moe.grouped_linear(
-            inner, self.down, grouping, tiling, self._top_k, share=weights.flatten().contiguous()
+            gated(inner, self._activation),
+            self.down,
+            grouping,
+            tiling,
+            self._top_k,
+            scatter=True,
+            bias=self.down_bias,
+            share=after,
         )
         return triton_moe.add_up(outputs, self._top_k)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
+        gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+
         def inner(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.gate_up[expert])
+            return F.linear(rows, self.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
 
         def outer(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.down[expert])
+            return F.linear(rows, self.down[expert], None if down_bias is None else down_bias[expert])
 
         def gate(rows: Tensor) -> Tensor:
             return gated(rows, self._activation)

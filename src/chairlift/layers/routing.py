@@ -40,6 +40,7 @@ class Routing:
     group_best: int = 1  # those whose best scores, this many of each, have the largest sums
     router_bias: bool = False  # the product has a bias
     float32: bool = False  # the product is computed in float32
+    weights_inputs: bool = False  # the weights multiply the experts' inputs instead of their outputs
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)

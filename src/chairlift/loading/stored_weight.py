@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+<<<<<<< HEAD
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+=======
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+>>>>>>> 72f6b20 (Read MXFP4 experts; biases and a clamped gate in experts)
 
 import torch
 from torch import Tensor
@@ -21,9 +26,15 @@ class StoredWeight(ABC):
     def dequantized(self) -> Tensor:
         """The matrix in float32."""
 
+<<<<<<< HEAD
     def select_rows(self, rows: Tensor) -> StoredWeight:
         """The matrix of these rows, in the same form if that is possible."""
         return PlainValues(self.dequantized()[rows])
+=======
+    def matrices(self) -> Sequence[StoredWeight]:
+        """The matrices of a stack [experts, out_features, in_features]; most weights are a single matrix."""
+        return [self]
+>>>>>>> 72f6b20 (Read MXFP4 experts; biases and a clamped gate in experts)
 
     def as_integers(self) -> GroupedIntegers | None:
         """The same numbers as integers with scales per group, if that is what they are."""
@@ -114,6 +125,44 @@ class ScaledFloats(StoredWeight):
         down, across = self.block
         scales = self.scales.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
         return self.numbers.float() * scales
+
+
+@dataclass(frozen=True, slots=True)
+class MicroscaledFloats(StoredWeight):
+    """4-bit floats (e2m1) of which 32 neighbours share a power of two: MXFP4. May hold the matrices of all experts."""
+
+    codes: Tensor  # [..., out, groups, 16] uint8: two numbers each, the lower half first
+    exponents: Tensor  # [..., out, groups] uint8: a group's scale is 2 ** (exponent - 127)
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.uint8 or self.exponents.dtype != torch.uint8 or self.codes.shape[-1] != 16:
+            raise ValueError("blocks must be 16 bytes each, and scales bytes")
+        if self.codes.shape[:-1] != self.exponents.shape:
+            raise ValueError(f"scales {list(self.exponents.shape)} for the blocks {list(self.codes.shape)}")
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, groups, size = self.codes.shape
+        return torch.Size((*rows, groups * 2 * size))
+
+    def __getitem__(self, index: int | Tensor) -> MicroscaledFloats:
+        return MicroscaledFloats(self.codes[index], self.exponents[index])
+
+    def matrices(self) -> list[MicroscaledFloats]:
+        return [self] if len(self.shape) == 2 else [self[index] for index in range(len(self.codes))]
+
+    def select_rows(self, rows: Tensor) -> MicroscaledFloats:
+        return self[rows.to(self.codes.device)]
+
+    def dequantized(self) -> Tensor:
+        table = torch.tensor(E2M1_VALUES, device=self.codes.device)
+        numbers = torch.stack((table[(self.codes & 15).long()], table[(self.codes >> 4).long()]), dim=-1)
+        powers = self.exponents.int() - 127
+        return torch.ldexp(numbers.flatten(-2), powers[..., None]).flatten(-2)
+
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # of each code of a 4-bit float
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,14 @@ def _feed_forward(
     if layer.experts.shared_size:
         is_gated = layer.experts.names.shared_gate is not None
         shared = SharedExpert(config.hidden_size, layer.experts.shared_size, is_gated=is_gated, format=format, **kind)
-    return MixtureOfExperts(config.hidden_size, layer.intermediate_size, layer.experts.routing, shared=shared, **kind)
+    return MixtureOfExperts(
+        config.hidden_size,
+        layer.intermediate_size,
+        layer.experts.routing,
+        shared=shared,
+        bias=layer.experts.bias,
+        **kind | {"activation": layer.experts.clamped_gate or config.activation},
+    )
 
 
 def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.routing import Routing, Scores
 from chairlift.models.fields import Fields
 
@@ -15,7 +16,8 @@ class ExpertNames:
     """The names of the parts of a mixture-of-experts block in the checkpoint.
 
     The experts' weights come as `{experts}.{number}.{gate}.weight` and so on, or stacked into tensors of three
-    dimensions: `stacked_gate_up` [experts, 2 * inner, hidden] and `stacked_down` [experts, hidden, inner].
+    dimensions: `stacked_gate_up` [experts, 2 * inner, hidden] and `stacked_down` [experts, hidden, inner]. The names of
+    stacked biases end in `_bias`.
     """
 
     block: str = "mlp"
@@ -30,6 +32,8 @@ class ExpertNames:
     shared_gate: str | None = None  # of the product whose sigmoid multiplies the shared expert's output
     stacked_gate_up: str = "experts.gate_up_proj"
     stacked_down: str = "experts.down_proj"
+    transposed: bool = False  # the last two dimensions of stacked weights are exchanged, unless they are quantized
+    interleaved: bool = False  # the rows of gate and up alternate in stacked weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,14 @@ class ExpertsConfig:
     routing: Routing
     names: ExpertNames
     shared_size: int = 0  # inner size of the shared expert; 0: there is none
+    bias: bool = False  # the experts' products have biases
+    clamped_gate: ClampedGate | None = None  # instead of the model's activation
 
     def num_parameters(self, hidden_size: int, intermediate_size: int) -> int:
         routing = self.routing
         per_expert = hidden_size + 3 * hidden_size * intermediate_size + routing.router_bias + routing.correction_bias
+        if self.bias:
+            per_expert += 2 * intermediate_size + hidden_size
         shared = 3 * hidden_size * self.shared_size
         gate = hidden_size if self.shared_size and self.names.shared_gate is not None else 0
         return routing.num_experts * per_expert + shared + gate
@@ -71,6 +79,9 @@ class ExpertsFamily:
     router_bias: bool = False
     group_best: int = 1
     float32: bool = False  # the router's product is computed in float32
+    weights_inputs: bool = False
+    bias: bool = False
+    clamped_gate: bool = False  # the activation has the config's swiglu_alpha and swiglu_limit
     has_experts: Callable[[Fields, int], bool] = has_experts
     top_k_key: str = "num_experts_per_tok"
 
@@ -103,8 +114,13 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
         group_best=min(family.group_best, size),
         router_bias=family.router_bias,
         float32=family.float32,
+        weights_inputs=family.weights_inputs,
     )
-    return ExpertsConfig(routing, family.names, _shared_size(fields) if family.names.shared is not None else 0)
+    gate = None
+    if family.clamped_gate:
+        gate = ClampedGate(fields.number("swiglu_alpha"), fields.number("swiglu_limit"))
+    shared_size = _shared_size(fields) if family.names.shared is not None else 0
+    return ExpertsConfig(routing, family.names, shared_size, bias=family.bias, clamped_gate=gate)
 
 
 def _scores(family: ExpertsFamily, fields: Fields) -> Scores:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.parts import Target
 from chairlift.loading.stored_weight import StoredWeight
 from chairlift.models.config import LayerConfig
+from chairlift.models.experts import ExpertNames
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
 PREFIXES = ("model.", "language_model.", "backbone.")
@@ -40,22 +42,35 @@ def unstacked(
     layers: Sequence[LayerConfig], tensors: Iterable[tuple[str, Tensor | StoredWeight]]
 ) -> Iterator[tuple[str, Tensor | StoredWeight]]:
     """The stream with each expert's weights on their own, also where the checkpoint holds those of a layer stacked."""
-    stacks: dict[str, tuple[str, tuple[str, ...]]] = {}
+    stacks: dict[str, tuple[ExpertNames, str, tuple[str, ...]]] = {}
     for index, layer in enumerate(layers):
         if layer.experts is not None:
             names = layer.experts.names
             block = f"layers.{index}.{names.block}"
-            stacks[f"{block}.{names.stacked_gate_up}"] = (f"{block}.{names.experts}", (names.gate, names.up))
-            stacks[f"{block}.{names.stacked_down}"] = (f"{block}.{names.experts}", (names.down,))
+            for stacked, parts in ((names.stacked_gate_up, (names.gate, names.up)), (names.stacked_down, (names.down,))):
+                stacks[f"{block}.{stacked}"] = (names, f"{block}.{names.experts}", parts)
     for full_name, tensor in tensors:
         name = canonical_name(full_name)
-        if name not in stacks or not isinstance(tensor, Tensor) or tensor.ndim != 3:
+        kind, dimensions = ("bias", 2) if name.endswith("_bias") else ("weight", 3)
+        found = stacks.get(name.removesuffix("_bias"))
+        if found is None or len(tensor.shape) != dimensions:
             yield full_name, tensor
             continue
-        experts, parts = stacks[name]
-        for expert, matrix in enumerate(tensor):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                yield f"{experts}.{expert}.{part}.weight", rows
+        names, experts, parts = found
+        for expert, matrix in enumerate(tensor.matrices() if isinstance(tensor, StoredWeight) else tensor):
+            for part, rows in zip(parts, _parts(matrix, len(parts), names), strict=True):
+                yield f"{experts}.{expert}.{part}.{kind}", rows
+
+
+def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Sequence[Tensor | StoredWeight]:
+    """The rows of each of `count` parts that are stored as one matrix, or as one bias."""
+    if names.transposed and isinstance(matrix, Tensor) and matrix.ndim == 2:
+        matrix = matrix.t()
+    rows = torch.arange(matrix.shape[0])
+    chosen = [rows[part::count] for part in range(count)] if names.interleaved else rows.chunk(count)
+    if isinstance(matrix, StoredWeight):
+        return [matrix.select_rows(each) for each in chosen]
+    return [matrix.index_select(0, each) if names.interleaved else matrix[each[0] : each[-1] + 1] for each in chosen]
 
 
 def fill(

@@ -90,16 +90,19 @@ def _expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K: tl.constexpr,
 def _grouped_kernel(
     x_ptr,  # [tokens, K], or with SCATTER [pairs, K] in sorted order
     weight_ptr,  # [experts, N, K]
+    bias_ptr,  # [experts, N], with HAS_BIAS only
     out_ptr,  # [pairs, N] in sorted order, or with SCATTER in the order of the pairs
     order_ptr,
     tile_expert_ptr,
     tile_begin_ptr,
     tile_end_ptr,
-    share_ptr,  # [pairs]: with SCATTER the routing weight that multiplies each row
+    share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
     N,
     K,
     TOP_K: tl.constexpr,
     SCATTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -128,7 +131,9 @@ def _grouped_kernel(
         w = tl.load(w_at + kk[None, :], mask=(n < N)[:, None] & inside, other=0.0)
         x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-    if SCATTER:
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if HAS_SHARE:
         acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
     target = pair if SCATTER else place
     out_at = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
@@ -194,25 +199,36 @@ def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Ten
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, grouping: Grouping, tiling: Tiling, top_k: int, share: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    grouping: Grouping,
+    tiling: Tiling,
+    top_k: int,
+    *,
+    scatter: bool = False,
+    bias: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> Tensor:
     """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N].
 
-    For x [T, K] the result is in sorted order. With `share` [pairs], x [pairs, K] is in sorted order, and the result,
-    each row times its share, is in the order of the pairs.
+    For x [T, K] the result is in sorted order. With `scatter`, x [pairs, K] is in sorted order, and the result in the
+    order of the pairs. `bias` [experts, N] is added, then each row multiplied by its `share` [pairs].
     """
     pairs, (_, columns, depth) = len(grouping.order), weight.shape
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     _grouped_kernel[(cdiv(columns, tiling.columns), len(grouping.tile_expert))](
         x,
         weight,
+        x if bias is None else bias,
         out,
         *grouping,
         x if share is None else share,
         columns,
         depth,
         TOP_K=top_k,
-        SCATTER=share is not None,
+        SCATTER=scatter,
+        HAS_BIAS=bias is not None,
+        HAS_SHARE=share is not None,
         ROWS=tiling.rows,
         BN=tiling.columns,
         BK=tiling.depth,

@@ -158,7 +158,10 @@ def compile_experts() -> None:
     pairs = moe.grouped_linear(x, torch.randn(num_experts, 256, HIDDEN).to(BF16), grouping, tiling, top_k)
     share = torch.ones(8, dtype=BF16)
     weight = torch.randn(num_experts, HIDDEN, 256).to(BF16)
-    moe.add_up(moe.grouped_linear(pairs, weight, grouping, tiling, top_k, share), top_k)
+    for bias in (None, torch.zeros(num_experts, HIDDEN).to(BF16)):
+        found = moe.grouped_linear(pairs, weight, grouping, tiling, top_k, scatter=True, bias=bias, share=share)
+        moe.add_up(found, top_k)
+    moe.clamped_mul(torch.cat((pairs, pairs), dim=1), 1.702, 7.0)
 
 
 def compile_routing() -> None:

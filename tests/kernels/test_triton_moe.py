@@ -11,6 +11,7 @@ from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton import moe as triton_moe
+from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
 from chairlift.models import build_model
@@ -121,6 +122,53 @@ def test_experts(kind: str, tokens: int, num_experts: int, top_k: int, device: t
             expected[token] += share * (block.down[expert].double() @ inner).cpu()
     found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=device))
     assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("weights_inputs", [False, True])
+def test_experts_with_biases_a_clamped_gate_or_weighted_inputs(weights_inputs: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_of = ClampedGate(1.702, 0.7)
+    block = MixtureOfExperts(
+        48,
+        40,
+        Routing(num_experts=5, top_k=3, weights_inputs=weights_inputs),
+        bias=not weights_inputs,
+        activation=gate_of,
+        dtype=torch.float32,
+        device=device,
+    )
+    weights = [block.router.linear.weight.plain, block.gate_up, block.down, block.gate_up_bias, block.down_bias]
+    for weight in weights:
+        if weight is not None:
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+    x, shares = torch.randn(33, 48, device=device), torch.rand(33, 3, device=device)
+    experts = routing("random", 33, 5, 3).to(device)
+    expected = torch.zeros(33, 48, dtype=torch.float64)
+    for token in range(33):
+        for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
+            row = x[token].double() * (share if weights_inputs else 1)
+            both = block.gate_up[expert].double() @ row
+            both += 0 if block.gate_up_bias is None else block.gate_up_bias[expert].double()
+            gate, up = both.chunk(2)
+            gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+            out = block.down[expert].double() @ ((up + 1) * gate * (1.702 * gate).sigmoid())
+            out += 0 if block.down_bias is None else block.down_bias[expert].double()
+            expected[token] += (out * (1 if weights_inputs else share)).cpu()
+    positions = torch.zeros(33, dtype=torch.int32, device=device)
+    for found in (block.grouped(x, shares, experts, positions), block._one_after_the_other(x, shares, experts.long())):
+        assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_the_clamped_gate(device: torch.device) -> None:
+    gate_up = 3 * torch.randn(7, 2 * 1100, device=device)
+    gate_up[0, :2] = torch.tensor([float("inf"), float("-inf")])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    found = triton_moe.clamped_mul(gate_up, 1.702, 2.0)
+    gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+    expected = (up + 1) * gate * (1.702 * gate).sigmoid()
+    torch.testing.assert_close(found[1:].double(), expected[1:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ClampedGate(1.702, 2.0)(*gate_up.chunk(2, dim=-1))[1:].double(), expected[1:])
+    assert float(found[0, 0]) == pytest.approx(float(expected[0, 0]))
 
 
 def test_invariant_experts_do_not_depend_on_the_batch(device: torch.device) -> None:

@@ -65,6 +65,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral without window": _config("MistralConfig", sliding_window=None),
     "mixtral": _config("MixtralConfig", num_local_experts=5, num_experts_per_tok=2),
     "mixtral window": _config("MixtralConfig", num_local_experts=3, num_experts_per_tok=1, sliding_window=6),
+    "gpt oss": _config(
+        "GptOssConfig",
+        head_dim=10,
+        sliding_window=5,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        swiglu_limit=0.8,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "gpt oss without biases, default rope": _config(
+        "GptOssConfig",
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
     "qwen2": _config("Qwen2Config"),
     "qwen2 window": _config(
         "Qwen2Config", use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True

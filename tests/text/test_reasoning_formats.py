@@ -245,6 +245,8 @@ def test_efforts_become_template_variables() -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
 def test_harmony_has_three_efforts() -> None:
     known, harmony = frozenset({"reasoning_effort"}), HarmonyReasoning("")
     given = ("minimal", "low", "medium", "high", "xhigh")

@@ -34,6 +34,7 @@ from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.resolve import resolve_model
+from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
@@ -96,7 +97,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
-            read_ahead(checkpoint.stored() if as_stored else checkpoint.tensors()),
+            read_ahead(checkpoint.stored() if as_stored else dequantized_matrices(checkpoint.stored())),
             dtype=torch_dtype(config),
             device=torch_device(config),
             max_len=config.max_model_len,

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-<<<<<<< HEAD
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-=======
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
->>>>>>> 72f6b20 (Read MXFP4 experts; biases and a clamped gate in experts)
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,15 +21,13 @@ class StoredWeight(ABC):
     def dequantized(self) -> Tensor:
         """The matrix in float32."""
 
-<<<<<<< HEAD
     def select_rows(self, rows: Tensor) -> StoredWeight:
         """The matrix of these rows, in the same form if that is possible."""
         return PlainValues(self.dequantized()[rows])
-=======
+
     def matrices(self) -> Sequence[StoredWeight]:
         """The matrices of a stack [experts, out_features, in_features]; most weights are a single matrix."""
         return [self]
->>>>>>> 72f6b20 (Read MXFP4 experts; biases and a clamped gate in experts)
 
     def as_integers(self) -> GroupedIntegers | None:
         """The same numbers as integers with scales per group, if that is what they are."""
@@ -183,6 +176,17 @@ def dequantized(tensors: Iterable[tuple[str, Tensor | StoredWeight]]) -> Iterato
     """Replace quantized weights by their values in float32."""
     for name, tensor in tensors:
         yield name, tensor if isinstance(tensor, Tensor) else tensor.dequantized()
+
+
+def dequantized_matrices(
+    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
+) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    """As `dequantized`, but stacks of matrices stay as they are: all experts of a layer at once would need too much
+    memory."""
+    for name, tensor in tensors:
+        if isinstance(tensor, StoredWeight) and len(tensor.shape) == 2:
+            tensor = tensor.dequantized()
+        yield name, tensor
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:

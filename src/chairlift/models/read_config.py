@@ -133,7 +133,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     attentions, recurrents = count(), count()  # indices in the storage of keys and values, and of states
     layers = []
     for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
-        attention = _attention(fields, latent, next(attentions), layer_type) if block.attention else None
+        attention = _attention(family, fields, latent, next(attentions), layer_type) if block.attention else None
         rotated = attention is not None and family.rotated(fields, index, layer_type)
         layers.append(
             LayerConfig(
@@ -155,7 +155,9 @@ def _blocks(family: Family, fields: Fields) -> list[LayerBlocks]:
     return [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
-def _attention(fields: Fields, latent: LatentShape | None, index: int, layer_type: str) -> AttentionLayer:
+def _attention(
+    family: Family, fields: Fields, latent: LatentShape | None, index: int, layer_type: str
+) -> AttentionLayer:
     if latent is not None:
         return latent_layer(latent, fields, rope_parameters(fields, layer_type), index)
     heads, kv_heads, head_dim = _heads(fields)
@@ -172,6 +174,7 @@ def _attention(fields: Fields, latent: LatentShape | None, index: int, layer_typ
         scale=scale,
         window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
         softcap=fields.optional_number("attn_logit_softcapping"),
+        sinks=family.sinks,
     )
 
 

@@ -47,7 +47,10 @@ def unstacked(
         if layer.experts is not None:
             names = layer.experts.names
             block = f"layers.{index}.{names.block}"
-            for stacked, parts in ((names.stacked_gate_up, (names.gate, names.up)), (names.stacked_down, (names.down,))):
+            for stacked, parts in (
+                (names.stacked_gate_up, (names.gate, names.up)),
+                (names.stacked_down, (names.down,)),
+            ):
                 stacks[f"{block}.{stacked}"] = (names, f"{block}.{names.experts}", parts)
     for full_name, tensor in tensors:
         name = canonical_name(full_name)
@@ -56,9 +59,9 @@ def unstacked(
         if found is None or len(tensor.shape) != dimensions:
             yield full_name, tensor
             continue
-        names, experts, parts = found
+        names, experts, inner = found
         for expert, matrix in enumerate(tensor.matrices() if isinstance(tensor, StoredWeight) else tensor):
-            for part, rows in zip(parts, _parts(matrix, len(parts), names), strict=True):
+            for part, rows in zip(inner, _parts(matrix, len(inner), names), strict=True):
                 yield f"{experts}.{expert}.{part}.{kind}", rows
 
 

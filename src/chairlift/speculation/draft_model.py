@@ -14,6 +14,7 @@ from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
@@ -71,7 +72,9 @@ def load_draft_model(
     own = make_tokenizer(checkpoint)
     if own.encode(_PROBE) != tokenizer.encode(_PROBE):
         raise InvalidParameter("speculate", f"{speculate!r}: that model splits text into other tokens than this one")
-    built = build_model(checkpoint.config, checkpoint.tensors(), dtype=target.dtype, device=target.device)
+    built = build_model(
+        checkpoint.config, dequantized_matrices(checkpoint.stored()), dtype=target.dtype, device=target.device
+    )
     model = require_decoder(built, speculate)
     if model.vocab_size > target.vocab_size:
         raise InvalidParameter("speculate", f"{speculate!r}: that model has more tokens than this one")

@@ -89,11 +89,8 @@ class Family:
     rotated: Callable[[Fields, int, str], bool] = rotated_by_list
     interleaved_rope: bool = False
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
-<<<<<<< HEAD
     latent: bool = False  # latent attention
-=======
     sinks: bool = False  # attention has learned sinks
->>>>>>> 1aa6d6e (Add the family gpt-oss, from plain and MXFP4 checkpoints)
     experts: ExpertsFamily | None = None
     recurrent: RecurrentFamily | None = None
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ START_SECONDS, STOP_SECONDS = 180.0, 90.0
 @dataclass
 class RunningFleet(RunningServer):
     home: Path
+    arguments: list[str]  # of `cluster serve`
 
     def address(self) -> str:
         found = re.search(r" at (https?://[\d.]+:\d+) by ", self.log.read_text(errors="replace"))
@@ -93,13 +95,14 @@ def run_with_own_ray(*arguments: str) -> str:
 
 def start_fleet(folder: Path, log: Path, *options: str, replicas: int = 2) -> RunningFleet:
     home = Path(tempfile.mkdtemp(prefix="cl-"))  # short: Ray's sockets are below it
-    command = [sys.executable, "-m", "chairlift", "cluster", "serve", str(folder), "--served-model-name", NAME]
-    own = ["--port", "0", "--replicas", str(replicas), "--replica-cpus", "0", "--address", "local", "--quiet"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # the ingress must find the same one after a restart
+        port = str(probe.getsockname()[1])
+    size = ["--port", port, "--replicas", str(replicas), "--replica-cpus", "0", "--kv-memory", "2MiB"]
+    arguments = [str(folder), "--served-model-name", NAME, *size, "--quiet", *options]
+    command = [sys.executable, "-m", "chairlift", "cluster", "serve", *arguments, "--address", "local"]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, *own, "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=_environment(home)
-        )
-    fleet = RunningFleet(process, "", log, home)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(home))
+    fleet = RunningFleet(process, "", log, home, arguments)
     try:
         wait_for(lambda: process.poll() is not None or fleet.address(), START_SECONDS, f"the fleet\n{fleet.tail()}")
         assert process.poll() is None, fleet.tail()

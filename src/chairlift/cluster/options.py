@@ -32,6 +32,12 @@ class ClusterOptions:
         group=FLEET,
         check=between(1, 64),
     )
+    ingress_location: str = option(
+        "head",
+        help="Run ingresses on the head node of the Ray cluster, or one on each of any nodes, behind a load balancer.",
+        group=FLEET,
+        choices=("head", "any"),
+    )
     replica_cpus: float = option(1.0, help="CPU cores that Ray reserves for a replica.", group=FLEET, check=at_least(0))
     replica_gpus: float = option(0.0, help="GPUs that Ray reserves for a replica.", group=FLEET, check=at_least(0))
     replica_memory: int | str | None = option(

@@ -1,4 +1,8 @@
-"""The application of Ray Serve: an ingress deployment in front of a deployment of replicas."""
+"""The applications of Ray Serve: a deployment of replicas, and an ingress in front of it.
+
+Ray Serve replaces all actors of an application when it is deployed again. `chairlift cluster serve` therefore makes two
+applications, so that an update of the replicas leaves the ingress alone, and with it the connections of clients.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,34 @@ from typing import Any
 from chairlift.byte_sizes import parse_bytes
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import import_ray
+from chairlift.cluster.serving.replica_load import REPLICAS, config_version
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.workers.config_codec import encode_config
 
-REPLICAS, INGRESS = "replica", "ingress"  # names of the deployments
+INGRESS = "ingress"  # name of the deployment
 SCALING_CLASS = "chairlift.cluster.serving.scaling:FleetScaling"
 SCALING_SECONDS = 2.0  # between reports to the autoscaler
 ROUTER_CLASS = "chairlift.cluster.serving.request_router:FleetRequestRouter"
 STATS_SECONDS = 1.0  # between reports of a replica's load
 HEALTH_SECONDS = 2.0  # between health checks, which also find out about killed actors
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node
 UNLIMITED = 1_000_000  # requests do not pass through Ray, so that its limits mean nothing
 
 
 def make_application(config: ServerConfig, options: ClusterOptions) -> Any:
-    """Return the application for `ray.serve.run`; `config` is that of each server."""
+    """Return a whole fleet as one application."""
+    return make_ingress(config, options, make_replicas(config, options))
+
+
+def make_replicas(config: ServerConfig, options: ClusterOptions) -> Any:
+    """Return the application of the replicas; `config` is that of each server."""
     import_ray()
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from chairlift.cluster.serving.ingress import Ingress
     from chairlift.cluster.serving.replica import ReplicaActor
 
-    common: dict[str, Any] = {
-        "health_check_period_s": HEALTH_SECONDS,
-        "graceful_shutdown_timeout_s": config.drain_timeout + 20,
-        "max_ongoing_requests": UNLIMITED,
-    }
     replicas = serve.deployment(
         ReplicaActor,
         name=REPLICAS,
@@ -45,14 +50,39 @@ def make_application(config: ServerConfig, options: ClusterOptions) -> Any:
             request_router_kwargs={"policy": options.router},
             request_routing_stats_period_s=STATS_SECONDS,
         ),
-        **common,
+        **_supervision(config),
     )
+    return replicas.bind(encode_config(replica_config(config)))
+
+
+def make_ingress(config: ServerConfig, options: ClusterOptions, replicas: Any) -> Any:
+    """Return the application of the ingress; `replicas` is that of the replicas, or the name of a running one."""
+    import_ray()
+    from ray import serve
+
+    from chairlift.cluster.serving.ingress import Ingress
+
+    placement = ingress_placement(options)
     ingress = serve.deployment(
-        Ingress, name=INGRESS, num_replicas=options.ingresses, ray_actor_options={"num_cpus": 0}, **common
+        Ingress, name=INGRESS, num_replicas=options.ingresses, **placement, **_supervision(config)
     )
     return ingress.bind(
-        replicas.bind(encode_config(replica_config(config))), encode_config(ingress_config(config)), options.router
+        replicas, encode_config(ingress_config(config)), options.router, ingress_version(config, options)
     )
+
+
+def ingress_version(config: ServerConfig, options: ClusterOptions) -> str:
+    """Changes with everything that needs new ingresses."""
+    placement = f"{options.router} {options.ingresses} {options.ingress_location} ".encode()
+    return config_version(placement + encode_config(ingress_config(config)))
+
+
+def _supervision(config: ServerConfig) -> dict[str, Any]:
+    return {
+        "health_check_period_s": HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": config.drain_timeout + 20,
+        "max_ongoing_requests": UNLIMITED,
+    }
 
 
 def replica_config(config: ServerConfig) -> ServerConfig:
@@ -87,6 +117,12 @@ def replica_count(options: ClusterOptions) -> dict[str, Any]:
             policy=policy,
         )
     }
+
+
+def ingress_placement(options: ClusterOptions) -> dict[str, Any]:
+    if options.ingress_location == "any":
+        return {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
+    return {"ray_actor_options": {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}}
 
 
 def replica_resources(options: ClusterOptions) -> dict[str, Any]:

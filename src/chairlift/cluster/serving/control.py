@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from chairlift.cluster.options import ClusterOptions
-from chairlift.cluster.serving.app import INGRESS, make_application
+from chairlift.cluster.serving.app import INGRESS, ingress_version, make_application, make_ingress, make_replicas
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options.declaration import options_of
 from chairlift.server.config import ServerConfig
@@ -27,6 +27,8 @@ def fleet_config(server: ServerOptions, model: str, engine: Mapping[str, Any], *
     for name in _SINGLE_SERVER:
         if getattr(server, name) is not None:
             raise InvalidParameter(name, "is not available in a cluster: each replica would have its own")
+    if server.port == 0:  # an ingress that is started again must listen where the first one did
+        raise InvalidParameter("port", "must not be 0 in a cluster")
     return server_config(server, model, dict(engine), quiet=quiet)
 
 
@@ -52,12 +54,27 @@ def start_fleet(name: str, config: ServerConfig, options: ClusterOptions) -> str
     from ray import serve
 
     serve.start(proxy_location="Disabled")
+    _run(make_replicas(config, options), name)
+    if not is_running(ingress_name(name)) or _ingress_status(ingress_name(name))["version"] != ingress_version(
+        config, options
+    ):
+        _run(make_ingress(config, options, name), ingress_name(name))
+    return str(_ingress_status(ingress_name(name))["address"])
+
+
+def ingress_name(name: str) -> str:
+    """The name of the application of a fleet's ingress."""
+    return f"{name}-ingress"
+
+
+def _run(application: Any, name: str) -> None:
+    from ray import serve
+
     try:
-        serve.run(make_application(config, options), name=name, route_prefix=None)
+        serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
         serve.delete(name)
         raise ChairliftError(f"the fleet cannot start: {_last_line(str(error))}") from None
-    return str(fleet_status(name)["address"])
 
 
 def _last_line(text: str) -> str:
@@ -76,8 +93,14 @@ def fleet_status(name: str) -> dict[str, Any]:
         part: {"state": str(one.status.value).lower(), "replicas": {str(k): v for k, v in one.replica_states.items()}}
         for part, one in app.deployments.items()
     }
-    ingress = serve.get_deployment_handle(INGRESS, name)
-    return {**found, **ingress.status.remote().result(timeout_s=STATUS_SECONDS)}
+    return {**found, **_ingress_status(name if INGRESS in app.deployments else ingress_name(name))}
+
+
+def _ingress_status(app: str) -> dict[str, Any]:
+    from ray import serve
+
+    status: dict[str, Any] = serve.get_deployment_handle(INGRESS, app).status.remote().result(timeout_s=STATUS_SECONDS)
+    return status
 
 
 def is_running(name: str) -> bool:
@@ -92,4 +115,6 @@ def stop_fleet(name: str) -> None:
 
     if not is_running(name):
         raise ChairliftError(f"there is no fleet {name!r} on this Ray cluster")
-    serve.delete(name)
+    for app in (ingress_name(name), name):  # first the ingress, which answers what it has accepted
+        if is_running(app):
+            serve.delete(app)

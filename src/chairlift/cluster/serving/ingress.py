@@ -15,6 +15,7 @@ from typing import Any
 from chairlift.cluster.serving.fleet import FleetView
 from chairlift.cluster.serving.ingress_app import make_ingress_app
 from chairlift.cluster.serving.relay import Relay
+from chairlift.cluster.serving.replica_load import REPLICAS
 from chairlift.cluster.serving.routing_table import routing_table
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.front_end import UvicornServer, uvicorn_config
@@ -31,8 +32,13 @@ POLL_SECONDS = 0.05
 class Ingress:
     """Serves HTTP in a thread of its own; Ray Serve calls the methods from another one."""
 
-    def __init__(self, replicas: Any, config: bytes, router: str) -> None:
-        """`replicas` is the handle of the replicas' deployment."""
+    def __init__(self, replicas: Any, config: bytes, router: str, version: str) -> None:
+        """`replicas` is the handle of the replicas' deployment, or the name of their application."""
+        if isinstance(replicas, str):
+            from ray import serve
+
+            replicas = serve.get_deployment_handle(REPLICAS, replicas)
+        self._version = version
         self._config = decode_config(config)
         self._replicas = replicas.options()  # connects the handle, so that Ray Serve sends the replicas
         self._table = routing_table(router)
@@ -80,7 +86,12 @@ class Ingress:
             raise RuntimeError("the HTTP server of this ingress stopped")
 
     def status(self) -> dict[str, Any]:
-        return {"address": self._address, "router": self.fleet.router, "replicas": self.fleet.describe()}
+        return {
+            "address": self._address,
+            "version": self._version,
+            "router": self.fleet.router,
+            "replicas": self.fleet.describe(),
+        }
 
     def __del__(self) -> None:
         """Stop accepting connections and let the requests in flight finish."""

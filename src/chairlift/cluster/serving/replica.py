@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -14,8 +13,7 @@ import urllib.request
 from dataclasses import asdict, replace
 from typing import Any
 
-import chairlift
-from chairlift.cluster.serving.replica_load import LoadReader, ReplicaInfo, ReplicaLoad, metric_sums
+from chairlift.cluster.serving.replica_load import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.workers.config_codec import decode_config, encode_config
@@ -123,7 +121,3 @@ def _start(config: ServerConfig) -> subprocess.Popen[bytes]:
     with server.stdin as pipe:
         pipe.write(encode_config(config))
     return server
-
-
-def config_version(config: bytes) -> str:
-    return f"{chairlift.__version__}+{hashlib.sha256(config).hexdigest()[:8]}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import chairlift
 from chairlift.cluster.routing.router import OUTPUT_COST
+
+REPLICAS = "replica"  # name of the deployment
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ class ReplicaLoad:
         """Read a report; fields of other versions are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def config_version(config: bytes) -> str:
+    """Return the version of a process that runs with this configuration."""
+    return f"{chairlift.__version__}+{hashlib.sha256(config).hexdigest()[:8]}"
 
 
 class LoadReader:
@@ -105,7 +114,7 @@ def _mean(grown: Any, histogram: str) -> float:
     return float(grown(f"{histogram}_sum") / count) if count > 0 else 0.0
 
 
-def metric_sums(exposition: str, names: Iterable[str] = ()) -> dict[str, float]:
+def metric_sums(exposition: str) -> dict[str, float]:
     """Return the values of Prometheus' text format, summed over labels."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):

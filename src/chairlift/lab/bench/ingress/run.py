@@ -101,8 +101,8 @@ def _fleet(settings: IngressSettings, streams: int) -> Iterator[tuple[Endpoint, 
     """Start a fleet of stub engines; yields the ingress and the replicas."""
     from ray import serve
 
-    from chairlift.cluster.serving.app import REPLICAS
     from chairlift.cluster.serving.control import start_fleet, stop_fleet
+    from chairlift.cluster.serving.replica_load import REPLICAS
 
     per_replica = max(1.0, streams / settings.replicas)
     config = ServerConfig(

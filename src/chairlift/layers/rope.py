@@ -63,7 +63,7 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor) -> Rotation:
         scaling = self._query_scaling
         query_scale = None if scaling is None else scaling(positions).to(self._dtype)[:, None]
-        if on_gpu(positions.device):
+        if on_gpu(positions.device) and len(self._inv_freq):
             from chairlift.kernels.triton.layers import rotation
 
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype), query_scale)

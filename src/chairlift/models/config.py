@@ -12,6 +12,9 @@ from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
 from chairlift.models.experts import ExpertsConfig
 
+# Of queries and keys: of each head, of all heads together, of each head with weights of its own, or without weights.
+QKNorm = Literal["head", "full", "each", "unweighted"]
+
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
@@ -80,8 +83,7 @@ class DecoderConfig:
     norms: NormNames
     norm_eps: float
     norm_unit_offset: bool  # the checkpoint stores norm weights minus one
-    # Queries and keys are normalised per head, with one weight for all heads or "each" its own, or all heads together.
-    qk_norm: Literal["head", "full", "each"] | None
+    qk_norm: QKNorm | None
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -113,6 +115,11 @@ class DecoderConfig:
         m * (y + f(norm(x))), and norm(x) with eps is norm(y) with eps / m².
         """
         return self.norm_eps / self.residual_multiplier**2
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether some layer scales queries by their position."""
+        return any(layer.rope is not None and layer.rope.query_scaling is not None for layer in self.layers)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -152,7 +159,7 @@ class DecoderConfig:
         queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         inputs = queries * (1 + self.gated_attention) + 2 * keys
         count = self.hidden_size * (inputs + queries + self.output_bias) + inputs * self.qkv_bias
-        if self.qk_norm is not None:
+        if self.qk_norm not in (None, "unweighted"):
             count += 2 * layer.head_dim * (1 + self.norm_bias) if self.qk_norm == "head" else queries + keys
         return count + layer.num_heads * layer.sinks
 

@@ -56,17 +56,21 @@ class SelfAttention:
         self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
-        if config.qk_norm is not None:
+        self._norms_have_weights = config.qk_norm != "unweighted"
+        if config.qk_norm is not None and (self._norms_have_weights or (rope is not None and rope.inv_freq)):
             self.q_norm, self.k_norm = (
                 make_norm(config, _norm_shape(config, heads, layer.head_dim), config.norm_eps, dtype, device)
                 for heads in (layer.num_heads, layer.num_kv_heads)
             )
+            if not self._norms_have_weights:
+                self.q_norm.weight.fill_(1.0)
+                self.k_norm.weight.fill_(1.0)
         self._norms_all_heads = config.qk_norm == "full"
         self._norms_after_rope = config.qk_norm_after_rope
         # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
         self._clip = config.qkv_clip
-        self._fuses = (config.qk_norm is None and self._clip is None) or (
-            config.qk_norm == "head"
+        self._fuses = (self.q_norm is None and self._clip is None) or (
+            config.qk_norm in ("head", "unweighted")
             and self._clip is None
             and config.norm_kind == "rms"
             and not config.qk_norm_after_rope
@@ -84,7 +88,7 @@ class SelfAttention:
         yield from self.output.targets([names.output])
         if self.sinks is not None:
             yield "sinks", self.sinks
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self._norms_have_weights:
             norms = chain(_norm_targets(names.q_norm, self.q_norm), _norm_targets(names.k_norm, self.k_norm))
             yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
 
@@ -146,8 +150,8 @@ class SelfAttention:
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            cos=None if rotation is None else rotation.cos,
-            sin=None if rotation is None else rotation.sin,
+            cos=None if rotation is None or not self._pairs else rotation.cos,
+            sin=None if rotation is None or not self._pairs else rotation.sin,
             sinks=self.sinks,
         )
         return heads.flatten(1)
@@ -300,7 +304,7 @@ def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple
     """The shape of a norm of queries or keys."""
     if config.qk_norm == "each":
         return heads, head_dim
-    return head_dim if config.qk_norm == "head" else heads * head_dim
+    return heads * head_dim if config.qk_norm == "full" else head_dim
 
 
 def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Tensor | None:

@@ -28,7 +28,12 @@ _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 
 # Families whose configs nest the text part beside one for images, and the model type of that part.
-TEXT_TYPES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,7 +144,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
             LayerConfig(
                 attention=attention,
                 latent=latent if block.attention else None,
-                rope=_rope(family, fields, layer_type, attention, max_len) if attention and rotated else None,
+                rope=_rope(family, fields, layer_type, attention, max_len, rotated=rotated) if attention else None,
                 recurrent=RecurrentLayer(next(recurrents), shape.states()) if shape and block.recurrent else None,
                 mixer=shape if block.recurrent else None,
                 **_feed_forward(family, fields, experts, index) if block.mlp else {"intermediate_size": 0},
@@ -174,11 +179,17 @@ def _attention(
         scale=scale,
         window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
         softcap=fields.optional_number("attn_logit_softcapping"),
+        chunk=fields.integer("attention_chunk_size") if layer_type == "chunked_attention" else None,
         sinks=family.sinks,
     )
 
 
-def _rope(family: Family, fields: Fields, layer_type: str, attention: AttentionLayer, max_len: int) -> Rope:
+def _rope(
+    family: Family, fields: Fields, layer_type: str, attention: AttentionLayer, max_len: int, *, rotated: bool
+) -> Rope | None:
+    if not rotated:
+        scaling = family.query_scaling(fields)
+        return None if scaling is None else Rope((), query_scaling=scaling)
     return make_rope(
         rope_parameters(fields, layer_type, scales_local=family.scales_local_rope),
         head_dim=attention.head_dim - (attention.latent_dim or 0),
@@ -209,16 +220,25 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
 
 
 def _layer_types(family: Family, fields: Fields, num_layers: int) -> list[str]:
-    """Each layer's attention: "full_attention" or "sliding_attention"."""
+    """Each layer's attention: "full_attention", "sliding_attention" or "chunked_attention"."""
+    if family.chunked:
+        if "layer_types" in fields:
+            return _listed_types(fields, num_layers, ("full_attention", "chunked_attention"))
+        chunked = [family.rotated(fields, index, "") for index in range(num_layers)]
+        return ["chunked_attention" if each else "full_attention" for each in chunked]
     if "sliding_window" not in fields or (family.window_switch and not fields.flag("use_sliding_window")):
         return ["full_attention"] * num_layers
     if "layer_types" not in fields:
         return [
             "sliding_attention" if family.windowed(fields, index) else "full_attention" for index in range(num_layers)
         ]
+    return _listed_types(fields, num_layers, ("full_attention", "sliding_attention"))
+
+
+def _listed_types(fields: Fields, num_layers: int, known: tuple[str, ...]) -> list[str]:
     types = fields.items("layer_types", str, length=num_layers)
     for layer_type in types:
-        if layer_type not in ("full_attention", "sliding_attention"):
+        if layer_type not in known:
             raise UnsupportedModel(f"layer type {layer_type!r} is not supported in this family")
     return types
 

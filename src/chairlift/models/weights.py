@@ -18,7 +18,7 @@ PREFIXES = ("model.", "language_model.", "backbone.")
 # Tables of old checkpoints that follow from the config.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 # The image half of a checkpoint whose text half is run.
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
+VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.")
 # Layers that predict further tokens, in checkpoints that name them apart.
 MTP_PREFIX = "mtp"
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chairlift.errors import CorruptCheckpoint
-from chairlift.models.config import LLAMA_NAMES, PRE_NORMS, NormNames, PartNames
+from chairlift.layers.rope import QueryScaling
+from chairlift.models.config import LLAMA_NAMES, PRE_NORMS, NormNames, PartNames, QKNorm
 from chairlift.models.experts import ExpertsFamily
 from chairlift.models.fields import Fields
 from chairlift.models.recurrent import RecurrentFamily
@@ -30,9 +31,10 @@ def rotated_by_list(fields: Fields, index: int, layer_type: str) -> bool:
     """SmolLM3 has no rotation in some layers: where `no_rope_layers` is 0, or in every nth."""
     if "no_rope_layers" in fields:
         marks = fields.items("no_rope_layers", int)
-        if len(marks) <= index:
+        if marks and len(marks) <= index:
             raise CorruptCheckpoint(f"config.json: no_rope_layers has {len(marks)} entries, layer {index} has none")
-        return bool(marks[index])
+        if marks:
+            return bool(marks[index])
     interval = fields.optional_integer("no_rope_layer_interval")
     return interval is None or (index + 1) % interval != 0
 
@@ -55,6 +57,10 @@ def not_rotated(fields: Fields, index: int, layer_type: str) -> bool:
     return False
 
 
+def no_scaling(fields: Fields) -> QueryScaling | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How a family differs from Llama. `defaults` are values that its config files may leave out.
@@ -70,7 +76,7 @@ class Family:
     norm_bias: bool = False
     norm_unit_offset: bool = False
     eps_key: str = "rms_norm_eps"
-    qk_norm: Literal["head", "full", "each"] | None = None
+    qk_norm: QKNorm | None = None
     qk_norm_switch: str | None = None  # `qk_norm` only counts if this flag is true
     qk_norm_after_rope: bool = False
     qkv_bias: str | bool = "attention_bias"
@@ -91,6 +97,8 @@ class Family:
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
     latent: bool = False  # latent attention
     sinks: bool = False  # attention has learned sinks
+    chunked: bool = False  # the attention of layers with rotation stays within chunks of attention_chunk_size
+    query_scaling: Callable[[Fields], QueryScaling | None] = no_scaling  # of layers without rotation
     experts: ExpertsFamily | None = None
     recurrent: RecurrentFamily | None = None
 

@@ -51,6 +51,7 @@ def can_fuse(config: DecoderConfig) -> bool:
         and config.qk_norm in (None, "head")
         and not config.qk_norm_after_rope
         and config.qkv_clip is None
+        and not config.scales_queries
         and config.gated_mlp
         and not config.parallel_block
         and not config.gated_attention

@@ -48,6 +48,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         and config.norm_kind == "rms"
         and config.qk_norm in (None, "head")
         and not config.qk_norm_after_rope
+        and not (config.qk_norm and config.scales_queries)
         and config.qkv_clip is None
         and config.gated_mlp
         and not config.parallel_block

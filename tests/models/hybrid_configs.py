@@ -38,6 +38,17 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_state": 12,
     "mamba_chunk_size": 8,
 }
+_NEMOTRON: dict[str, Any] = {
+    "head_dim": 14,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 22,
+    "moe_shared_expert_intermediate_size": 18,
+}
 HYBRID_CONFIGS: dict[str, Callable[[], Any]] = {
     "mamba 2": _config("Mamba2Config", num_heads=6, head_dim=20, n_groups=2, state_size=12, chunk_size=8),
     "mamba 2, biases, limited steps": _config(
@@ -76,13 +87,64 @@ HYBRID_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "nemotron h": _config(
         "NemotronHConfig",
+        **_NEMOTRON,
         layers_block_type=[RECURRENT, "mlp", FULL, RECURRENT, "mlp"],
-        head_dim=14,
-        mamba_num_heads=6,
-        mamba_head_dim=20,
-        n_groups=2,
-        ssm_state_size=12,
-        chunk_size=8,
+        sliding_window=3,  # transformers ignores it
+    ),
+    "nemotron h, experts": _config(
+        "NemotronHConfig",
+        **_NEMOTRON,
+        layers_block_type=[RECURRENT, "moe", FULL, "moe"],
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.7,
+    ),
+    "nemotron h, experts of a projection": _config(
+        "NemotronHConfig", **_NEMOTRON, layers_block_type=[RECURRENT, "moe", FULL], moe_latent_size=26
+    ),
+    "granite 4": _config(
+        "GraniteMoeHybridConfig",
+        **_MAMBA,
+        layer_types=[RECURRENT, FULL, RECURRENT],
+        num_local_experts=5,
+        shared_intermediate_size=22,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.3,
+        logits_scaling=0.5,
+    ),
+    "granite 4 dense, rope": _config(
+        "GraniteMoeHybridConfig",
+        **_MAMBA,
+        layer_types=[RECURRENT, FULL, RECURRENT],
+        num_local_experts=0,
+        shared_intermediate_size=22,
+        position_embedding_type="rope",
+    ),
+    "lfm2 moe": _config(
+        "Lfm2MoeConfig",
+        layer_types=["conv", FULL, "conv"],
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+    ),
+    "kimi linear": _config(
+        "KimiLinearConfig",
+        num_key_value_heads=6,
+        layer_types=[RECURRENT, FULL, RECURRENT],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        linear_num_heads=5,
+        linear_head_dim=14,
+        kv_lora_rank=24,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=22,
     ),
     "lfm2": _config("Lfm2Config", layer_types=["conv", FULL, "conv"], block_multiple_of=8),
     "lfm2, biases": _config(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, gated
+from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, gated
 from chairlift.layers.parts import Targets, prefixed
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
@@ -25,12 +27,14 @@ class SharedExpert:
         intermediate_size: int,
         *,
         is_gated: bool,
+        has_gates: bool = True,
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
         format: type[WeightFormat] = PlainWeight,
     ) -> None:
-        self.mlp = GatedMLP(
+        """`is_gated`: a gate multiplies the output; `has_gates`: the block itself has one."""
+        self.mlp = (GatedMLP if has_gates else UngatedMLP)(
             hidden_size,
             intermediate_size,
             activation=activation,
@@ -42,8 +46,8 @@ class SharedExpert:
         self.gate = Linear.empty(hidden_size, 1, bias=False, dtype=dtype, device=device) if is_gated else None
         self._batch_invariant = False
 
-    def targets(self, name: str, gate_name: str) -> Targets:
-        yield from prefixed(name, self.mlp.targets(["gate_proj", "up_proj"], "down_proj"))
+    def targets(self, name: str, inner_names: Sequence[str], down_name: str, gate_name: str) -> Targets:
+        yield from prefixed(name, self.mlp.targets(inner_names, down_name))
         if self.gate is not None:
             yield from self.gate.targets([gate_name])
 
@@ -65,7 +69,7 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """A router and experts, each a gated feed-forward block; the routed experts' weights are always plain."""
+    """A router and experts, each a feed-forward block; the routed experts' weights are always plain."""
 
     def __init__(
         self,
@@ -75,17 +79,25 @@ class MixtureOfExperts:
         *,
         shared: SharedExpert | None = None,
         bias: bool = False,
+        has_gates: bool = True,
+        latent_size: int = 0,
         activation: str | ClampedGate,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        num_experts = routing.num_experts
+        """`has_gates`: the experts are gated blocks; `latent_size`: they read a projection of the rows to this size."""
+        num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
-        self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-        self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.gate_up = torch.empty(num_experts, (1 + has_gates) * inner, size, dtype=dtype, device=device)
+        self.down = torch.empty(num_experts, size, inner, dtype=dtype, device=device)
         self.gate_up_bias = torch.empty_like(self.gate_up[..., 0]) if bias else None
         self.down_bias = torch.empty_like(self.down[..., 0]) if bias else None
+        self.latent: tuple[Linear, Linear] | None = None
+        if latent_size:
+            into = Linear.empty(hidden_size, latent_size, bias=False, dtype=dtype, device=device)
+            self.latent = into, Linear.empty(latent_size, hidden_size, bias=False, dtype=dtype, device=device)
         self.shared = shared
+        self._has_gates = has_gates
         self._num_experts = num_experts
         self._top_k = routing.top_k
         self._weights_inputs = routing.weights_inputs
@@ -93,25 +105,25 @@ class MixtureOfExperts:
         self._activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self._batch_invariant = False
 
-    def expert_targets(self, gate_name: str, up_name: str, down_name: str) -> Targets:
+    def expert_targets(self, inner_names: Sequence[str], down_name: str) -> Targets:
         """The routed experts' weights, by the expert's number."""
         for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"{index}.{gate_name}.weight", gate
-            yield f"{index}.{up_name}.weight", up
+            for name, part in zip(inner_names, gate_up.chunk(1 + self._has_gates), strict=True):
+                yield f"{index}.{name}.weight", part
             yield f"{index}.{down_name}.weight", down
         if self.gate_up_bias is not None and self.down_bias is not None:
             for index, (both, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
-                gate, up = both.chunk(2)
-                yield f"{index}.{gate_name}.bias", gate
-                yield f"{index}.{up_name}.bias", up
+                for name, part in zip(inner_names, both.chunk(1 + self._has_gates), strict=True):
+                    yield f"{index}.{name}.bias", part
                 yield f"{index}.{down_name}.bias", down
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.router.linear, *(self.shared.linears() if self.shared is not None else ()))
+        return (self.router.linear, *(self.latent or ()), *(self.shared.linears() if self.shared is not None else ()))
 
     def make_batch_invariant(self) -> None:
         self.router.make_batch_invariant()
+        for linear in self.latent or ():
+            linear.make_batch_invariant()
         if self.shared is not None:
             self.shared.make_batch_invariant()
         self._batch_invariant = True
@@ -119,6 +131,7 @@ class MixtureOfExperts:
     @property
     def num_bytes(self) -> int:
         shared = 0 if self.shared is None else sum(linear.num_bytes for linear in self.shared.linears())
+        shared += sum(linear.num_bytes for linear in self.latent or ())
         own = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return self.router.num_bytes + shared + sum(tensor.nbytes for tensor in own if tensor is not None)
 
@@ -133,10 +146,13 @@ class MixtureOfExperts:
         output is undefined.
         """
         weights, experts = self.router(x)
+        rows = x if self.latent is None else self.latent[0](x)
         if on_gpu(x.device):
-            routed = self.grouped(x, weights, experts, positions)
+            routed = self.grouped(rows, weights, experts, positions)
         else:
-            routed = self._one_after_the_other(x, weights, experts)
+            routed = self._one_after_the_other(rows, weights, experts)
+        if self.latent is not None:
+            routed = self.latent[1](routed)
         return routed if self.shared is None else routed.add_(self.shared(x))
 
     def _one_after_the_other(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -174,7 +190,7 @@ class MixtureOfExperts:
             x, self.gate_up, grouping, tiling, self._top_k, bias=self.gate_up_bias, share=before
         )
         outputs = triton_moe.grouped_linear(
-            gated(inner, self._activation),
+            self._activate(inner),
             self.down,
             grouping,
             tiling,
@@ -194,9 +210,11 @@ class MixtureOfExperts:
         def outer(rows: Tensor) -> Tensor:
             return F.linear(rows, self.down[expert], None if down_bias is None else down_bias[expert])
 
-        def gate(rows: Tensor) -> Tensor:
-            return gated(rows, self._activation)
-
         if not self._batch_invariant:
-            return outer(gate(inner(x)))
-        return in_tiles(outer, one_by_one(gate, in_tiles(inner, x)))
+            return outer(self._activate(inner(x)))
+        return in_tiles(outer, one_by_one(self._activate, in_tiles(inner, x)))
+
+    def _activate(self, rows: Tensor) -> Tensor:
+        if isinstance(self._activation, ClampedGate) or self._has_gates:
+            return gated(rows, self._activation)
+        return self._activation(rows)

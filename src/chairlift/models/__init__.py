@@ -41,7 +41,7 @@ def build_model(
     from chairlift.loading.stored_weight import dequantized
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
-    from chairlift.models.weights import fill, unstacked
+    from chairlift.models.weights import dense_renamed, fill, unstacked
 
     reasons = format_obstacles(config, quantization, dtype, device)
     if reasons:
@@ -73,7 +73,7 @@ def build_model(
         log.info(f"layers for multi-token prediction are not loaded: {description.num_mtp_layers}")
     fill(
         dict(model.targets()),
-        unstacked(description.layers, tensors),
+        unstacked(description.layers, dense_renamed(description, tensors)),
         text_part_only=description.text_part_only,
         tied=description.tied_head,
         left_out=description.further_layers,

@@ -215,7 +215,7 @@ class DecoderLayer:
             yield from norm.targets(name)
         if isinstance(self.mlp, MixtureOfExperts):
             assert self.experts is not None
-            yield from prefixed(self.experts.names.block, _expert_targets(self.mlp, self.experts.names))
+            yield from _expert_targets(self.mlp, self.experts.names)
         elif self.mlp is not None:
             yield from prefixed(self.names.mlp, self.mlp.targets(self.names.inner, self.names.down))
 
@@ -345,24 +345,31 @@ def _feed_forward(
             format=format,
             multipliers=config.mlp_multipliers,
         )
+    experts, hidden = layer.experts, config.hidden_size
     kind: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "device": device}
+    kind["has_gates"] = experts.names.gate is not None
     shared = None
-    if layer.experts.shared_size:
-        is_gated = layer.experts.names.shared_gate is not None
-        shared = SharedExpert(config.hidden_size, layer.experts.shared_size, is_gated=is_gated, format=format, **kind)
+    if experts.shared_size:
+        is_gated = experts.names.shared_gate is not None
+        shared = SharedExpert(hidden, experts.shared_size, is_gated=is_gated, format=format, **kind)
     return MixtureOfExperts(
-        config.hidden_size,
+        hidden,
         layer.intermediate_size,
-        layer.experts.routing,
+        experts.routing,
         shared=shared,
-        bias=layer.experts.bias,
-        **kind | {"activation": layer.experts.clamped_gate or config.activation},
+        bias=experts.bias,
+        latent_size=experts.latent_size,
+        **kind | {"activation": experts.clamped_gate or config.activation},
     )
 
 
 def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:
-    yield from mlp.router.targets(names.router, names.correction_bias, names.correction_bias_is_row)
-    yield from prefixed(names.experts, mlp.expert_targets(names.gate, names.up, names.down))
+    router = mlp.router.targets(names.router, names.correction_bias, names.correction_bias_is_row)
+    yield from prefixed(names.block, router)
+    yield from prefixed(f"{names.block}.{names.experts}", mlp.expert_targets(names.inner, names.down))
+    for name, linear in zip(names.latent, mlp.latent or (), strict=False):
+        yield from prefixed(names.block, linear.targets([name]))
     if mlp.shared is not None:
         assert names.shared is not None
-        yield from mlp.shared.targets(names.shared, names.shared_gate or "")
+        shared = mlp.shared.targets(names.shared, names.shared_inner, names.shared_down, names.shared_gate or "")
+        yield from (shared if names.shared_is_outside else prefixed(names.block, shared))

@@ -21,7 +21,7 @@ class ExpertNames:
     """
 
     block: str = "mlp"
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"  # None: experts, also the shared one, have no gates
     up: str = "up_proj"
     down: str = "down_proj"
     experts: str = "experts"
@@ -29,11 +29,20 @@ class ExpertNames:
     correction_bias: str = "gate.e_score_correction_bias"
     correction_bias_is_row: bool = False  # it is stored as a matrix of one row
     shared: str | None = None  # of the shared expert, which other families do not have
+    shared_is_outside: bool = False  # it is beside the block instead of inside
+    shared_inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
+    shared_down: str = "down_proj"
     shared_gate: str | None = None  # of the product whose sigmoid multiplies the shared expert's output
     stacked_gate_up: str = "experts.gate_up_proj"
     stacked_down: str = "experts.down_proj"
     transposed: bool = False  # the last two dimensions of stacked weights are exchanged, unless they are quantized
     interleaved: bool = False  # the rows of gate and up alternate in stacked weights
+    latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")  # products around the experts, in few families
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Of the first product of an expert."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +54,15 @@ class ExpertsConfig:
     shared_size: int = 0  # inner size of the shared expert; 0: there is none
     bias: bool = False  # the experts' products have biases
     clamped_gate: ClampedGate | None = None  # instead of the model's activation
+    latent_size: int = 0  # of the projection that the experts read; 0: they read the hidden states
 
     def num_parameters(self, hidden_size: int, intermediate_size: int) -> int:
-        routing = self.routing
-        per_expert = hidden_size + 3 * hidden_size * intermediate_size + routing.router_bias + routing.correction_bias
+        routing, products = self.routing, 1 + len(self.names.inner)
+        per_expert = products * (self.latent_size or hidden_size) * intermediate_size
+        per_expert += hidden_size + routing.router_bias + routing.correction_bias
         if self.bias:
             per_expert += 2 * intermediate_size + hidden_size
-        shared = 3 * hidden_size * self.shared_size
+        shared = products * hidden_size * self.shared_size + 2 * hidden_size * self.latent_size
         gate = hidden_size if self.shared_size and self.names.shared_gate is not None else 0
         return routing.num_experts * per_expert + shared + gate
 
@@ -75,7 +86,8 @@ class ExpertsFamily:
 
     names: ExpertNames = ExpertNames()
     scores: Scores = "softmax"
-    correction_bias: bool = False
+    correction_bias: str | bool = False  # or the config's flag for it
+    normalize_eps: float = 1e-20
     router_bias: bool = False
     group_best: int = 1
     float32: bool = False  # the router's product is computed in float32
@@ -91,7 +103,7 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     num_experts = _num_experts(fields)
     if not num_experts:
         return None
-    top_k = fields.integer(family.top_k_key)
+    top_k, bias = fields.integer(family.top_k_key), family.correction_bias
     num_groups = (fields.optional_integer("n_group") or 1) if fields.raw("topk_method") != "greedy" else 1
     top_groups = min(fields.optional_integer("topk_group") or num_groups, num_groups)
     size, rest = divmod(num_experts, num_groups)
@@ -108,7 +120,8 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
         scores=_scores(family, fields),
         normalize=fields.flag("norm_topk_prob"),
         scale=fields.optional_number("routed_scaling_factor") or 1.0,
-        correction_bias=family.correction_bias,
+        normalize_eps=family.normalize_eps,
+        correction_bias=bias if isinstance(bias, bool) else fields.flag(bias),
         num_groups=num_groups,
         top_groups=top_groups,
         group_best=min(family.group_best, size),
@@ -119,8 +132,14 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     gate = None
     if family.clamped_gate:
         gate = ClampedGate(fields.number("swiglu_alpha"), fields.number("swiglu_limit"))
-    shared_size = _shared_size(fields) if family.names.shared is not None else 0
-    return ExpertsConfig(routing, family.names, shared_size, bias=family.bias, clamped_gate=gate)
+    return ExpertsConfig(
+        routing,
+        family.names,
+        _shared_size(fields) if family.names.shared is not None else 0,
+        bias=family.bias,
+        clamped_gate=gate,
+        latent_size=fields.optional_integer("moe_latent_size") or 0,
+    )
 
 
 def _scores(family: ExpertsFamily, fields: Fields) -> Scores:
@@ -145,7 +164,8 @@ def _num_experts(fields: Fields) -> int:
 
 def _shared_size(fields: Fields) -> int:
     """The inner size of the shared expert: given, or that of several routed ones."""
-    given = fields.optional_integer("shared_expert_intermediate_size", low=0)
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    given = next((fields.integer(name, low=0) for name in names if name in fields), None)
     name = "n_shared_experts" if "n_shared_experts" in fields else "moe_num_shared_experts"
     count = fields.optional_integer(name, low=0)
     return (count or 0) * expert_size(fields) if given is None else given

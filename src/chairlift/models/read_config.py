@@ -51,7 +51,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     inner = text_config(config)
     family = find_family(inner["model_type"])
     assert family is not None, "the caller checks it"
-    fields = Fields(inner, _DEFAULTS | dict(family.defaults), "config.json")
+    renamed = {name: inner[own] for own, name in family.aliases.items() if own in inner}
+    fields = Fields(dict(inner) | renamed, _DEFAULTS | dict(family.defaults), "config.json")
     activation = fields.text(family.activation_key)
     if activation not in ACTIVATION_NAMES:
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}")
@@ -221,6 +222,8 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
 
 def _layer_types(family: Family, fields: Fields, num_layers: int) -> list[str]:
     """Each layer's attention: "full_attention", "sliding_attention" or "chunked_attention"."""
+    if family.recurrent is not None:
+        return ["full_attention"] * num_layers
     if family.chunked:
         if "layer_types" in fields:
             return _listed_types(fields, num_layers, ("full_attention", "chunked_attention"))

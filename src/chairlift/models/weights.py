@@ -10,7 +10,7 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.parts import Target
 from chairlift.loading.stored_weight import StoredWeight
-from chairlift.models.config import LayerConfig
+from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
@@ -47,10 +47,7 @@ def unstacked(
         if layer.experts is not None:
             names = layer.experts.names
             block = f"layers.{index}.{names.block}"
-            for stacked, parts in (
-                (names.stacked_gate_up, (names.gate, names.up)),
-                (names.stacked_down, (names.down,)),
-            ):
+            for stacked, parts in ((names.stacked_gate_up, names.inner), (names.stacked_down, (names.down,))):
                 stacks[f"{block}.{stacked}"] = (names, f"{block}.{names.experts}", parts)
     for full_name, tensor in tensors:
         name = canonical_name(full_name)
@@ -74,6 +71,23 @@ def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Seq
     if isinstance(matrix, StoredWeight):
         return [matrix.select_rows(each) for each in chosen]
     return [matrix.index_select(0, each) if names.interleaved else matrix[each[0] : each[-1] + 1] for each in chosen]
+
+
+def dense_renamed(
+    config: DecoderConfig, tensors: Iterable[tuple[str, Tensor | StoredWeight]]
+) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    """The stream with the usual names of dense blocks, also where transformers wrote those of mixtures for them."""
+    blocks = {layer.experts.names.block for layer in config.layers if layer.experts is not None} - {config.names.mlp}
+    dense = {
+        f"layers.{index}.{block}.": f"layers.{index}.{config.names.mlp}."
+        for index, layer in enumerate(config.layers)
+        if layer.experts is None and layer.intermediate_size
+        for block in blocks
+    }
+    for full_name, tensor in tensors:
+        name = canonical_name(full_name)
+        prefix = next((prefix for prefix in dense if name.startswith(prefix)), None)
+        yield full_name if prefix is None else dense[prefix] + name.removeprefix(prefix), tensor
 
 
 def fill(

@@ -70,6 +70,7 @@ class Family:
 
     title: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # the config's own names of fields -> the usual ones
     names: PartNames = LLAMA_NAMES
     norms: NormNames = PRE_NORMS
     norm_kind: Literal["rms", "layer"] = "rms"

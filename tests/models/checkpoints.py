@@ -51,7 +51,7 @@ def make_reference(config: Any) -> Any:
             else:
                 parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
         if tied:
             model.get_input_embeddings().weight.mul_(0.25)

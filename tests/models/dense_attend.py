@@ -20,6 +20,8 @@ class DenseCache:
     def step(self, pieces: Sequence[tuple[str, int]]) -> Attend:
         """The attention of one ragged batch: (sequence, number of its tokens), in the order of the rows."""
 
+        lengths = {key: len(keys) for key, (keys, _) in self.stored.items()}
+
         def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             assert (sinks is not None) == layer.sinks
             assert q.shape[1:] == (layer.num_heads, layer.head_dim)
@@ -30,15 +32,17 @@ class DenseCache:
             for (name, _), rows_q, rows_k, rows_v in zip(
                 pieces, q.split(counts), k.split(counts), v.split(counts), strict=True
             ):
-                keys, values = self._append((layer.index, name), rows_k, rows_v)
+                key = (layer.index, name)
+                keys, values = self._store(key, lengths.get(key, 0), rows_k, rows_v)
                 outputs.append(dense_attention(layer, rows_q, keys, values, sinks))
             return torch.cat(outputs)
 
         return attend
 
-    def _append(self, key: tuple[int, str], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if key in self.stored:
-            k, v = torch.cat((self.stored[key][0], k)), torch.cat((self.stored[key][1], v))
+    def _store(self, key: tuple[int, str], length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the first `length` keys and values and put the new ones behind them."""
+        if length:
+            k, v = torch.cat((self.stored[key][0][:length], k)), torch.cat((self.stored[key][1][:length], v))
         self.stored[key] = (k.clone(), v.clone())
         return self.stored[key]
 

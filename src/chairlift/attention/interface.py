@@ -45,8 +45,9 @@ class AttentionLayer:
 class Attend(Protocol):
     """The attention of one step, passed to the model as an argument.
 
-    It stores the new keys and values in the cache and returns, for every token of the ragged batch, the
-    attention over its own sequence. T tokens of many sequences are concatenated on the first axis.
+    It stores the new keys and values in the cache and returns, for every token of the ragged batch, the attention over
+    its own sequence. T tokens of many sequences are concatenated on the first axis. A layer that shares the keys and
+    values of an earlier one stores them again, in the same place.
     """
 
     def __call__(

@@ -76,7 +76,7 @@ def build_model(
         unstacked(description.layers, dense_renamed(description, tensors)),
         text_part_only=description.text_part_only,
         tied=description.tied_head,
-        left_out=description.further_layers,
+        left_out=description.unused_prefixes,
         filled_one=model.filled,
     )
     model.finalize()

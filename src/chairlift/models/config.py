@@ -63,6 +63,9 @@ class LayerConfig:
     recurrent: RecurrentLayer | None = None  # the states of `mixer`
     mixer: RecurrentShape | None = None
     latent: LatentShape | None = None  # `attention` is latent attention
+    shares_kv: bool = False  # it reads the keys and values of the earlier layer that its attention's index names
+    keeps_kv: bool = False  # a later layer reads its keys and values
+    values_are_keys: bool = False  # values are the keys before their norm and rotation
 
     @property
     def only_attention(self) -> AttentionLayer:
@@ -105,6 +108,9 @@ class DecoderConfig:
     residual_multiplier: float = 1.0  # of everything that is added to the embeddings
     logit_scale: float = 1.0
     head_bias: bool = False
+    v_norm: bool = False  # values are normalised per head, without a weight
+    per_layer_input_size: int = 0  # of the inputs that every layer has for every token; 0: there are none
+    layer_scalars: bool = False  # the residual stream is multiplied by a stored number behind every layer
     num_mtp_layers: int = 0  # layers behind the last that predict further tokens, which are left out
 
     @property
@@ -123,21 +129,33 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+        """Those that store keys and values."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None and not layer.shares_kv)
+
+    @property
+    def has_usual_layers(self) -> bool:
+        """Whether layers only add attention and a feed-forward block of their own, as fused kernels expect."""
+        shared = any(layer.shares_kv or layer.values_are_keys for layer in self.layers)
+        return not (shared or self.v_norm or self.per_layer_input_size or self.layer_scalars)
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
-    def further_layers(self) -> list[str]:
-        """The prefixes of tensors of layers behind the last."""
-        return [f"layers.{len(self.layers) + index}." for index in range(self.num_mtp_layers)]
+    def unused_prefixes(self) -> list[str]:
+        """Of tensors in the checkpoint: layers behind the last, and projections of layers that share their result."""
+        shared = [index for index, layer in enumerate(self.layers) if layer.shares_kv]
+        unused = [f"layers.{index}.{self.names.attention}.{name}" for index in shared for name in ("k_", "v_")]
+        return unused + [f"layers.{len(self.layers) + index}." for index in range(self.num_mtp_layers)]
 
     @property
     def num_parameters(self) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         final = self.hidden_size * (1 + self.norm_bias) + self.vocab_size * self.head_bias
+        if self.per_layer_input_size:
+            width = len(self.layers) * self.per_layer_input_size
+            final += (self.vocab_size + self.hidden_size) * width + self.per_layer_input_size
         return embeddings + final + sum(self._layer_parameters(layer) for layer in self.layers)
 
     def _layer_parameters(self, layer: LayerConfig) -> int:
@@ -146,21 +164,26 @@ class DecoderConfig:
         if layer.attention is not None and layer.latent is not None:
             count += layer.latent.num_parameters(hidden, layer.attention.num_heads)
         elif layer.attention is not None:
-            count += self._attention_parameters(layer.attention)
+            count += self._attention_parameters(layer, layer.attention)
         if layer.mixer is not None:
             count += layer.mixer.num_parameters(hidden)
+        if self.per_layer_input_size:
+            count += hidden * (2 * self.per_layer_input_size + 1)
+        count += self.layer_scalars
         if layer.experts is not None:
             return count + layer.experts.num_parameters(hidden, inner)
         into = inner * (1 + self.gated_mlp)
         count += 4 * (self.activation == "xielu")
         return count + (into + inner) * hidden + (into + hidden) * self.mlp_bias * bool(inner)
 
-    def _attention_parameters(self, layer: AttentionLayer) -> int:
+    def _attention_parameters(self, config: LayerConfig, layer: AttentionLayer) -> int:
         queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        inputs = queries * (1 + self.gated_attention) + 2 * keys
+        keys = 0 if config.shares_kv else keys
+        inputs = queries * (1 + self.gated_attention) + keys * (1 if config.values_are_keys else 2)
         count = self.hidden_size * (inputs + queries + self.output_bias) + inputs * self.qkv_bias
         if self.qk_norm not in (None, "unweighted"):
-            count += 2 * layer.head_dim * (1 + self.norm_bias) if self.qk_norm == "head" else queries + keys
+            per_head = (1 if config.shares_kv else 2) * layer.head_dim * (1 + self.norm_bias)
+            count += per_head if self.qk_norm == "head" else queries + keys
         return count + layer.num_heads * layer.sinks
 
     def layer_norms(self, layer: LayerConfig) -> tuple[str | None, str | None, str | None, str | None]:

@@ -14,12 +14,14 @@ from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part, Targets, prefixed
+from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.layers.rows import one_by_one
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
-from chairlift.models.decoder_layer import DecoderLayer, make_norm
+from chairlift.models.decoder_layer import DecoderLayer
+from chairlift.models.self_attention import make_norm
 from chairlift.models.stacks.base import StackParts
 from chairlift.models.stacks.choose import choose_stack
 from chairlift.models.weights import EMBEDDING, HEAD
@@ -61,6 +63,17 @@ class Decoder:
         self.layers = [DecoderLayer(config, layer, dtype, device, format) for layer in config.layers]
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}
+        self.per_layer: PerLayerEmbedding | None = None
+        if config.per_layer_input_size:
+            self.per_layer = PerLayerEmbedding(
+                config.vocab_size,
+                len(config.layers),
+                config.per_layer_input_size,
+                config.hidden_size,
+                config.norm_eps,
+                dtype=dtype,
+                device=device,
+            )
         self.norm = make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
         if config.tied_head:
             self.head = Linear(table, shared=True, format=self.head_format)
@@ -74,7 +87,7 @@ class Decoder:
                 rotary.make_batch_invariant()
         self.taps: tuple[int, ...] = ()  # layers whose input `hidden_states` returns as well
         self.stack = choose_stack(
-            StackParts(config, self.embedding, self.layers, self.rotary, self.norm),
+            StackParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer),
             format,
             dtype=dtype,
             device=device,
@@ -114,6 +127,8 @@ class Decoder:
         yield from self.norm.targets(self.config.names.final_norm)
         if not self.config.tied_head:
             yield from self.head.targets([HEAD.removesuffix(".weight")])
+        if self.per_layer is not None:
+            yield from self.per_layer.targets()
 
     def filled(self, name: str) -> None:
         """Called after each target is filled: packs a layer when it is complete.
@@ -134,6 +149,8 @@ class Decoder:
         for part in self._parts():
             part.finalize()
         self.embedding.table = self.format.embedding(self.embedding.table)
+        if self.per_layer is not None:
+            self.per_layer.table = self.format.embedding(self.per_layer.table)
         self.stack.finalize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory of replaced weights to the KV cache
@@ -153,6 +170,8 @@ class Decoder:
             yield from layer.parts()
         yield self.norm
         yield self.head
+        if self.per_layer is not None:
+            yield self.per_layer
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden], the input of the first layer."""

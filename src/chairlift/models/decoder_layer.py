@@ -9,161 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
+from chairlift.attention.interface import Attend
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
-from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
-from chairlift.layers.output_gate import OutputGate
-from chairlift.layers.parts import Part, PermutedHeads, Targets, prefixed
+from chairlift.layers.norm import Norm
+from chairlift.layers.parts import Part, Targets, prefixed
+from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.layers.recurrent.interface import RecurrentStep
-from chairlift.layers.rope import Rope, Rotation, rotate_
+from chairlift.layers.rope import Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
-
-
-class SelfAttention:
-    """Projects to queries, keys and values in one product, rotates them, and calls `attend`.
-
-    The caller applies the output projection, because one kernel may do it together with the addition that follows.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: AttentionLayer,
-        rope: Rope | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
-        self.layer = layer
-        self.names = config.names
-        self.query_size = layer.num_heads * layer.head_dim
-        self.key_size = layer.num_kv_heads * layer.head_dim
-        self.gate = OutputGate(layer.num_heads, layer.head_dim) if config.gated_attention else None
-        self._output_scale = config.attention_output_scale
-        self._gate_size = self.query_size if self.gate is not None else 0
-        hidden, both = config.hidden_size, self._gate_size + self.query_size + 2 * self.key_size
-        self.qkv = Linear.empty(hidden, both, bias=config.qkv_bias, dtype=dtype, device=device, format=format)
-        self.output = Linear.empty(
-            self.query_size, hidden, bias=config.output_bias, dtype=dtype, device=device, format=format
-        )
-        # In float32, as the softmax that they are part of.
-        self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
-        self.q_norm: Norm | None = None
-        self.k_norm: Norm | None = None
-        self._norms_have_weights = config.qk_norm != "unweighted"
-        if config.qk_norm is not None and (self._norms_have_weights or (rope is not None and rope.inv_freq)):
-            self.q_norm, self.k_norm = (
-                make_norm(config, _norm_shape(config, heads, layer.head_dim), config.norm_eps, dtype, device)
-                for heads in (layer.num_heads, layer.num_kv_heads)
-            )
-            if not self._norms_have_weights:
-                self.q_norm.weight.fill_(1.0)
-                self.k_norm.weight.fill_(1.0)
-        self._norms_all_heads = config.qk_norm == "full"
-        self._norms_after_rope = config.qk_norm_after_rope
-        # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
-        self._clip = config.qkv_clip
-        self._fuses = (self.q_norm is None and self._clip is None) or (
-            config.qk_norm in ("head", "unweighted")
-            and self._clip is None
-            and config.norm_kind == "rms"
-            and not config.qk_norm_after_rope
-            and (rope is None or rope.query_scaling is None)
-        )
-        self._interleaved = rope is not None and config.interleaved_rope
-        self._pairs = 0 if rope is None else len(rope.inv_freq)
-
-    def targets(self) -> Targets:
-        names, sizes = self.names, [self._gate_size + self.query_size, self.key_size, self.key_size]
-        qkv = self.qkv.targets(names.qkv, sizes if len(names.qkv) == 3 else [sum(sizes)])
-        if self.gate is not None:
-            qkv = self.gate.split_targets(qkv)
-        yield from (self._unpaired(qkv, axis=0) if self._interleaved else qkv)
-        yield from self.output.targets([names.output])
-        if self.sinks is not None:
-            yield "sinks", self.sinks
-        if self.q_norm is not None and self.k_norm is not None and self._norms_have_weights:
-            norms = chain(_norm_targets(names.q_norm, self.q_norm), _norm_targets(names.k_norm, self.k_norm))
-            yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
-
-    def _unpaired(self, targets: Targets, axis: int) -> Targets:
-        """Reorder the dimensions of queries and keys so that rotated pairs are in separate halves.
-
-        Scores do not depend on the order of a head's dimensions. So all kernels need only one kind of rotation.
-        """
-        value_names = {f"{self.names.qkv[-1]}.weight", f"{self.names.qkv[-1]}.bias"}
-        rotated = torch.arange(2 * self._pairs).view(-1, 2).T.flatten()
-        order = torch.cat((rotated, torch.arange(2 * self._pairs, self.layer.head_dim)))
-        for name, target in targets:
-            yield name, target if name in value_names else PermutedHeads(target, order, axis)
-
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output
-
-    def parts(self) -> Iterator[Part]:
-        yield from (self.qkv, self.output)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield from (self.q_norm, self.k_norm)
-        if self.gate is not None:
-            yield self.gate
-
-    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        projected = self.qkv(x)
-        if self.gate is None:
-            found = self._attend(projected, rotation, attend)
-            return found if self._output_scale == 1.0 else found.mul_(self._output_scale)
-        gate, qkv = projected.split((self._gate_size, projected.shape[1] - self._gate_size), dim=1)
-        return self.gate(self._attend(qkv.contiguous(), rotation, attend), gate)
-
-    def _attend(self, qkv: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        layer = self.layer
-        if isinstance(attend, FusedAttend) and self._fuses:
-            return self.attended(qkv, rotation, attend)
-        heads = qkv.unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
-        qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
-        if not self._norms_after_rope:
-            qk = self._normalised(qk)
-        if self._clip is not None:
-            qk, v = qk.clamp(-self._clip, self._clip), v.clamp(-self._clip, self._clip)
-        if rotation is not None:
-            rotate_(qk, rotation)  # queries and keys together
-            if rotation.query_scale is not None:
-                qk[:, : layer.num_heads].mul_(rotation.query_scale[..., None])
-        if self._norms_after_rope:
-            qk = self._normalised(qk)
-        q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
-        return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
-
-    def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
-        """qkv [T, ...], the projection, which may be overwritten -> [T, query_size]."""
-        if rotation is not None and rotation.query_scale is not None:
-            qkv[:, : self.query_size].mul_(rotation.query_scale)
-        heads = attend.from_projection(
-            self.layer,
-            qkv,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            cos=None if rotation is None or not self._pairs else rotation.cos,
-            sin=None if rotation is None or not self._pairs else rotation.sin,
-            sinks=self.sinks,
-        )
-        return heads.flatten(1)
-
-    def _normalised(self, qk: Tensor) -> Tensor:
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        q, k = qk.split((self.layer.num_heads, self.layer.num_kv_heads), dim=1)
-        return torch.cat((self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm)), dim=1)
-
-    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
-        return norm(heads.flatten(1)).view(heads.shape) if self._norms_all_heads else norm(heads)
+from chairlift.models.self_attention import KeptKV, SelfAttention, make_norm
 
 
 class DecoderLayer:
@@ -199,6 +59,18 @@ class DecoderLayer:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else self.norms[name] for name in names
         )
+        self.per_layer_input: PerLayerInput | None = None
+        if config.per_layer_input_size:
+            self.per_layer_input = PerLayerInput(
+                config.hidden_size,
+                config.per_layer_input_size,
+                config.norm_eps,
+                activation=config.activation,
+                dtype=dtype,
+                device=device,
+                format=format,
+            )
+        self.scalar = torch.empty(1, dtype=dtype, device=device) if config.layer_scalars else None
 
     @property
     def attention(self) -> SelfAttention:
@@ -218,17 +90,21 @@ class DecoderLayer:
             yield from _expert_targets(self.mlp, self.experts.names)
         elif self.mlp is not None:
             yield from prefixed(self.names.mlp, self.mlp.targets(self.names.inner, self.names.down))
+        if self.per_layer_input is not None:
+            yield from self.per_layer_input.targets()
+        if self.scalar is not None:
+            yield "layer_scalar", self.scalar
 
     def linears(self) -> tuple[Linear, ...]:
         mixers = (linear for mixer in self.mixers for linear in mixer.linears())
-        return *mixers, *(() if self.mlp is None else self.mlp.linears())
+        further = (part.linears() for part in (self.mlp, self.per_layer_input) if part is not None)
+        return *mixers, *chain(*further)
 
     def parts(self) -> Iterator[Part]:
         for mixer in self.mixers:
             yield from mixer.parts()
         yield from self.norms.values()
-        if self.mlp is not None:
-            yield self.mlp
+        yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
 
     def __call__(
         self, x: Tensor, delta: Tensor | None, positions: Tensor, rotation: Rotation | None, attend: Attend
@@ -242,22 +118,39 @@ class DecoderLayer:
         rotation: Rotation | None,
         attend: Attend,
         recurrent: RecurrentStep | None = None,
+        kept: KeptKV | None = None,
     ) -> tuple[Tensor, ...]:
         """Add `delta`, the output of the block before, to the residual stream `x` in place; return what each of the
         mixers makes of it, before their output projections."""
         normed = add_(x, delta, self.before_attention)
-        found = [] if self._attention is None else [self._attention(normed, rotation, attend)]
+        found: list[Tensor] = []
+        if isinstance(self._attention, SelfAttention):
+            found.append(self._attention(normed, rotation, attend, kept))
+        elif self._attention is not None:
+            found.append(self._attention(normed, rotation, attend))
         if self.recurrent is not None:
             assert recurrent is not None, "the model has recurrent layers"
             assert self._states is not None
             found.append(self.recurrent(normed, recurrent.batch, recurrent.storage.of(self._states)))
         return tuple(found)
 
-    def rest(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
+    def rest(
+        self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor, inputs: Tensor | None = None
+    ) -> Tensor | None:
         """Everything behind the mixers, row by row; returns what has still to be added to `x`.
 
-        Adding late allows a sum and its norm to be one pass over the data.
+        Adding late allows a sum and its norm to be one pass over the data. `inputs` [T, size]: those of this layer.
         """
+        delta = self._fed_forward(x, mixed, positions)
+        if self.per_layer_input is not None:
+            assert inputs is not None
+            delta = self.per_layer_input(add_(x, delta, None), inputs)
+        if self.scalar is None:
+            return delta
+        add_(x, delta, None).mul_(self.scalar)
+        return None
+
+    def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
         normed = _normed(self.before_mlp, x).clone() if self.parallel else None
         delta: Tensor | None = None
         for mixer, inner in zip(self.mixers, mixed, strict=True):
@@ -284,29 +177,6 @@ def add_(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
     return _normed(norm, x)
 
 
-def make_norm(
-    config: DecoderConfig, size: int | tuple[int, int], eps: float, dtype: torch.dtype, device: torch.device
-) -> Norm:
-    kind: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
-    if config.norm_kind == "layer":
-        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **kind)
-    assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
-    return RMSNorm(size, eps, **kind)
-
-
-def _norm_targets(name: str, norm: Norm) -> Targets:
-    if "{}" not in name:
-        return norm.targets(name)
-    return ((f"{name.format(head)}.weight", weight) for head, weight in enumerate(norm.weight))
-
-
-def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple[int, int]:
-    """The shape of a norm of queries or keys."""
-    if config.qk_norm == "each":
-        return heads, head_dim
-    return heads * head_dim if config.qk_norm == "full" else head_dim
-
-
 def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Tensor | None:
     """linear(y), which is to be added to `x`; None if it has been added already."""
     if norm is None and linear.adds_in_place(y):
@@ -325,7 +195,7 @@ def _attention(
     if layer.attention is None:
         return None
     if layer.latent is None:
-        return SelfAttention(config, layer.attention, layer.rope, dtype, device, format)
+        return SelfAttention(config, layer, dtype, device, format)
     kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
     return LatentAttention(config.hidden_size, layer.attention, layer.latent, **kind)
 

@@ -19,6 +19,10 @@ class Fields:
         self._defaults = defaults
         self._where = where
 
+    def updated(self, values: Mapping[str, Any]) -> Fields:
+        """The same fields with these values in front."""
+        return Fields({**self._values, **values}, self._defaults, self._where)
+
     def raw(self, name: str) -> Any:
         """The value as written; an explicit null is not the same as leaving the name out."""
         return self._values.get(name, self._defaults.get(name))

@@ -31,6 +31,7 @@ _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 TEXT_TYPES = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
+    "gemma4": "gemma4_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -56,7 +57,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     activation = fields.text(family.activation_key)
     if activation not in ACTIVATION_NAMES:
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}")
-    if fields.flag("use_bidirectional_attention"):
+    if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):  # there are no images here
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
     hidden_size = fields.integer("hidden_size")
     longest = _max_len(fields, max_len)
@@ -96,6 +97,9 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
         head_bias=family.head_bias,
+        v_norm=family.v_norm,
+        per_layer_input_size=_per_layer_input_size(fields),
+        layer_scalars=family.layer_scalars,
         num_mtp_layers=fields.optional_integer("num_nextn_predict_layers", low=0) or 0,
     )
 
@@ -103,6 +107,14 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
 def _switched(fields: Fields, switch: str | bool) -> bool:
     """A property of a family: always there or never, or by a flag of the config."""
     return switch if isinstance(switch, bool) else fields.flag(switch)
+
+
+def _per_layer_input_size(fields: Fields) -> int:
+    size = fields.optional_integer("hidden_size_per_layer_input", low=0) or 0
+    rows, vocab_size = fields.optional_integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
+    if size and rows != vocab_size:
+        raise UnsupportedModel(f"vocab_size_per_layer_input ({rows}) must be the vocab_size ({vocab_size})")
+    return size
 
 
 def _logit_scale(fields: Fields) -> float:
@@ -136,10 +148,17 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     experts = None if family.experts is None else read_experts(family.experts, fields)
     latent = read_latent(fields) if family.latent else None
     shape = None if family.recurrent is None else family.recurrent.shape(fields)
-    attentions, recurrents = count(), count()  # indices in the storage of keys and values, and of states
+    sources = _kv_sources(fields, types)
+    stored: dict[int, int] = {}  # layers with attention -> their index in the storage of keys and values
+    recurrents = count()  # indices in the storage of states
     layers = []
     for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
-        attention = _attention(family, fields, latent, next(attentions), layer_type) if block.attention else None
+        source = sources[index]
+        own = _layer_fields(fields, index, layer_type)
+        place = stored[source] if source is not None else len(stored)
+        attention = _attention(family, own, latent, place, layer_type) if block.attention else None
+        if block.attention and source is None:
+            stored[index] = place
         rotated = attention is not None and family.rotated(fields, index, layer_type)
         layers.append(
             LayerConfig(
@@ -148,7 +167,12 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
                 rope=_rope(family, fields, layer_type, attention, max_len, rotated=rotated) if attention else None,
                 recurrent=RecurrentLayer(next(recurrents), shape.states()) if shape and block.recurrent else None,
                 mixer=shape if block.recurrent else None,
-                **_feed_forward(family, fields, experts, index) if block.mlp else {"intermediate_size": 0},
+                shares_kv=source is not None,
+                keeps_kv=index in sources,
+                values_are_keys=fields.flag("attention_k_eq_v") and layer_type == "full_attention",
+                **_feed_forward(family, fields, experts, index, doubled=source is not None)
+                if block.mlp
+                else {"intermediate_size": 0},
             )
         )
     return tuple(layers)
@@ -159,6 +183,29 @@ def _blocks(family: Family, fields: Fields) -> list[LayerBlocks]:
     if family.recurrent is not None:
         return family.recurrent.blocks(fields)
     return [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
+
+
+def _kv_sources(fields: Fields, types: list[str]) -> list[int | None]:
+    """For each layer the earlier one whose keys and values it reads, if it has none of its own.
+
+    These are the last layers, and each reads those of the last layer before them that has its type.
+    """
+    own = len(types) - (fields.optional_integer("num_kv_shared_layers", low=0) or 0)
+    last = {layer_type: index for index, layer_type in enumerate(types[: max(own, 0)])}
+    if not set(types) <= last.keys():
+        raise CorruptCheckpoint("config.json: num_kv_shared_layers leaves a layer type without keys and values")
+    return [None if index < own else last[layer_type] for index, layer_type in enumerate(types)]
+
+
+def _layer_fields(fields: Fields, index: int, layer_type: str) -> Fields:
+    """The fields with those of one layer, under either of the names that Gemma 4's configs have for them."""
+    every = {str(name): own for name, own in fields.section("per_layer_config").items()}
+    own = every.get(str(index))
+    if own is None and not every and layer_type == "full_attention" and "global_head_dim" in fields:
+        own = {"head_dim": fields.raw("global_head_dim")}
+        if fields.flag("attention_k_eq_v") and "num_global_key_value_heads" in fields:
+            own["num_key_value_heads"] = fields.raw("num_global_key_value_heads")
+    return fields if own is None else fields.updated(own)
 
 
 def _attention(
@@ -246,8 +293,11 @@ def _listed_types(fields: Fields, num_layers: int, known: tuple[str, ...]) -> li
     return types
 
 
-def _feed_forward(family: Family, fields: Fields, experts: ExpertsConfig | None, index: int) -> dict[str, Any]:
+def _feed_forward(
+    family: Family, fields: Fields, experts: ExpertsConfig | None, index: int, *, doubled: bool
+) -> dict[str, Any]:
     """The sizes of a layer's feed-forward block: dense, or a mixture of experts."""
     if experts is None or family.experts is None or not family.experts.has_experts(fields, index):
-        return {"intermediate_size": family.inner_size(fields)}
+        factor = 2 if doubled and fields.flag("use_double_wide_mlp") else 1
+        return {"intermediate_size": factor * family.inner_size(fields)}
     return {"intermediate_size": expert_size(fields), "experts": experts}

@@ -57,7 +57,7 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     rope_type = _rope_type(fields)
     if rope_type not in _SCALINGS:
         raise UnsupportedModel(f"rope type {rope_type!r} is not supported; supported: {', '.join(_SCALINGS)}")
-    rotary_dim = int(head_dim * fields.number("partial_rotary_factor"))
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * fields.number("partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CorruptCheckpoint(
             f"{ROPE_SETTINGS}: an even number of the head's {head_dim} dimensions must be rotated, not {rotary_dim}"
@@ -122,6 +122,13 @@ def _dynamic(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int
 
 def _linear(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
     return 1.0 / pos_freqs / fields.number("factor"), 1.0
+
+
+def _proportional(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """The pairs of the whole head, of which only the first are rotated."""
+    inv_freq = 1.0 / pos_freqs / (fields.optional_number("factor") or 1.0)
+    inv_freq[int(fields.number("partial_rotary_factor") * len(pos_freqs)) :] = 0.0
+    return inv_freq, 1.0
 
 
 def _frequency_factors(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
@@ -206,5 +213,6 @@ _SCALINGS: dict[str, Callable[[Fields, Tensor, int, int], _Scaled]] = {
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "frequency_factors": _frequency_factors,
 }

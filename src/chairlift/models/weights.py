@@ -17,8 +17,16 @@ from chairlift.models.experts import ExpertNames
 PREFIXES = ("model.", "language_model.", "backbone.")
 # Tables of old checkpoints that follow from the config.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
-# The image half of a checkpoint whose text half is run.
-VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.")
+# The parts for images and sound of a checkpoint whose text part is run.
+VISION_PREFIXES = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "visual.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+)
 # Layers that predict further tokens, in checkpoints that name them apart.
 MTP_PREFIX = "mtp"
 

@@ -88,6 +88,8 @@ class Family:
     inner_size: Callable[[Fields], int] = intermediate_size  # of dense feed-forward blocks
     parallel_block: str | bool = False  # then one norm is in front of both blocks
     gated_attention: bool = False
+    v_norm: bool = False
+    layer_scalars: bool = False
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.

@@ -6,6 +6,7 @@ from typing import Any
 
 from chairlift.models.config import SANDWICH_NORMS
 from chairlift.models.families.base import FAMILIES, Family, all_but_every_nth
+from chairlift.models.fields import Fields
 
 _GEMMA: dict[str, Any] = {
     "norms": SANDWICH_NORMS,
@@ -23,6 +24,11 @@ _DEFAULTS = {
     "num_key_value_heads": 4,
     "sliding_window": 4096,
 }
+
+
+def _all_but_last_and_every_nth(config: Fields, index: int) -> bool:
+    return all_but_every_nth(config, index) and index + 1 < config.integer("num_hidden_layers")
+
 
 FAMILIES |= {
     "gemma2": Family(
@@ -48,5 +54,34 @@ FAMILIES |= {
         },
         qk_norm="head",
         **_GEMMA,
+    ),
+    "gemma4_text": Family(
+        title="Gemma 4",
+        defaults={
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262_144,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_multiplier": 1.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        norms=SANDWICH_NORMS,
+        qk_norm="head",
+        v_norm=True,
+        layer_scalars=True,
+        scaled_embeddings=True,
+        activation_key="hidden_activation",
+        windowed=_all_but_last_and_every_nth,
     ),
 }

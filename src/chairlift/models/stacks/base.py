@@ -12,6 +12,7 @@ from chairlift.attention.interface import Attend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import Norm
+from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
 from chairlift.models.base import HiddenStates
@@ -28,6 +29,7 @@ class StackParts:
     layers: Sequence[DecoderLayer]
     rotary: Mapping[Rope, RotaryEmbedding]
     norm: Norm
+    per_layer: PerLayerEmbedding | None = None
 
     def first(self, count: int) -> StackParts:
         return replace(self, layers=self.layers[:count])

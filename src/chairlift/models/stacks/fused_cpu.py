@@ -52,6 +52,7 @@ def can_fuse(config: DecoderConfig) -> bool:
         and not config.qk_norm_after_rope
         and config.qkv_clip is None
         and not config.scales_queries
+        and config.has_usual_layers
         and config.gated_mlp
         and not config.parallel_block
         and not config.gated_attention

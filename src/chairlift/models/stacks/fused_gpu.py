@@ -50,6 +50,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         and not config.qk_norm_after_rope
         and not (config.qk_norm and config.scales_queries)
         and config.qkv_clip is None
+        and config.has_usual_layers
         and config.gated_mlp
         and not config.parallel_block
         and not config.gated_attention

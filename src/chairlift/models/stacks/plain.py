@@ -11,6 +11,7 @@ from chairlift.attention.interface import Attend
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.decoder_layer import add_
+from chairlift.models.self_attention import KeptKV
 from chairlift.models.stacks.base import LayerStack, picked
 
 
@@ -34,17 +35,22 @@ class PlainStack(LayerStack):
         layers = self.parts.layers
         rotations = self.parts.rotations(positions)
         x = self.parts.embedding(tokens)
+        per_layer = self.parts.per_layer
+        all_inputs = None if per_layer is None else per_layer(tokens, x)
+        kept: KeptKV = {}
         delta: Tensor | None = None
         inputs = {}
         for index, layer in enumerate(layers):
             if index in taps:
                 inputs[index] = x.clone() if delta is None else x + delta
             rotation = None if layer.rope is None else rotations[layer.rope]
-            mixed = layer.mixed(x, delta, rotation, attend, recurrent)
+            mixed = layer.mixed(x, delta, rotation, attend, recurrent, kept)
+            own_inputs = None if all_inputs is None else all_inputs[:, index]
             if layer is layers[-1]:
                 x, positions = picked(x, rows), picked(positions, rows)
                 mixed = tuple(picked(each, rows) for each in mixed)
-            delta = layer.rest(x, mixed, positions) if len(x) else None  # a step may sample no row
+                own_inputs = None if own_inputs is None else picked(own_inputs, rows)
+            delta = layer.rest(x, mixed, positions, own_inputs) if len(x) else None  # a step may sample no row
         return HiddenStates(
             add_(x, delta, self.parts.norm), torch.stack([inputs[index] for index in taps]) if taps else None
         )

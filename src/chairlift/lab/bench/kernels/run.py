@@ -28,7 +28,7 @@ from chairlift.lab.report.progress import Note
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
-from chairlift.models.decoder_layer import SelfAttention
+from chairlift.models.self_attention import SelfAttention
 from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 

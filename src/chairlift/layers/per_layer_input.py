@@ -1,0 +1,108 @@
+"""Inputs of single layers: every token has an embedding for each layer, added at its end (Gemma 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import ACTIVATIONS
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.parts import Targets
+from chairlift.layers.rows import one_by_one
+
+
+class PerLayerEmbedding:
+    """The inputs of all layers: a row of a table, and a product of the token's usual embedding."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_layers: int,
+        size: int,
+        hidden_size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.table = torch.empty(vocab_size, num_layers * size, dtype=dtype, device=device)
+        self.projection = Linear.empty(hidden_size, num_layers * size, bias=False, dtype=dtype, device=device)
+        self.norm = RMSNorm(size, eps, unit_offset=False, dtype=dtype, device=device)
+        self._shape = (num_layers, size)
+        self._scale = hidden_size**-0.5
+        self._dtype = dtype
+
+    def targets(self) -> Targets:
+        yield "embed_tokens_per_layer.weight", self.table
+        yield from self.projection.targets(["per_layer_model_projection"])
+        yield from self.norm.targets("per_layer_projection_norm")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.nbytes + self.projection.num_bytes + self.norm.num_bytes
+
+    def finalize(self) -> None:
+        self.projection.finalize()
+
+    def make_batch_invariant(self) -> None:
+        self.projection.make_batch_invariant()
+
+    def __call__(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """tokens [T], their embeddings [T, hidden] -> [T, layers, size]."""
+        stored = F.embedding(tokens, self.table).to(self._dtype).unflatten(-1, self._shape)
+        projected = self.norm((self.projection(embedded) * self._scale).unflatten(-1, self._shape))
+        return projected.add_(stored, alpha=self._shape[1] ** 0.5).mul_(0.5**0.5)
+
+
+class PerLayerInput:
+    """The end of a layer: norm(projection(activation(gate(x)) * input)), added to the residual stream."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        eps: float,
+        *,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat],
+    ) -> None:
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
+        self.gate = Linear.empty(hidden_size, size, **kind)
+        self.projection = Linear.empty(size, hidden_size, **kind)
+        self.norm = RMSNorm(hidden_size, eps, unit_offset=False, dtype=dtype, device=device)
+        self._activation = ACTIVATIONS[activation]
+        self._batch_invariant = False
+
+    def targets(self) -> Targets:
+        yield from self.gate.targets(["per_layer_input_gate"])
+        yield from self.projection.targets(["per_layer_projection"])
+        yield from self.norm.targets("post_per_layer_input_norm")
+
+    def linears(self) -> tuple[Linear, Linear]:
+        return self.gate, self.projection
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate.num_bytes + self.projection.num_bytes + self.norm.num_bytes
+
+    def finalize(self) -> None:
+        self.gate.finalize()
+        self.projection.finalize()
+
+    def make_batch_invariant(self) -> None:
+        self.gate.make_batch_invariant()
+        self.projection.make_batch_invariant()
+        self._batch_invariant = True
+
+    def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """x [T, hidden], inputs [T, size] -> what is added to `x`."""
+        gate = self.gate(x)
+        gate = one_by_one(self._activation, gate) if self._batch_invariant else self._activation(gate)
+        return self.norm(self.projection(gate.mul_(inputs)))

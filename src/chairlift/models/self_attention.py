@@ -1,0 +1,207 @@
+"""The attention of a layer, from the residual stream to what its output projection reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.interface import Attend, FusedAttend
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Linear
+from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
+from chairlift.layers.output_gate import OutputGate
+from chairlift.layers.parts import Part, PermutedHeads, Targets
+from chairlift.layers.rope import Rotation, rotate_
+from chairlift.models.config import DecoderConfig, LayerConfig
+
+KeptKV = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of one step, by the index of their layer in the KV storage."""
+
+
+class SelfAttention:
+    """Projects to queries, keys and values in one product, rotates them, and calls `attend`.
+
+    The caller applies the output projection, because one kernel may do it together with the addition that follows.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_config: LayerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: type[WeightFormat],
+    ) -> None:
+        layer, rope = layer_config.attention, layer_config.rope
+        assert layer is not None
+        self.layer = layer
+        self._shares_kv, self._keeps_kv = layer_config.shares_kv, layer_config.keeps_kv
+        self._num_keys = 0 if layer_config.shares_kv else layer.num_kv_heads
+        self._num_values = 0 if layer_config.values_are_keys else self._num_keys
+        self._v_norm_eps = config.norm_eps if config.v_norm else None
+        self.names = config.names
+        self.query_size = layer.num_heads * layer.head_dim
+        self.key_size, self._value_size = (heads * layer.head_dim for heads in (self._num_keys, self._num_values))
+        self.gate = OutputGate(layer.num_heads, layer.head_dim) if config.gated_attention else None
+        self._output_scale = config.attention_output_scale
+        self._gate_size = self.query_size if self.gate is not None else 0
+        hidden = config.hidden_size
+        both = self._gate_size + self.query_size + self.key_size + self._value_size
+        self.qkv = Linear.empty(hidden, both, bias=config.qkv_bias, dtype=dtype, device=device, format=format)
+        self.output = Linear.empty(
+            self.query_size, hidden, bias=config.output_bias, dtype=dtype, device=device, format=format
+        )
+        # In float32, as the softmax that they are part of.
+        self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        self._norms_have_weights = config.qk_norm != "unweighted"
+        if config.qk_norm is not None and (self._norms_have_weights or (rope is not None and rope.inv_freq)):
+            kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "device": device}
+            self.q_norm = make_norm(config, _norm_shape(config, layer.num_heads, layer.head_dim), **kind)
+            if not self._shares_kv:
+                self.k_norm = make_norm(config, _norm_shape(config, layer.num_kv_heads, layer.head_dim), **kind)
+        if not self._norms_have_weights:
+            for norm in (self.q_norm, self.k_norm):
+                if norm is not None:
+                    norm.weight.fill_(1.0)
+        self._norms_all_heads = config.qk_norm == "full"
+        self._norms_after_rope = config.qk_norm_after_rope
+        # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
+        self._clip = config.qkv_clip
+        per_head = config.qk_norm in ("head", "unweighted")
+        plain_norms = per_head and config.norm_kind == "rms" and not config.qk_norm_after_rope
+        scales = rope is not None and rope.query_scaling is not None
+        usual = config.has_usual_layers and self._clip is None
+        self._fuses = usual and (self.q_norm is None or (plain_norms and not scales))
+        self._interleaved = rope is not None and config.interleaved_rope
+        self._pairs = 0 if rope is None else len(rope.inv_freq)
+
+    def targets(self) -> Targets:
+        names, sizes = self.names, [self._gate_size + self.query_size, self.key_size, self._value_size]
+        if len(names.qkv) == 3:
+            stored = {name: size for name, size in zip(names.qkv, sizes, strict=True) if size}
+            qkv = self.qkv.targets(list(stored), list(stored.values()))
+        else:
+            qkv = self.qkv.targets(names.qkv, [sum(sizes)])
+        if self.gate is not None:
+            qkv = self.gate.split_targets(qkv)
+        yield from (self._unpaired(qkv, axis=0) if self._interleaved else qkv)
+        yield from self.output.targets([names.output])
+        if self.sinks is not None:
+            yield "sinks", self.sinks
+        if self._norms_have_weights:
+            norms = chain(_norm_targets(names.q_norm, self.q_norm), _norm_targets(names.k_norm, self.k_norm))
+            yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
+
+    def _unpaired(self, targets: Targets, axis: int) -> Targets:
+        """Reorder the dimensions of queries and keys so that rotated pairs are in separate halves.
+
+        Scores do not depend on the order of a head's dimensions. So all kernels need only one kind of rotation.
+        """
+        value_names = {f"{self.names.qkv[-1]}.weight", f"{self.names.qkv[-1]}.bias"}
+        rotated = torch.arange(2 * self._pairs).view(-1, 2).T.flatten()
+        order = torch.cat((rotated, torch.arange(2 * self._pairs, self.layer.head_dim)))
+        for name, target in targets:
+            yield name, target if name in value_names else PermutedHeads(target, order, axis)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
+    def parts(self) -> Iterator[Part]:
+        yield from (self.qkv, self.output)
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        if self.gate is not None:
+            yield self.gate
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend, kept: KeptKV | None = None) -> Tensor:
+        """`kept`: the step's keys and values that several layers read."""
+        projected = self.qkv(x)
+        if self.gate is None:
+            found = self._attend(projected, rotation, attend, kept)
+            return found if self._output_scale == 1.0 else found.mul_(self._output_scale)
+        gate, qkv = projected.split((self._gate_size, projected.shape[1] - self._gate_size), dim=1)
+        return self.gate(self._attend(qkv.contiguous(), rotation, attend, kept), gate)
+
+    def _attend(self, qkv: Tensor, rotation: Rotation | None, attend: Attend, kept: KeptKV | None) -> Tensor:
+        layer = self.layer
+        if isinstance(attend, FusedAttend) and self._fuses:
+            return self.attended(qkv, rotation, attend)
+        heads = qkv.unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
+        qk, v = heads.split((layer.num_heads + self._num_keys, self._num_values), dim=1)
+        if self._num_values < self._num_keys:
+            v = qk[:, layer.num_heads :].clone()
+        if not self._norms_after_rope:
+            qk = self._normalised(qk)
+        if self._clip is not None:
+            qk, v = qk.clamp(-self._clip, self._clip), v.clamp(-self._clip, self._clip)
+        if self._v_norm_eps is not None and v.shape[1]:
+            v = F.rms_norm(v.float(), v.shape[-1:], eps=self._v_norm_eps).to(v.dtype)
+        if rotation is not None:
+            rotate_(qk, rotation)  # queries and keys together
+            if rotation.query_scale is not None:
+                qk[:, : layer.num_heads].mul_(rotation.query_scale[..., None])
+        if self._norms_after_rope:
+            qk = self._normalised(qk)
+        q, k = qk.split((layer.num_heads, self._num_keys), dim=1)
+        if self._keeps_kv and kept is not None:
+            kept[layer.index] = k, v
+        if self._shares_kv:
+            assert kept is not None
+            k, v = kept[layer.index]  # stored a second time, in the same place
+        return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
+
+    def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
+        """qkv [T, ...], the projection, which may be overwritten -> [T, query_size]."""
+        if rotation is not None and rotation.query_scale is not None:
+            qkv[:, : self.query_size].mul_(rotation.query_scale)
+        heads = attend.from_projection(
+            self.layer,
+            qkv,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            cos=None if rotation is None or not self._pairs else rotation.cos,
+            sin=None if rotation is None or not self._pairs else rotation.sin,
+            sinks=self.sinks,
+        )
+        return heads.flatten(1)
+
+    def _normalised(self, qk: Tensor) -> Tensor:
+        if self.q_norm is None:
+            return qk
+        q, k = qk.split((self.layer.num_heads, self._num_keys), dim=1)
+        return torch.cat((self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm)), dim=1)
+
+    def _normed_heads(self, heads: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return heads
+        return norm(heads.flatten(1)).view(heads.shape) if self._norms_all_heads else norm(heads)
+
+
+def make_norm(
+    config: DecoderConfig, size: int | tuple[int, int], eps: float, dtype: torch.dtype, device: torch.device
+) -> Norm:
+    kind: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
+    if config.norm_kind == "layer":
+        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **kind)
+    assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
+    return RMSNorm(size, eps, **kind)
+
+
+def _norm_targets(name: str, norm: Norm | None) -> Targets:
+    if norm is None or "{}" not in name:
+        return iter(()) if norm is None else norm.targets(name)
+    return ((f"{name.format(head)}.weight", weight) for head, weight in enumerate(norm.weight))
+
+
+def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple[int, int]:
+    """The shape of a norm of queries or keys."""
+    if config.qk_norm == "each":
+        return heads, head_dim
+    return heads * head_dim if config.qk_norm == "full" else head_dim

@@ -149,8 +149,8 @@ def test_the_images_run_commands_that_exist() -> None:
     assert len(commands) == 2
     for command in commands:
         check_command(json.loads(command))
-    assert re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE) == ['["chairlift"]'] * 2
-    assert re.findall(r" AS (\w+)$", DOCKERFILE, re.MULTILINE) == ["wheel", "base", "cpu", "cuda"]
+    assert re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE) == ['["chairlift"]'] * 2 + ["[]"]
+    assert re.findall(r" AS (\w+)$", DOCKERFILE, re.MULTILINE) == ["wheel", "base", "cpu", "cuda", "ray"]
     health = json.loads(re.findall(r"^    CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)[0])
     compile(health[2], "healthcheck", "exec")
 
@@ -202,6 +202,77 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     tool = require_tool("systemd-analyze")
     done = subprocess.run([tool, "verify", "--man=no", str(local)], capture_output=True, text=True, check=False)
     assert "chairlift.service" not in done.stderr, done.stderr
+
+
+# ---- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+def manifests(name: str) -> dict[str, Any]:
+    """The objects of a file by their kind."""
+    found = list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
+    assert len({one["kind"] for one in found}) == len(found)
+    return {one["kind"]: one for one in found}
+
+
+def pod_templates(objects: dict[str, Any]) -> list[dict[str, Any]]:
+    if "Deployment" in objects:
+        return [objects["Deployment"]["spec"]["template"]]
+    cluster = objects["RayService"]["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("file", ["servers.yaml", "rayservice.yaml"])
+def test_kubernetes_objects_refer_to_each_other(file: str) -> None:
+    objects = manifests(file)
+    templates = pod_templates(objects)
+    service = objects["Service"]["spec"]
+    (selected,) = [one for one in templates if one.get("metadata", {}).get("labels") == service["selector"]]
+    (container,) = selected["spec"]["containers"]
+    assert service["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+    targets = set(re.findall(r" AS (\w+)$", DOCKERFILE, re.MULTILINE))
+    for template in templates:
+        volumes = {volume["name"] for volume in template["spec"].get("volumes", ())}
+        for one in template["spec"]["containers"]:
+            assert one["image"].removeprefix("chairlift:") in targets
+            assert {mount["name"] for mount in one.get("volumeMounts", ())} <= volumes
+            secret = one["env"][0]["valueFrom"]["secretKeyRef"]
+            assert secret["name"] == objects["Secret"]["metadata"]["name"]
+            assert secret["key"] in objects["Secret"]["stringData"]
+
+
+def test_the_kubernetes_deployment_runs_a_command_that_exists() -> None:
+    objects = manifests("servers.yaml")
+    spec = objects["Deployment"]["spec"]
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    assert objects["PodDisruptionBudget"]["spec"]["selector"] == spec["selector"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    check_command(container["args"])
+    paths = {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"/ready", "/health"}
+    assert pod["terminationGracePeriodSeconds"] > ServerOptions().drain_timeout + 5
+
+
+def test_the_ray_service_runs_an_application_that_can_be_built() -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
+    from ray.serve.schema import ServeDeploySchema
+
+    from chairlift.cluster import build_app
+
+    spec = manifests("rayservice.yaml")["RayService"]["spec"]
+    (application,) = ServeDeploySchema(**yaml.safe_load(spec["serveConfigV2"])).applications
+    module, name = application.import_path.split(":")
+    assert (module, name) == (build_app.__module__, build_app.__name__)
+    assert build_app(application.args) is not None
+    head, group = pod_templates(manifests("rayservice.yaml"))
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    assert ports["http"] == application.args["port"]
+    limits = group["spec"]["containers"][0]["resources"]["limits"]
+    assert float(limits["nvidia.com/gpu"]) == application.args["replica_gpus"]
+    assert float(limits["cpu"]) >= application.args["replica_cpus"]
+    (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["minReplicas"] == application.args["replicas"]
+    assert workers["maxReplicas"] == application.args["max_replicas"]
 
 
 # ---- packaging ----------------------------------------------------------------------------------------------------

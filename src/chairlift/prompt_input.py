@@ -91,7 +91,7 @@ def after_reasoning(
     from chairlift.text.reasoning.reasoning_use import ReasoningUse  # imported late, like the tokenizer
 
     reasoning = ReasoningUse.after(chat["prompt_token_ids"], format_, tokenizer)
-    return params.clone(structure=params.structure.after(reasoning.grammar(answer=True)))
+    return params.clone(structure=params.structure.after(reasoning.grammar(answer=True, preambles=False)))
 
 
 def is_conversation(messages: Any) -> bool:

@@ -304,3 +304,7 @@ def test_grammars_allow_reasoning_before_calls_and_content(kind: str, choice: st
         assert fits(start + call.replace("1", "true")) is False
         assert fits(f"{start}{content}Well.") == (choice == "auto")
         assert fits(f'{start}{content}"x"') == (choice != "required")
+    if harmony:  # a text before a call; before a structure it would be part of the content
+        preamble = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+        assert fits(preamble + call) == (choice != "none")
+        assert not fits(f'{preamble}{content}"x"') or choice == "auto"

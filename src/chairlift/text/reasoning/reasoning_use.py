@@ -48,11 +48,15 @@ class ReasoningUse:
         ids = [self.tokenizer.added_token_id(marker) for marker in markers]
         return [token for token in ids if token in self.tokenizer.special_ids]
 
-    def grammar(self, *, answer: bool) -> str:
-        """Return Lark rules with `before` for the output before a call or, with `answer`, before content."""
+    def grammar(self, *, answer: bool, preambles: bool) -> str:
+        """Return Lark rules with `before` for the output before a call or, with `answer`, before content.
+
+        With `preambles`, a text to the user may stand before, which would be part of the content.
+        """
         if self.format is None:
             return ""
-        rules, header = self.format.grammar(self.phase, marker_speller(self.tokenizer)), self.answer_header()
+        rules = self.format.grammar(self.phase, marker_speller(self.tokenizer), preambles=preambles)
+        header = self.answer_header()
         if not answer or not header:
             return rules
         reasoning = rules.replace("before:", "reasoning_before:", 1)

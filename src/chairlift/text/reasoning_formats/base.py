@@ -49,8 +49,11 @@ class ReasoningFormat(ABC):
         """Create a parser for one completion's text; `content` parses what is not reasoning."""
         return MarkedReasoningParser(self.begins, self.ends, phase, content)
 
-    def grammar(self, phase: Phase, marker: Marker) -> str:
-        """Return Lark rules for the output before the content or calls: `before`, and the rules that it needs."""
+    def grammar(self, phase: Phase, marker: Marker, *, preambles: bool = True) -> str:
+        """Return Lark rules for the output before the content or calls: `before`, and the rules that it needs.
+
+        With `preambles`, texts to the user may stand there, too, in formats that have them.
+        """
         if phase is Phase.CLOSED:
             return ""
         rest = "thought THOUGHT_SPACE?"

@@ -50,14 +50,15 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(self, phase: Phase, content: AssistantParser) -> AssistantParser:
         return HarmonyParser(phase, content)
 
-    def grammar(self, phase: Phase, marker: Marker) -> str:
+    def grammar(self, phase: Phase, marker: Marker, *, preambles: bool = True) -> str:
         channel, message, start = map(marker, (CHANNEL, MESSAGE, START))
         rest = f"thought {start} {literal('assistant')}"
         first = f"{rest} " if phase is Phase.OPEN else ""
+        channels = f"({literal('analysis')} | {literal('commentary')})" if preambles else literal("analysis")
         return "\n".join(
             [
                 f"before: {first}before_message{{0,32}}",
-                f"before_message: {channel} ({literal('analysis')} | {literal('commentary')}) {message} {rest}",
+                f"before_message: {channel} {channels} {message} {rest}",
                 *reasoning_rules(END, marker),
             ]
         )

@@ -76,9 +76,11 @@ class ToolUse:
         """Return the structure of the output after the reasoning: calls if they are forced, else calls or the requested
         structure, else content and calls."""
         if not self.tools:
-            return None if requested is None else requested.after(reasoning.grammar(answer=True))
+            return None if requested is None else requested.after(reasoning.grammar(answer=True, preambles=False))
         structure = self._structure_with_calls(reasoning, requested)
-        return None if structure is None else structure.after(reasoning.grammar(answer=False))
+        return (
+            None if structure is None else structure.after(reasoning.grammar(answer=False, preambles=requested is None))
+        )
 
     def _structure_with_calls(self, reasoning: ReasoningUse, requested: Structure | None) -> Structure | None:
         tokenizer = reasoning.tokenizer

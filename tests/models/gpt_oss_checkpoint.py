@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.loading.gguf_writing import add_metadata, add_rope, add_tensor, finish
 from tests.models.checkpoints import make_reference
 from tests.tiny import byte_level_tokenizer
 
@@ -91,11 +94,11 @@ def write_gpt_oss(folder: Path) -> Any:
         num_local_experts=4,
         num_experts_per_tok=2,
         swiglu_limit=1.0,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
-            "factor": 8.0,
+            "factor": 32.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "truncate": False,
@@ -119,3 +122,36 @@ def write_gpt_oss(folder: Path) -> Any:
     written = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(written))
     return reference
+
+
+def write_gguf(path: Path, reference: Any, tensors: dict[str, Tensor]) -> None:
+    """Write the checkpoint as the usual converter does: gate and up apart, in GGUF's blocks of 17 bytes."""
+    config = reference.config
+    writer = GGUFWriter(path, "gpt-oss")
+    add_metadata(writer, config.to_dict() | {"sliding_window": config.sliding_window})
+    add_rope(writer, config.to_dict())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config.num_hidden_layers)
+    for name, tensor in tensors.items():
+        if name.endswith("_scales"):
+            continue
+        stem = name.removesuffix("_blocks").removesuffix("_bias").removesuffix(".weight").removesuffix(".bias")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(stem.rpartition(".")[2], (stem.rpartition(".")[2],))
+        suffix = "bias" if name.endswith("bias") else "weight"
+        for index, part in enumerate(parts):
+            stored = names.get_name(f"{stem.rpartition('.')[0]}.{part}".lstrip("."))
+            assert stored is not None, name
+            rows = slice(index, None, len(parts))
+            if name.endswith("_blocks"):
+                scales = tensors[f"{stem}_scales"][:, rows]
+                _add_blocks(writer, f"{stored}.weight", tensor[:, rows], scales)
+            else:
+                values = tensor[:, rows] if len(parts) == 2 else tensor
+                add_tensor(writer, f"{stored}.{suffix}", values.float().numpy(), GGMLQuantizationType.F32)
+    finish(writer)
+
+
+def _add_blocks(writer: Any, name: str, codes: Tensor, scales: Tensor) -> None:
+    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [..., 32]
+    halves = numbers[..., :16] | numbers[..., 16:] << 4
+    blocks = torch.cat((scales[..., None], halves), dim=-1).flatten(-2)
+    writer.add_tensor(name, blocks.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)

@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.gguf.config import hf_generation_config
+from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.stored_weight import MicroscaledFloats
-from tests.models.gpt_oss_checkpoint import value_of, write_gpt_oss
+from chairlift.models import build_model
+from tests.loading.gguf_writing import finish
+from tests.models.checkpoints import reference_logits, run_alone
+from tests.models.gpt_oss_checkpoint import value_of, write_gguf, write_gpt_oss
 from tests.models.greedy_everywhere import assert_greedy_everywhere
 
 PROMPTS = [[5, 17, 40, 211, 90], [3 + 7 * i % 290 for i in range(43)], [3 + 7 * i % 290 for i in range(30)]]
@@ -58,9 +65,33 @@ def test_the_report_says_that_experts_are_dequantized(
     assert "mxfp4, 4-bit floats with a scale per 32: dequantized to float32" in caplog.text
 
 
-def test_parts_that_do_not_fit_are_refused(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def test_gguf_files_give_the_same_logits(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    """With the experts in GGUF's MXFP4 blocks, which order the halves of bytes in another way."""
+    path, reference = tmp_path / "model.gguf", checkpoint[1]
+    write_gguf(path, reference, dict(load_file(checkpoint[0] / "model.safetensors")))
+    file = open_checkpoint(path)
+    assert file.quantization == "GGUF, MXFP4"
+    config = file.config | {"swiglu_limit": 1.0}  # which GGUF files do not hold: all published models have the default
+    model = build_model(config, file.stored(), dtype=torch.float32, device=torch.device("cpu"))
+    tokens = torch.tensor(PROMPTS[1])
+    torch.testing.assert_close(run_alone(model, tokens), reference_logits(reference, tokens), atol=1e-4, rtol=0)
+    stored = dict(file.stored())["model.layers.1.mlp.experts.2.up_proj.weight"]
+    microscaled = stored.as_microscaled()
+    assert microscaled.dequantized().equal(stored.dequantized())
 
+
+def test_end_does_not_end_the_output_of_gguf_files(tmp_path: Path) -> None:
+    names = ["<|end|>", "<|return|>", "<|call|>", "x", "<|endoftext|>"]
+    for tokens, expected in ((names, {1, 2, 4}), (["<|end|>", "x"], {0})):
+        writer = GGUFWriter(tmp_path / "x.gguf", "gpt-oss")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1 if token == "x" else 3 for token in tokens])
+        writer.add_eot_token_id(0)
+        finish(writer)
+        assert set(hf_generation_config(GGUFFile(tmp_path / "x.gguf"))["eos_token_id"]) == expected
+
+
+def test_parts_that_do_not_fit_are_refused(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     tensors = load_file(checkpoint[0] / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name][:, :-1].clone()

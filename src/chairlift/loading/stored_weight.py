@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+GROUP = 32  # 4-bit floats that share a scale
+
 
 class StoredWeight(ABC):
     """A matrix [out_features, in_features] in the form of its checkpoint."""
@@ -31,6 +33,10 @@ class StoredWeight(ABC):
 
     def as_integers(self) -> GroupedIntegers | None:
         """The same numbers as integers with scales per group, if that is what they are."""
+        return None
+
+    def as_microscaled(self) -> MicroscaledFloats | None:
+        """The same numbers as 4-bit floats with powers of two per group, if that is what they are."""
         return None
 
 
@@ -140,6 +146,9 @@ class MicroscaledFloats(StoredWeight):
 
     def __getitem__(self, index: int | Tensor) -> MicroscaledFloats:
         return MicroscaledFloats(self.codes[index], self.exponents[index])
+
+    def as_microscaled(self) -> MicroscaledFloats:
+        return self
 
     def matrices(self) -> list[MicroscaledFloats]:
         return [self] if len(self.shape) == 2 else [self[index] for index in range(len(self.codes))]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.gguf.names import Source
-from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
+from chairlift.loading.stored_weight import GroupedIntegers, MicroscaledFloats, StoredWeight
 
 GROUP = 32  # columns with a scale of their own, in all three kinds
 
@@ -48,6 +48,17 @@ class GGUFWeight(StoredWeight):
             return torch.from_numpy(np.ascontiguousarray(part.reshape(rows, -1)[order]))
 
         return GroupedIntegers(4, in_order(numbers), in_order(scales), None if offsets is None else in_order(offsets))
+
+    def as_microscaled(self) -> MicroscaledFloats | None:
+        if self.kind != "MXFP4":
+            return None
+        blocks = self.file.blocks(self.source.tensor, self.source.expert)
+        numbers = _nibbles(blocks[:, 1:])  # [blocks, 32]
+        codes = numbers[:, 0::2] | numbers[:, 1::2] << 4
+        rows = self.shape[0]
+        return MicroscaledFloats(
+            torch.from_numpy(codes.reshape(rows, -1, 16)), torch.from_numpy(blocks[:, 0].reshape(rows, -1).copy())
+        )
 
 
 Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]

@@ -23,6 +23,7 @@ Config = dict[str, Any]
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
+_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})  # of gpt-oss, where <|end|> only ends a message of the output
 _CONTROL = 3  # token type
 
 
@@ -51,7 +52,10 @@ def hf_generation_config(file: GGUFFile) -> Config:
     ends = [token_id(metadata, kind) for kind in ("eos", "eot", "eom")]
     if types is not None:
         control = np.flatnonzero(types[: len(tokens)] == _CONTROL)
-        ends += [int(index) for index in control if tokens[index] in _ENDS]
+        special = {tokens[index]: int(index) for index in control}
+        is_harmony = special.keys() >= _HARMONY_ENDS
+        ends += [special[token] for token in (_ENDS | _HARMONY_ENDS if is_harmony else _ENDS) if token in special]
+        ends = [end for end in ends if not (is_harmony and end == special.get("<|end|>"))]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
     ids = _token_ids(metadata) | {"eos_token_id": eos or None}
     return {name: value for name, value in ids.items() if value is not None}
@@ -173,6 +177,21 @@ def _qwen3_moe(model: Metadata, config: Config) -> Config:
     }
 
 
+def _gpt_oss(model: Metadata, config: Config) -> Config:
+    """The scaling of RoPE is not rounded to whole pairs, which files do not say."""
+    scaling = config["rope_scaling"]
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": model.integer("expert_feed_forward_length", config["intermediate_size"]),
+        "num_local_experts": model.integer("expert_count"),
+        "num_experts_per_tok": model.integer("expert_used_count"),
+        "sliding_window": model.integer("attention.sliding_window"),
+        "layer_types": _layer_types([layer % 2 == 0 for layer in range(config["num_hidden_layers"])]),
+        "rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False},
+    }
+
+
 def _gemma(model: Metadata, config: Config, full_every: int, widest: int) -> Config:
     """What Gemma 2 and 3 share. The 27B models, of `widest` layers, scale their queries by another width."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
@@ -244,6 +263,7 @@ _FAMILIES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

@@ -95,6 +95,12 @@ _LAYER = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA | _QK_NORMS,
     "qwen3_moe": _ATTENTION | _QK_NORMS | _NORMS_BEFORE | {"ffn_gate_inp": "mlp.gate"},
+    "gpt_oss": _ATTENTION
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA | _QK_NORMS,
     "phi3": {
@@ -108,17 +114,21 @@ _LAYER = {
     "olmo3": _OLMO,
 }
 
+_SINKS = {"attn_sinks": "self_attn.sinks"}  # the whole name: Hugging Face's has no suffix
+
+_MLP_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+}
 _EXPERTS = {
     "mixtral": {
         "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
         "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
         "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     },
-    "qwen3_moe": {
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj",
-    },
+    "qwen3_moe": _MLP_EXPERTS,
+    "gpt_oss": _MLP_EXPERTS,
 }
 
 _INTERLEAVED = frozenset({"llama", "mistral", "mixtral", "smollm3"})
@@ -133,13 +143,16 @@ def _sources_of(tensor: GGUFTensor, file: GGUFFile, config: dict[str, Any]) -> I
         yield _OUTSIDE_THE_LAYERS[tensor.name], Source(tensor, offset=offset)
         return
     block, layer, kind, suffix = _split(tensor.name)
-    if block == "blk" and suffix == "weight" and kind in _EXPERTS.get(model_type, {}):
+    if block == "blk" and suffix in ("weight", "bias") and kind in _EXPERTS.get(model_type, {}):
         num_experts = config.get("num_local_experts") or config["num_experts"]
-        if len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+        if len(tensor.shape) != (3 if suffix == "weight" else 2) or tensor.shape[0] != num_experts:
             corrupt(file.path, f"{tensor.name!r} has the shape {tensor.shape} for {num_experts} experts")
         for expert in range(num_experts):
             name = _EXPERTS[model_type][kind].format(expert)
-            yield f"model.layers.{layer}.{name}.weight", Source(tensor, expert=expert)
+            yield f"model.layers.{layer}.{name}.{suffix}", Source(tensor, expert=expert)
+        return
+    if block == "blk" and model_type == "gpt_oss" and kind in _SINKS:
+        yield f"model.layers.{layer}.{_SINKS[kind]}", Source(tensor)
         return
     if block != "blk" or suffix not in ("weight", "bias") or kind not in _LAYER[model_type]:
         raise UnsupportedModel(f"{file.path}: the tensor {tensor.name!r} is not known for {model_type} models")

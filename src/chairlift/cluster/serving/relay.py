@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -20,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
-from chairlift.cluster.serving.routed_body import is_stream, routed_request
+from chairlift.cluster.serving.routed_body import RoutedBody, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
 from chairlift.server.access.keys import APIKey
 from chairlift.server.http.errors import APIError, unavailable
@@ -29,6 +30,7 @@ from chairlift.server.http.guards import CLIENT_KEY_HEADER, CLIENT_NAME_HEADER, 
 log = logging.getLogger("chairlift.cluster")
 
 ATTEMPTS = 2
+LARGE_BODY = 200_000  # bytes; parsing more than a millisecond would delay all streams
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30.0  # less than the servers': they must not close a connection that is about to be used
 USAGE_BYTES = 2048  # at the end of a whole response, where its usage is
@@ -110,14 +112,16 @@ class Relay:
         generates = scope["method"] == "POST" and bool(_GENERATION.match(path))
         salt = key.digest.hex() if self._isolate_keys and key is not None else ""
         query = scope["query_string"].decode("latin-1")
+        parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and generates, salt=salt)
+        found: RoutedBody = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)
         return _Request(
             method=scope["method"],
             target=scope["raw_path"].decode("latin-1") + (f"?{query}" if query else ""),
             headers=_request_headers(scope),
             body=body,
             key=key,
-            routed=routed_request(path, body, with_keys=self._table.reads_prefixes and generates, salt=salt),
-            streams=generates and is_stream(body),
+            routed=found.request,
+            streams=generates and found.streams,
         )
 
     async def _answer(self, request: _Request, send: Send, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ Prompts are not tokenized here. Their text is cut into pieces of four bytes, abo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,12 @@ TOKEN_BYTES = 4
 _json = msgspec.json.Encoder(order="deterministic")
 
 
-def routed_request(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> RoutedRequest:
+class RoutedBody(NamedTuple):
+    request: RoutedRequest
+    streams: bool  # whether the client wants the response as events
+
+
+def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> RoutedBody:
     """`salt` separates clients whose requests share no KV blocks."""
     fields = _fields(body)
     prompts = _prompts(path, fields)
@@ -29,11 +34,8 @@ def routed_request(path: str, body: bytes, *, with_keys: bool, salt: str = "") -
         salt += "" if fields.get("cache_salt") is None else f" {fields['cache_salt']}"
         keys = prefix_keys(prompts[0], adapter=str(fields.get("model") or ""), salt=salt)
     limit = _output_limit(fields)
-    return RoutedRequest(sum(map(len, prompts)), None if limit is None else limit * count * max(1, len(prompts)), keys)
-
-
-def is_stream(body: bytes) -> bool:
-    return _fields(body).get("stream") is True
+    most = None if limit is None else limit * count * max(1, len(prompts))
+    return RoutedBody(RoutedRequest(sum(map(len, prompts)), most, keys), fields.get("stream") is True)
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""The ingress relays requests to replicas that answer, die or refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from chairlift.server.access.keys import KeySources
+from chairlift.server.config import ServerConfig
+from tests.cluster.fake_replica import KEY, FakeReplica, die, ingress, stream, whole
+from tests.server.running_server import HTTP, wait_for
+
+pytest.importorskip("aiohttp", reason="needs Ray: pip install 'chairlift[ray]'")
+
+COMPLETIONS = "/v1/completions"
+EVENT, DONE = 'data: {"choices": [{"text": "a"}]}\n\n', "data: [DONE]\n\n"
+
+
+def post(url: str, path: str = COMPLETIONS, body: object = None, **headers: str) -> httpx.Response:
+    given = {"prompt": "hello", "model": "tiny"} if body is None else body
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return HTTP.post(url + path, json=given, headers=names)
+
+
+def test_a_request_is_relayed_with_the_replicas_key_and_the_clients_name(tmp_path: Path) -> None:
+    replica = FakeReplica(whole(200))
+    config = ServerConfig("tiny", keys=KeySources(["alice secret"]))
+    with ingress(replica, config=config) as (url, _):
+        assert post(url).status_code == 401
+        assert post(url, authorization="Bearer wrong").status_code == 401
+        spoofed = {"x_chairlift_client": "bob", "x_chairlift_client_key": "00", "x_request_id": "mine"}
+        response = post(url, "/v1/completions?x=%20y", authorization="Bearer secret", **spoofed)
+        assert response.json() == {"ok": True}
+        assert response.headers.get_list("x-request-id") == ["mine"]
+    (request,) = replica.requests
+    assert request.head.startswith("POST /v1/completions?x=%20y HTTP/1.1")
+    assert request.header("x-api-key") == KEY
+    assert request.header("authorization") is None
+    assert request.header("x-chairlift-client") == "alice"
+    assert request.header("x-chairlift-client-key") != "00"
+    assert request.header("x-request-id") == "mine"
+    assert json.loads(request.body) == {"prompt": "hello", "model": "tiny"}
+
+
+@pytest.mark.parametrize("first", [die, whole(503)], ids=["died", "draining"])
+def test_a_replica_that_fails_before_its_first_byte_is_replaced_by_another(first: object) -> None:
+    bad, good = FakeReplica(first), FakeReplica(whole(200))  # type: ignore[arg-type]
+    with ingress(bad, good) as (url, table):
+        assert [post(url).status_code for _ in range(4)] == [200] * 4
+        assert table.replicas()[0].state == "failing"
+    assert len(bad.requests) == 1, "a replica that failed is avoided"
+    assert good.requests[0].body == bad.requests[0].body
+
+
+def test_a_request_is_tried_twice_at_most() -> None:
+    replicas = [FakeReplica(die), FakeReplica(die), FakeReplica(die)]
+    with ingress(*replicas) as (url, _):
+        response = post(url)
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "service_unavailable")
+    assert sum(len(replica.requests) for replica in replicas) == 2
+
+
+def test_other_refusals_are_relayed() -> None:
+    replicas = [FakeReplica(whole(429, '{"error": {}}')) for _ in range(2)]
+    with ingress(*replicas) as (url, _):
+        assert post(url).status_code == 429
+    assert sum(len(replica.requests) for replica in replicas) == 1
+
+
+def test_without_a_replica_the_answer_is_503() -> None:
+    with ingress() as (url, _):
+        assert post(url).status_code == 503
+        assert HTTP.get(f"{url}/health").status_code == 503
+        assert post(url, "/v1/messages").json()["error"]["type"] == "overloaded_error"
+
+
+def test_errors_of_replicas_are_not_converted_twice() -> None:
+    error = '{"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}'
+    with ingress(FakeReplica(whole(404, error))) as (url, _):
+        assert post(url, "/v1/messages").json() == json.loads(error)
+
+
+def events_of(text: str) -> list[str]:
+    assert text.endswith("\n\n")
+    return text.removesuffix("\n\n").split("\n\n")
+
+
+def test_a_stream_that_is_cut_ends_with_one_error() -> None:
+    replica = FakeReplica(stream(EVENT, EVENT[:10], ends=False))
+    with ingress(replica) as (url, _):
+        events = events_of(post(url, body={"prompt": "hello", "stream": True}).text)
+    assert events[0] == EVENT.strip()
+    assert json.loads(events[1].removeprefix("data: "))["error"]["type"] == "service_unavailable"
+    assert events[2:] == [DONE.strip()]
+
+
+def test_a_stream_that_is_cut_after_its_last_event_is_complete() -> None:
+    with ingress(FakeReplica(stream(EVENT, DONE, ends=False))) as (url, _):
+        assert post(url, body={"prompt": "hello", "stream": True}).text == EVENT + DONE
+
+
+@pytest.mark.parametrize(
+    ("path", "last", "expected"),
+    [
+        ("/v1/messages", {}, {"type": "error"}),
+        ("/v1/responses", {"sequence_number": 7}, {"type": "error", "sequence_number": 8, "param": None}),
+    ],
+)
+def test_each_api_has_its_own_error_event(path: str, last: dict[str, int], expected: dict[str, object]) -> None:
+    before = f"event: x\ndata: {json.dumps(last)}\n\n"
+    with ingress(FakeReplica(stream(before, ends=False))) as (url, _):
+        events = events_of(post(url, path, {"stream": True}).text)
+    name, data = events[1].split("\n")
+    assert (len(events), name) == (2, "event: error")
+    assert json.loads(data.removeprefix("data: ")).items() >= expected.items()
+
+
+def test_a_whole_response_that_is_cut_closes_the_connection() -> None:
+    async def half(writer: asyncio.StreamWriter) -> None:
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"a":')
+
+    with ingress(FakeReplica(half)) as (url, _), pytest.raises(httpx.RemoteProtocolError):
+        post(url)
+
+
+def test_events_in_pieces_arrive_whole() -> None:
+    pieces = [EVENT[:7], EVENT[7:-1], EVENT[-1:] + EVENT, DONE]
+    with ingress(FakeReplica(stream(*pieces))) as (url, _):
+        assert post(url, body={"prompt": "hello", "stream": True}).text == EVENT * 2 + DONE
+
+
+async def forever(writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("answer", [forever, stream(EVENT, then=forever)], ids=["waiting", "streaming"])
+def test_a_client_that_leaves_closes_the_connection_to_the_replica(answer: object) -> None:
+    replica = FakeReplica(answer)  # type: ignore[arg-type]
+    with ingress(replica) as (url, table):
+        connection = _send(url, {"prompt": "hello", "stream": True})
+        wait_for(lambda: replica.requests, 10, "the request")
+        if answer is not forever:
+            assert connection.recv(100)
+        assert not replica.closed.is_set()
+        connection.close()
+        assert replica.closed.wait(10)
+        wait_for(lambda: table._router.loads["0"] == 0, 10, "the load to be given back")
+
+
+def test_a_client_that_does_not_read_stops_the_replica() -> None:
+    sent = 0
+
+    async def flood(writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        event = "data: " + "x" * 60_000 + "\n\n"
+        while sent < 400:
+            writer.write(f"{len(event):x}\r\n{event}\r\n".encode())
+            await writer.drain()
+            sent += 1
+
+    with ingress(FakeReplica(stream(then=flood))) as (url, _):
+        connection = _send(url, {"prompt": "hello", "stream": True})
+        wait_for(lambda: sent > 5, 10, "the stream")
+        last = -1
+        while last != sent:
+            last = sent
+            time.sleep(0.3)
+        assert sent < 300, "24 MB do not fit into the buffers of sockets"
+        connection.close()
+
+
+def _send(url: str, body: object) -> socket.socket:
+    address = urlsplit(url)
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((address.hostname, address.port))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def test_large_bodies_are_relayed_whole() -> None:
+    replica, body = FakeReplica(whole(200)), {"prompt": "é" * 400_000}
+    with ingress(replica, policy="prefix-affine") as (url, _):
+        assert post(url, body=body).status_code == 200
+    assert json.loads(replica.requests[0].body) == body
+
+
+def test_limits_of_keys_hold_for_the_whole_fleet(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: {key: secret, requests_per_minute: 3}\nbob: {key: other, tokens_per_minute: 150}\n")
+    usage = '{"usage": {"prompt_tokens": 2, "completion_tokens": 100}}'
+    replicas = [FakeReplica(whole(200, usage)) for _ in range(2)]
+    with ingress(*replicas, config=ServerConfig("tiny", keys=KeySources(file=keys))) as (url, _):
+        statuses = [post(url, authorization="Bearer secret").status_code for _ in range(4)]
+        assert statuses == [200, 200, 200, 429]
+        body = {"prompt": "hello", "max_tokens": 100}
+        statuses = [post(url, body=body, authorization="Bearer other").status_code for _ in range(2)]
+        assert statuses == [200, 429]
+
+
+def test_prompts_with_equal_prefixes_go_to_one_replica() -> None:
+    replicas = [FakeReplica(whole(200)) for _ in range(2)]
+    with ingress(*replicas, policy="prefix-affine") as (url, _):
+        for group in ("a", "b"):
+            for index in range(4):
+                messages = [{"role": "system", "content": group * 2000}, {"role": "user", "content": str(index)}]
+                assert post(url, "/v1/chat/completions", {"messages": messages}).status_code == 200
+    seen = [{json.loads(one.body)["messages"][0]["content"][0] for one in replica.requests} for replica in replicas]
+    assert sorted(map(sorted, seen)) == [["a"], ["b"]]

@@ -1,0 +1,81 @@
+"""What the router reads of request bodies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.serving.routed_body import read_body
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def routed(path: str, fields: dict[str, Any], salt: str = "") -> RoutedRequest:
+    return read_body(path, json.dumps(fields).encode(), with_keys=True, salt=salt).request
+
+
+def shared(first: RoutedRequest, second: RoutedRequest) -> int:
+    """The longest prefix with a common key."""
+    digests = {key.digest for key in second.keys}
+    return max((key.num_tokens for key in first.keys if key.digest in digests), default=0)
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_chats_that_continue_each_other_share_their_beginning() -> None:
+    system, question = message("system", "be brief " * 100), message("user", "why? " * 100)
+    first = routed(CHAT, {"messages": [system, question]})
+    longer = routed(CHAT, {"messages": [system, question, message("assistant", "so"), message("user", "and? " * 99)]})
+    other = routed(CHAT, {"messages": [system, message("user", "how? " * 100)]})
+    assert shared(first, longer) > 0.75 * first.num_prompt
+    assert 0.6 * 225 < shared(first, other) < 240  # the system message has 225 pieces of four bytes
+    assert shared(first, routed(CHAT, {"messages": [question, system]})) == 0
+
+
+def test_what_is_cached_apart_has_other_keys() -> None:
+    fields = {"prompt": "the lift " * 100}
+    plain = routed(TEXT, fields)
+    assert shared(plain, routed(TEXT, fields)) > 0
+    for different in (
+        routed(TEXT, fields | {"model": "adapter"}),
+        routed(TEXT, fields | {"cache_salt": "mine"}),
+        routed(TEXT, fields, salt="key"),
+    ):
+        assert shared(plain, different) == 0
+        assert different.num_prompt == plain.num_prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "head"),
+    [("/v1/messages", "system"), ("/v1/responses", "instructions"), (CHAT, "tools"), ("/v1/messages", "tools")],
+)
+def test_fields_before_the_messages_come_first(path: str, head: str) -> None:
+    bodies = [{head: "x" * 2000, "messages": [message("user", text)], "input": text} for text in ("one", "two")]
+    first, second = (routed(path, body) for body in bodies)
+    assert shared(first, second) > 350
+
+
+def test_prompts_of_token_ids_and_several_prompts() -> None:
+    ids = list(range(200))
+    assert routed(TEXT, {"prompt": ids}).num_prompt == 200
+    assert shared(routed(TEXT, {"prompt": ids}), routed(TEXT, {"prompt": [*ids[:150], 7]})) == 128
+    several = routed(TEXT, {"prompt": [ids, ids], "n": 3, "max_tokens": 10})
+    assert (several.num_prompt, several.max_output) == (400, 60)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_limits_of_the_output(name: str) -> None:
+    assert routed(TEXT, {"prompt": "hi", name: 5}).max_output == 5
+    assert routed(TEXT, {"prompt": "hi", name: "5"}).max_output is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b'{"prompt": 5}', b'{"prompt": [[], [-1], [true]]}', b"\xff"]
+)
+def test_bodies_that_a_replica_will_refuse_are_routed_too(body: bytes) -> None:
+    assert read_body(TEXT, body, with_keys=True) == (RoutedRequest(0), False)

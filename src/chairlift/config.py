@@ -215,12 +215,21 @@ class EngineConfig:
     block_size: int = option(16, help="Tokens per block of the KV cache.", group=KV_CACHE, check=at_least(1))
     kv_memory: int | str | None = option(
         None,
-        help="Memory for the KV cache, such as 2GiB.",
+        help="Memory for the KV cache and the states of recurrent layers, such as 2GiB.",
         group=KV_CACHE,
         check=parse_bytes,
         aliases=("kv_cache_memory_bytes",),
         metavar="BYTES",
         default_text="a share of the free memory",
+    )
+    state_memory: int | str | None = option(
+        None,
+        help="Part of that memory for the states of recurrent layers: of running requests, draft tokens and snapshots "
+        "of prefixes.",
+        group=KV_CACHE,
+        check=parse_bytes,
+        metavar="BYTES",
+        default_text="as many as there is a use for, up to half",
     )
     memory_share: float | None = option(
         None,

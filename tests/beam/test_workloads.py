@@ -108,7 +108,7 @@ JOB = st.tuples(
     ),
     st.sampled_from([0, 0, 1]),
     st.sampled_from([0, 20]),
-    st.none() | st.integers(8, 30),
+    st.none() | st.integers(5, 30),
     st.lists(JOB, min_size=4, max_size=25),
 )
 def test_random_workloads(

@@ -95,12 +95,13 @@ def plan_memory(
     max_batch_requests: int,
     step_bytes: int = 0,
     recurrent: Sequence[RecurrentLayer] = (),
+    state_memory: int | str | None = None,
     states_per_request: int = 1,
 ) -> MemoryPlan:
     """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than a full batch can use.
 
-    The states of `recurrent` layers get up to half of it, or what the KV cache has no use for. `states_per_request`:
-    those that there is a use for, with draft tokens and snapshots.
+    The states of `recurrent` layers get `state_memory` of it, or as much as there is a use for, up to half or to what
+    the KV cache has no use for. `states_per_request`: that there is a use for, with draft tokens and snapshots.
     """
     per_token = bytes_per_token(layers, dtype)
     per_block = per_token * block_size
@@ -120,7 +121,11 @@ def plan_memory(
         budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
     most = max_batch_requests * -(-max_model_len // block_size)
     per_state = sum(layer.num_bytes for layer in recurrent)
-    num_states = _num_states(budget, per_state, most * per_block, 1 + max_batch_requests * states_per_request)
+    num_states = 0
+    if per_state and state_memory is not None:
+        num_states = _given_states(parse_bytes("state_memory", state_memory), per_state, budget - per_block)
+    elif per_state:
+        num_states = _num_states(budget, per_state, most * per_block, 1 + max_batch_requests * states_per_request)
     num_blocks = (budget - num_states * per_state) // per_block if per_block else most
     if kv_memory is None and num_blocks > most:
         num_blocks, source = most, f"enough for all {max_batch_requests} requests of a batch"
@@ -132,13 +137,22 @@ def plan_memory(
 
 def _num_states(budget: int, per_state: int, most_kv: int, wanted: int) -> int:
     """State slots in a budget that they share with the KV cache, which has a use for `most_kv` bytes."""
-    if not per_state:
-        return 0
     room = max(int(budget * SHARE_OF_STATES), budget - most_kv) // per_state
     if room < MIN_SLOTS:
         needed = f"{MIN_SLOTS} states of {format_bytes(per_state)} must fit beside the KV cache"
         raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
     return max(MIN_SLOTS, min(room, wanted))
+
+
+def _given_states(given: int, per_state: int, most: int) -> int:
+    """State slots in a given amount, of at most `most` bytes."""
+    if given > most:
+        problem = f"{format_bytes(given)} leaves no block of the KV cache: both share {format_bytes(most)}"
+        raise InvalidParameter("state_memory", f"{problem} (kv_memory)")
+    if given < MIN_SLOTS * per_state:
+        needed = f"{MIN_SLOTS} states of {format_bytes(per_state)} must fit"
+        raise InvalidParameter("state_memory", f"{format_bytes(given)} is too little: {needed}")
+    return given // per_state
 
 
 def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:

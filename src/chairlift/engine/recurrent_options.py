@@ -8,8 +8,10 @@ from chairlift.models.base import CausalLM
 
 
 def check_recurrent_options(config: EngineConfig, model: CausalLM) -> None:
-    """Raise InvalidParameter for an option that cannot work with the recurrent layers of a model."""
+    """Raise InvalidParameter for an option that cannot work with the recurrent layers of a model, or needs some."""
     if not model.recurrent_layers:
+        if config.state_memory is not None:
+            raise InvalidParameter("state_memory", "the model has no recurrent layers")
         return
     if config.preemption == "swap" or config.swap_memory is not None:
         name = "preemption" if config.preemption == "swap" else "swap_memory"

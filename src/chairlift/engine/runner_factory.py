@@ -93,6 +93,7 @@ class RunnerFactory:
             max_batch_requests=batch_requests(config),
             step_bytes=step_bytes,
             recurrent=self.model.recurrent_layers,
+            state_memory=config.state_memory,
             states_per_request=1 + self._drafts_per_request + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
         )
         return memory, config.max_batch_requests or memory.max_requests(batch_requests(config))

@@ -77,7 +77,9 @@ class HybridCache(KVCache):
         return (self.slots.num_blocks - 1) // SLOTS_PER_BEAM
 
     def states_needed(self, request: Request) -> int:
-        return 1 if request.group is None else 1 + SLOTS_PER_BEAM * request.num_slots
+        if request.group is None:
+            return 1
+        return 1 + SLOTS_PER_BEAM * request.num_slots - len(set(self._states[request.id].held()))
 
     def states_promised(self, running: Sequence[Request]) -> int:
         return sum(SLOTS_PER_BEAM * request.num_slots - 1 for request in running if request.group is not None)

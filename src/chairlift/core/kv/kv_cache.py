@@ -180,7 +180,7 @@ class KVCache:
         return ()
 
     def states_needed(self, request: Request) -> int:
-        """State slots that a request, or all beams of a search, need to be admitted."""
+        """State slots that a request, or all beams of a search, still need to be admitted."""
         return 0
 
     def states_promised(self, running: Sequence[Request]) -> int:

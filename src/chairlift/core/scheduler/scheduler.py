@@ -127,7 +127,7 @@ class Scheduler:
             problem = f"{beams} beams need a slot each, but there are {self.max_batch_requests}"
             raise InvalidParameter("beam_width", f"{problem} (max_batch_requests)")
         if beams > 1 and self.kv.max_beams is not None and beams > self.kv.max_beams:
-            problem = f"{beams} beams need two state slots each, which are enough for {self.kv.max_beams} beams"
+            problem = f"{beams} beams need two state slots each, and there are slots for {self.kv.max_beams} beams"
             raise InvalidParameter("beam_width", f"{problem}; lower it or raise kv_memory")
         room = self.most_new_tokens(num_prompt)
         if max_new_tokens <= room and max_new_tokens > self.most_new_tokens(num_prompt, beams):

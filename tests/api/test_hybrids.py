@@ -1,0 +1,127 @@
+"""Tiny checkpoints of every family with recurrent layers through the whole engine: however prompts are cut, cached,
+preempted, drafted or shared, the tokens are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.core.events import DraftsVerified, Event, RequestAdmitted, TokenProduced
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, start_engine
+from chairlift.text.tokenizer import Tokenizer
+from tests.api.conftest import run_greedy
+from tests.comparison import compare, reference_tokens
+from tests.models.checkpoints import load, make_reference, prompts, save
+from tests.models.hybrid_configs import HYBRID_CONFIGS
+from tests.tiny import byte_level_tokenizer
+
+NEW_TOKENS = 10
+SMALL = {"num_blocks": 13, "block_size": 4, "max_batch_tokens": 16, "max_batch_requests": 6}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "alone": {"max_batch_requests": 1},
+    "together": {},
+    "chunks of 1": {"max_prefill_tokens": 1, "prefix_caching": False},
+    "chunks of 7": {"max_prefill_tokens": 7, "block_size": 4},
+    "chunks of 64": {"max_prefill_tokens": 64, "block_size": 4, "num_states": 3},
+    "preempted": {**SMALL, "prefix_caching": False},
+    "preempted, with snapshots": SMALL,
+    "ngram": {"speculate": "ngram", "draft_length": 5, "block_size": 4},
+    "padded": {"attention": "padded", "block_size": 4},
+}
+Hybrid = tuple[LoadedModel, Any]
+
+
+def _cases() -> Iterator[Any]:
+    """Every case; those that vary a family that another case has are slow."""
+    seen: set[str] = set()
+    for name, make in HYBRID_CONFIGS.items():
+        family = make().model_type
+        yield pytest.param(name, marks=[pytest.mark.slow] if family in seen else [])
+        seen.add(family)
+
+
+@pytest.fixture(scope="module", params=_cases())
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    hf = make_reference(HYBRID_CONFIGS[request.param]())
+    folder = tmp_path_factory.mktemp("hybrid")
+    save(hf, folder)
+    return LoadedModel(request.param, load(folder), Tokenizer(byte_level_tokenizer()), frozenset()), hf
+
+
+def start(loaded: LoadedModel, **options: Any) -> Engine:
+    """An engine with `num_blocks` KV blocks and `num_states` state slots."""
+    model, block_size = loaded.model, options.get("block_size", 16)
+    per_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in model.attention_layers)
+    states = options.pop("num_states", 40) * sum(layer.num_bytes for layer in model.recurrent_layers)
+    blocks = options.pop("num_blocks", 100) * block_size * per_token
+    config = EngineConfig(device="cpu", dtype="float32", kv_memory=blocks + states, state_memory=states, **options)
+    return start_engine(loaded, config).engine
+
+
+def test_greedy_tokens_equal_transformers(hybrid: Hybrid) -> None:
+    loaded, hf = hybrid
+    texts = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
+    texts.append(texts[-1][:9] * 4)  # repeats itself, so that n-grams are drafted
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in texts]
+    assert len({token for tokens in expected for token in tokens}) > 12, "the tokens vary too little to reveal errors"
+    for setting, options in SETTINGS.items():
+        engine = start(loaded, **options)
+        for round_number in (1, 2):  # the second time with a warm cache
+            run = run_greedy(engine, texts, NEW_TOKENS)
+            for prompt, expected_tokens, actual in zip(texts, expected, run.outputs, strict=True):
+                tie = compare(hf, prompt, expected_tokens, actual)
+                assert tie is None, f"{setting}, round {round_number}: {tie}"
+        assert run.num_preemptions or not setting.startswith("preempted")
+        hit = any(event.cached_tokens for event in run.events if isinstance(event, RequestAdmitted))
+        assert hit or setting not in ("together", "chunks of 7", "ngram")
+        assert setting != "ngram" or any(isinstance(event, DraftsVerified) for event in run.events)
+
+
+def events_of(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+    assert engine.fatal is None, engine.fatal
+    return events
+
+
+def outputs(events: list[Event]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, TokenProduced):
+            found.setdefault(event.request_id, []).append(event.token)
+    return found
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_share_the_state_of_their_prompt(hybrid: Hybrid, caching: bool) -> None:
+    loaded, hf = hybrid
+    (prompt,) = (tokens.tolist() for tokens in prompts(41))
+    engine = start(loaded, prefix_caching=caching)
+    engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=3, ignore_eos=True), request_id="a")
+    events = events_of(engine)
+    expected = reference_tokens(hf, prompt, NEW_TOKENS)
+    found = outputs(events)
+    assert [compare(hf, prompt, expected, tokens) for tokens in found.values()] == [None] * 3
+    admitted = [event.cached_tokens for event in events if isinstance(event, RequestAdmitted)]
+    assert admitted == [0, 40, 40]
+
+
+def test_beams_are_those_of_one_big_step(hybrid: Hybrid) -> None:
+    """A search that is preempted, or cut into small steps, finds what it finds with all the memory."""
+    loaded, _ = hybrid
+    (prompt,) = (tokens.tolist() for tokens in prompts(17))
+    params = SamplingParams(beam_width=3, n=3, max_tokens=8, temperature=0.0, ignore_eos=True)
+    found = []
+    for options in ({}, {"max_prefill_tokens": 3, "block_size": 4, "num_states": 7}, {**SMALL, "num_states": 8}):
+        engine = start(loaded, **options)
+        engine.submit([*prompt, 5], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), request_id="other")
+        engine.submit(prompt, params, request_id="search")
+        found.append(outputs(events_of(engine)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]

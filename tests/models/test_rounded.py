@@ -29,8 +29,19 @@ FUSED = [
     "qwen3",
     "smollm3",
     "phi3 partial rotary",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "glm4",
+    "olmo3",
+    "exaone4",
+    "hunyuan",
+    "cohere2",
+    "nemotron",
+    "phi",
+    "apertus",
 ]
-NOT_FUSED = ["llama wide heads, gelu", "gemma2", "gemma3"]
+NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3"]
 BLOCK = 4
 
 

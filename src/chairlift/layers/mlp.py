@@ -49,6 +49,12 @@ class XIELU:
     def targets(self, name: str) -> Targets:
         yield from ((f"{name}.{key}", tensor) for key, tensor in (self._alphas | self._constants).items())
 
+    def factors(self) -> tuple[float, float, float, float]:
+        """above, below, beta, and the largest x of the exponential."""
+        above, below = (float(F.softplus(alpha)) for alpha in self._alphas.values())
+        beta, eps = (float(constant) for constant in self._constants.values())
+        return above, below + beta, beta, eps
+
     def __call__(self, x: Tensor) -> Tensor:
         above, below = (F.softplus(alpha) for alpha in self._alphas.values())
         beta, eps = self._constants.values()
@@ -129,8 +135,12 @@ class DenseMLP:
         sizes = [self.first.out_features // len(inner_names)] * len(inner_names)
         yield from self.first.targets(inner_names, sizes)
         yield from self.down.targets([down_name])
-        if isinstance(self._activation, XIELU):
-            yield from self._activation.targets("act_fn")
+        if self.learned_activation is not None:
+            yield from self.learned_activation.targets("act_fn")
+
+    @property
+    def learned_activation(self) -> XIELU | None:
+        return self._activation if isinstance(self._activation, XIELU) else None
 
     def linears(self) -> tuple[Linear, Linear]:
         return self.first, self.down

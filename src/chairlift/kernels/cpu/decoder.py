@@ -15,33 +15,39 @@ from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, exp
+from chairlift.kernels.cpu.layer_math import Norms, gate_row, norm_row, stream_norm_row
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept
 from chairlift.kernels.cpu.threads import barrier, claim, the_team
-
-SILU, GELU_TANH = 0, 1
-_HALF, _ONE, _TWO = np.float32(0.5), np.float32(1.0), np.float32(2.0)
-_GELU_A, _GELU_B = np.float32(0.7978845608028654), np.float32(0.044715)
 
 
 class Network(NamedTuple):
     """The weights of all L layers. An empty last axis means that the model has no such bias or norm."""
 
-    before_attention: np.ndarray  # [L, hidden] float32
+    before_attention: Norms
     qkv: PackedWeight
     qkv_bias: np.ndarray  # [L, (heads + 2 * kv_heads) * head_dim]
-    q_norm: np.ndarray  # [L, head_dim]
+    q_norm: np.ndarray  # [L, head_dim], or of all heads [L, heads * head_dim] with `norms_all_heads`
     k_norm: np.ndarray
     output: PackedWeight
     output_bias: np.ndarray
-    before_mlp: np.ndarray  # [L, hidden]
+    after_attention: Norms
+    before_mlp: Norms
     gate_up: PackedWeight
     gate_up_bias: np.ndarray
     down: PackedWeight
     down_bias: np.ndarray
+    after_mlp: Norms
     final_norm: np.ndarray  # [hidden]
+    final_bias: np.ndarray
+    centers: bool  # norms of the residual stream subtract the mean
+    norms_all_heads: bool
+    norms_after_rope: bool
+    parallel: bool  # attention and feed-forward block read the same residual stream
+    gated: bool
     eps: np.float32
     qk_eps: np.float32  # of the norms of queries and keys
     activation: int
+    factors: np.ndarray  # [L, 4] float32 of the activation, if it has any
     ropes: np.ndarray  # [L] int64: index of the rotation of each layer, -1: none
     scales: np.ndarray  # [L] float32, of scores
     windows: np.ndarray  # [L] int64, 0: none
@@ -72,17 +78,21 @@ class Buffers(NamedTuple):
 
     qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim] float32
     attended: np.ndarray  # [rows, heads, head_dim] float32
-    gate_up: np.ndarray  # [rows, 2 * inner] float32
+    gate_up: np.ndarray  # [rows, 2 * inner] float32, or [rows, inner] without a gate
+    delta: np.ndarray  # [rows, hidden] float32: what a block adds, before its norm
     hidden_rows: Rows
     attended_rows: Rows
     inner_rows: Rows
 
     @classmethod
-    def empty(cls, rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> Buffers:
+    def empty(
+        cls, rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, gated: bool
+    ) -> Buffers:
         return cls(
             aligned((rows, heads + 2 * kv_heads, head_dim), np.float32),
             aligned((rows, heads, head_dim), np.float32),
-            aligned((rows, 2 * inner), np.float32),
+            aligned((rows, (2 if gated else 1) * inner), np.float32),
+            aligned((rows, hidden), np.float32),
             Rows.empty(rows, hidden),
             Rows.empty(rows, heads * head_dim),
             Rows.empty(rows, inner),
@@ -101,7 +111,7 @@ def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Bu
         row = claim(shared, 1)
         if row >= step.out.shape[0]:
             break
-        norm_row(step.out[row], net.final_norm, net.eps, step.out[row])
+        stream_norm_row(step.out[row], net.final_norm, net.final_bias, net.centers, net.eps, step.out[row])
     barrier(shared, members)
 
 
@@ -121,18 +131,53 @@ def decode_layer(
     barrier(shared, members)
     _merge_and_round(shared, step, buffers, picks)
     barrier(shared, members)
+    if net.parallel:
+        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
+        barrier(shared, members)
     weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
-    multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, x)
-    barrier(shared, members)
-    _norm_and_round(shared, x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
-    barrier(shared, members)
+    _add_product(
+        shared, members, x, buffers.attended_rows, weight, net.output_bias, net, net.after_attention, layer, buffers
+    )
+    if not net.parallel:
+        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
+        barrier(shared, members)
     weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
     multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
     barrier(shared, members)
-    _activate_and_round(shared, count, buffers, net.activation)
+    _activate_and_round(shared, count, buffers, net, layer)
     barrier(shared, members)
     weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
-    multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, x)
+    _add_product(shared, members, x, buffers.inner_rows, weight, net.down_bias, net, net.after_mlp, layer, buffers)
+
+
+@compiled(FAST)
+def _add_product(
+    shared: Any,
+    members: int,
+    x: Any,
+    rows: Rows,
+    weight: PackedWeight,
+    bias: Any,
+    net: Network,
+    norms: Norms,
+    layer: int,
+    buffers: Buffers,
+) -> None:
+    """Add the product of `rows` to the residual stream, normed if there is a norm behind the block."""
+    if norms.weight.shape[1] == 0:
+        multiply(shared, rows, x.shape[0], weight, bias[layer], True, x)
+        barrier(shared, members)
+        return
+    multiply(shared, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
+    barrier(shared, members)
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            break
+        delta, total = buffers.delta[row], x[row]
+        stream_norm_row(delta, norms.weight[layer], norms.bias[layer], net.centers, net.eps, delta)
+        for i in range(total.shape[0]):
+            total[i] += delta[i]
     barrier(shared, members)
 
 
@@ -141,7 +186,7 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     """Run the first three phases: project and rotate queries, keys and values; store keys and values."""
     flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
-    _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
+    _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows)
     barrier(shared, members)
     weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
     multiply(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
@@ -174,16 +219,6 @@ def linear(shared: Any, members: int, x: Any, rows: Rows, weight: PackedWeight, 
 
 
 @compiled(FAST)
-def norm_row(values: Any, weight: Any, eps: Any, out: Any) -> None:
-    squares = np.float32(0.0)
-    for i in range(values.shape[0]):
-        squares += values[i] * values[i]
-    factor = _ONE / np.sqrt(squares / np.float32(values.shape[0]) + eps)
-    for i in range(values.shape[0]):
-        out[i] = values[i] * factor * weight[i]
-
-
-@compiled(FAST)
 def _keep(shared: Any, x: Any, kept: Any) -> None:
     while True:
         row = claim(shared, 1)
@@ -193,14 +228,17 @@ def _keep(shared: Any, x: Any, kept: Any) -> None:
 
 
 @compiled(FAST)
-def _norm_and_round(shared: Any, x: Any, weight: Any, eps: Any, rows: Rows) -> None:
+def _norm_and_round(shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: Rows) -> None:
     normed = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             return
-        norm_row(x[row], weight, eps, normed)
-        round_row(normed, rows, row)
+        if norms.weight.shape[1] == 0:
+            round_row(x[row], rows, row)
+        else:
+            stream_norm_row(x[row], norms.weight[layer], norms.bias[layer], net.centers, net.eps, normed)
+            round_row(normed, rows, row)
 
 
 @compiled(FAST)
@@ -212,13 +250,28 @@ def _rotate_and_store(
         row = claim(shared, 1)
         if row >= step.x.shape[0]:
             return
-        for head in range(heads + kv_heads):
-            values = qkv[row, head]
-            if net.q_norm.shape[1] > 0:
-                norm_row(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.qk_eps, values)
-            if rope >= 0:
-                _rotate(values, step.cos[rope, row], step.sin[rope, row])
+        if not net.norms_after_rope:
+            _norm_heads(qkv[row], heads, kv_heads, net, layer)
+        if rope >= 0:
+            for head in range(heads + kv_heads):
+                _rotate(qkv[row, head], step.cos[rope, row], step.sin[rope, row])
+        if net.norms_after_rope:
+            _norm_heads(qkv[row], heads, kv_heads, net, layer)
         store(cache, step.slots[row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])
+
+
+@compiled(FAST)
+def _norm_heads(rows: Any, heads: int, kv_heads: int, net: Network, layer: int) -> None:
+    """Norm queries and keys [heads + 2 * kv_heads, head_dim] of one token, per head or all heads together."""
+    if net.q_norm.shape[1] == 0:
+        return
+    if net.norms_all_heads:
+        flat, middle, end = rows.reshape(-1), heads * rows.shape[1], (heads + kv_heads) * rows.shape[1]
+        norm_row(flat[:middle], net.q_norm[layer], net.qk_eps, flat[:middle])
+        norm_row(flat[middle:end], net.k_norm[layer], net.qk_eps, flat[middle:end])
+        return
+    for head in range(heads + kv_heads):
+        norm_row(rows[head], net.q_norm[layer] if head < heads else net.k_norm[layer], net.qk_eps, rows[head])
 
 
 @compiled(FAST)
@@ -250,20 +303,14 @@ def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> 
 
 
 @compiled(FAST)
-def _activate_and_round(shared: Any, count: int, buffers: Buffers, activation: int) -> None:
-    inner = buffers.gate_up.shape[1] // 2
+def _activate_and_round(shared: Any, count: int, buffers: Buffers, net: Network, layer: int) -> None:
+    inner = buffers.gate_up.shape[1] // 2 if net.gated else buffers.gate_up.shape[1]
     while True:
         row = claim(shared, 1)
         if row >= count:
             return
         gate, up = buffers.gate_up[row, :inner], buffers.gate_up[row, inner:]
-        if activation == SILU:
-            for i in range(inner):
-                gate[i] = gate[i] / (_ONE + exp(-gate[i])) * up[i]
-        else:
-            for i in range(inner):
-                bent = _TWO * _GELU_A * (gate[i] + _GELU_B * gate[i] * gate[i] * gate[i])
-                gate[i] = gate[i] * (_ONE - _ONE / (exp(bent) + _ONE)) * up[i]
+        gate_row(gate, up, net.activation, net.factors[layer])
         round_row(gate, buffers.inner_rows, row)
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
-from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
+from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.int8 import PackedWeight
+from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
-from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.norm import Norm
+from chairlift.layers.mlp import DenseMLP
+from chairlift.layers.norm import LayerNorm, Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.base import HiddenStates
@@ -24,14 +25,21 @@ from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
 
-ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+ACTIVATIONS = {
+    "silu": SILU,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_new": GELU_TANH,
+    "relu": RELU,
+    "relu2": RELU_SQUARED,
+    "xielu": XIELU,
+}
 
 
 def can_fuse(config: DecoderConfig) -> bool:
     """Whether all layers have one shape, and the kernel has all their operations."""
     if config.recurrent_layers:
         return False
-    norms, first = config.norms, config.layers[0]
+    first = config.layers[0]
     alike = all(
         layer.experts is None
         and layer.intermediate_size == first.intermediate_size
@@ -42,19 +50,14 @@ def can_fuse(config: DecoderConfig) -> bool:
         for layer in config.layers
     )
     pairs = {len(layer.rope.inv_freq) for layer in config.layers if layer.rope is not None}
-    plain_norms = norms.before_attention and norms.before_mlp and not norms.after_attention and not norms.after_mlp
+    qk_norms = config.qk_norm is None or (config.qk_norm in ("head", "full") and config.norm_kind == "rms")
     return bool(
         alike
-        and plain_norms
+        and qk_norms
         and len(pairs) <= 1
-        and config.norm_kind == "rms"
-        and config.qk_norm in (None, "head")
-        and not config.qk_norm_after_rope
         and config.qkv_clip is None
         and not config.scales_queries
         and config.has_usual_layers
-        and config.gated_mlp
-        and not config.parallel_block
         and not config.gated_attention
         and config.activation in ACTIVATIONS
     )
@@ -108,7 +111,7 @@ class LayerTiles:
         count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
         self.qkv = PackedWeight.empty(count, queries + both, hidden)
         self.output = PackedWeight.empty(count, hidden, queries)
-        self.gate_up = PackedWeight.empty(count, 2 * inner, hidden)
+        self.gate_up = PackedWeight.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
         self.down = PackedWeight.empty(count, hidden, inner)
         for index, each in enumerate(layers):
             for linear, tiles in zip(each.linears(), (self.qkv, self.output, self.gate_up, self.down), strict=True):
@@ -121,25 +124,34 @@ class FusedCPULayers:
 
     def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: Norm, tiles: LayerTiles) -> None:
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
-        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
+        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMLP)]
         attentions = [layer.attention for layer in layers]
         self.network = Network(
-            before_attention=_stack([layer.before_attention for layer in layers]),
+            before_attention=_norms([layer.before_attention for layer in layers]),
             qkv=tiles.qkv,
             qkv_bias=_stack_biases([attention.qkv.bias for attention in attentions]),
             q_norm=_stack([attention.q_norm for attention in attentions]),
             k_norm=_stack([attention.k_norm for attention in attentions]),
             output=tiles.output,
             output_bias=_stack_biases([attention.output.bias for attention in attentions]),
-            before_mlp=_stack([layer.before_mlp for layer in layers]),
+            after_attention=_norms([layer.after_attention for layer in layers]),
+            before_mlp=_norms([layer.before_mlp for layer in layers]),
             gate_up=tiles.gate_up,
-            gate_up_bias=_stack_biases([mlp.gate_up.bias for mlp in mlps]),
+            gate_up_bias=_stack_biases([mlp.first.bias for mlp in mlps]),
             down=tiles.down,
             down_bias=_stack_biases([mlp.down.bias for mlp in mlps]),
-            final_norm=norm.weight.numpy(),
+            after_mlp=_norms([layer.after_mlp for layer in layers]),
+            final_norm=norm.weight.float().numpy(),
+            final_bias=_norms([norm]).bias[0],
+            centers=config.norm_kind == "layer",
+            norms_all_heads=config.qk_norm == "full",
+            norms_after_rope=config.qk_norm_after_rope,
+            parallel=config.parallel_block,
+            gated=config.gated_mlp,
             eps=np.float32(config.stream_eps),
             qk_eps=np.float32(config.norm_eps),
             activation=ACTIVATIONS[config.activation],
+            factors=np.stack([_factors(mlp) for mlp in mlps]),
             ropes=np.array([-1 if layer.rope is None else self._ropes.index(layer.rope) for layer in layers]),
             scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
             windows=np.array([attention.layer.window or 0 for attention in attentions]),
@@ -149,7 +161,7 @@ class FusedCPULayers:
             taps=np.full(len(layers), -1),
         )
         self._layer = attentions[0].layer
-        self._inner = config.layers[0].intermediate_size
+        self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
         self._team = the_team()  # sized by torch's threads, which are reduced to one later
 
@@ -198,7 +210,7 @@ class FusedCPULayers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
             layer = self._layer
             self._buffers = Buffers.empty(
-                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner
+                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner, self._gated
             )
         return self._buffers
 
@@ -213,6 +225,17 @@ def _checked(rows: np.ndarray, count: int) -> np.ndarray:
 def _stack(norms: list[Norm | None]) -> np.ndarray:
     rows = [np.empty(0, dtype=np.float32) if norm is None else norm.weight.float().numpy() for norm in norms]
     return np.stack(rows)
+
+
+def _norms(norms: list[Norm | None]) -> Norms:
+    biases = [norm.bias if isinstance(norm, LayerNorm) else None for norm in norms]
+    return Norms(_stack(norms), _stack_biases([None if bias is None else bias.float() for bias in biases]))
+
+
+def _factors(mlp: DenseMLP) -> np.ndarray:
+    """The numbers of the activation of a block, if it has any."""
+    factors = [] if mlp.learned_activation is None else mlp.learned_activation.factors()
+    return np.array(factors, dtype=np.float32)
 
 
 def _stack_biases(biases: list[Tensor | None]) -> np.ndarray:

@@ -32,6 +32,18 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
 }
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -71,7 +83,18 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    layer_norm_eps = [config[name] for name in ("layer_norm_eps", "norm_eps", "norm_epsilon") if name in config]
+    if layer_norm_eps:
+        writer.add_layer_norm_eps(layer_norm_eps[0])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -142,9 +165,9 @@ def converted(tensors: dict[str, Array], config: dict[str, Any]) -> dict[str, Ar
 
 
 def _converted(name: str, tensor: Array, config: dict[str, Any]) -> Array:
-    if config["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+    if config["model_type"] in ("gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
         return tensor + np.float32(1)
-    if config["model_type"] in ("llama", "mistral", "mixtral", "smollm3"):
+    if config["model_type"] in ("llama", "mistral", "mixtral", "smollm3", "granite", "arcee"):
         if ".q_proj." in name:
             return interleaved(tensor, config["num_attention_heads"])
         if ".k_proj." in name:

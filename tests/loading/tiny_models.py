@@ -69,6 +69,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", _rope(500000.0)),
     "olmo3": ("olmo3", {"sliding_window": 8, "rope_theta": 500000.0}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.5}
+        | _rope(10000.0),
+    ),
+    "glm4": ("glm4", {"head_dim": 32} | _rope(10000.0, partial_rotary_factor=0.5)),
+    "cohere": ("cohere", {"logit_scale": 0.7, "tie_word_embeddings": True} | _rope(10000.0)),
+    "cohere2": ("cohere2", {"logit_scale": 0.7, "sliding_window": 8} | _rope(50000.0)),
+    "exaone4": ("exaone4", {"sliding_window": 8} | _rope(1000000.0)),
+    "seed_oss": ("seed_oss", {"head_dim": 32} | _rope(1000000.0)),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32} | _rope(500000.0)),
+    "starcoder2": ("starcoder2", {"sliding_window": 8} | _rope(100000.0)),
+    "nemotron": ("nemotron", _rope(10000.0, partial_rotary_factor=0.5)),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32} | _rope(10000.0)),
+    "arcee": ("arcee", _rope(10000.0)),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2} | _rope(10000.0)),
     "smollm3": ("smollm3", _rope(2000000.0)),
 }
 

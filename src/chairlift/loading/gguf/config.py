@@ -85,7 +85,7 @@ def _common(model: Metadata) -> Config:
         "num_key_value_heads": model.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": model.integer("context_length"),
-        "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _norm_eps(model),
         "rope_theta": model.number("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(model, rotary_dim),
         "hidden_act": "silu",
@@ -95,6 +95,12 @@ def _common(model: Metadata) -> Config:
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     return config
+
+
+def _norm_eps(model: Metadata) -> float:
+    """Files of models with layer norms have it under another name."""
+    key = "attention.layer_norm_epsilon"
+    return model.number(key if model.has(key) else "attention.layer_norm_rms_epsilon")
 
 
 def _num_layers(model: Metadata) -> int:
@@ -249,6 +255,97 @@ def _olmo2(model: Metadata, config: Config) -> Config:
     }
 
 
+def _granite(model: Metadata, config: Config) -> Config:
+    _require_full_rotation(model, config)
+    return {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "attention_multiplier": model.number("attention.scale"),
+        "embedding_multiplier": model.number("embedding_scale"),
+        "residual_multiplier": model.number("residual_scale"),
+        "logits_scaling": model.number("logit_scale"),
+    }
+
+
+def _glm4(model: Metadata, config: Config) -> Config:
+    return {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
+
+
+def _cohere(model: Metadata, config: Config) -> Config:
+    """Command R, or Command R7B and A, which add a sliding window."""
+    shared = {"logit_scale": model.number("logit_scale"), "layer_norm_eps": config["rms_norm_eps"]}
+    if not model.has("attention.sliding_window"):
+        has_norms = "blk.0.attn_q_norm.weight" in model.file.tensors
+        return shared | {"model_type": "cohere", "architectures": ["CohereForCausalLM"], "use_qk_norm": has_norms}
+    return shared | {
+        "model_type": "cohere2",
+        "architectures": ["Cohere2ForCausalLM"],
+        "sliding_window": model.integer("attention.sliding_window"),
+        "layer_types": _layer_types([(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]),
+    }
+
+
+def _exaone4(model: Metadata, config: Config) -> Config:
+    window = model.integer("attention.sliding_window", 0, least=0)
+    slides = [bool(window) and (i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]
+    return {
+        "model_type": "exaone4",
+        "architectures": ["Exaone4ForCausalLM"],
+        "sliding_window": window or None,
+        "sliding_window_pattern": 4 if window else None,
+        "layer_types": _layer_types(slides),
+    }
+
+
+def _seed_oss(model: Metadata, config: Config) -> Config:
+    has_bias = "blk.0.attn_output.bias" in model.file.tensors
+    return {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "attention_out_bias": has_bias}
+
+
+def _ernie(model: Metadata, config: Config) -> Config:
+    return {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "use_bias": config["attention_bias"]}
+
+
+def _starcoder2(model: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "starcoder2",
+        "architectures": ["Starcoder2ForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": config["rms_norm_eps"],
+        "use_bias": config["attention_bias"],
+        "sliding_window": model.integer("attention.sliding_window", 0, least=0) or None,
+    }
+
+
+def _nemotron(model: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "nemotron",
+        "architectures": ["NemotronForCausalLM"],
+        "hidden_act": "relu2",
+        "norm_eps": config["rms_norm_eps"],
+        "mlp_bias": "blk.0.ffn_up.bias" in model.file.tensors,
+    }
+
+
+def _hunyuan(model: Metadata, config: Config) -> Config:
+    return {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
+
+
+def _arcee(model: Metadata, config: Config) -> Config:
+    _require_full_rotation(model, config)
+    return {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}
+
+
+def _olmoe(model: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+        "num_experts": model.integer("expert_count"),
+        "num_experts_per_tok": model.integer("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
 def _layer_types(slides: list[bool]) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention" for sliding in slides]
 
@@ -268,4 +365,16 @@ _FAMILIES: dict[str, Callable[[Metadata, Config], Config]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "arcee": _arcee,
+    "cohere2": _cohere,
+    "command-r": _cohere,
+    "ernie4_5": _ernie,
+    "exaone4": _exaone4,
+    "glm4": _glm4,
+    "granite": _granite,
+    "hunyuan-dense": _hunyuan,
+    "nemotron": _nemotron,
+    "seed_oss": _seed_oss,
+    "starcoder2": _starcoder2,
 }

@@ -1,9 +1,9 @@
 """Maps GGUF tensors to Hugging Face tensors, and undoes what the GGUF converter changed.
 
 The converter that writes GGUF files changes three things besides the names:
-- `llama` and `smollm3`: the rows of each head of q and k are reordered, since that runtime rotates neighbours
-  (0, 1), (2, 3), ... where Hugging Face rotates halves (0, d/2), (1, d/2 + 1), ...
-- Gemma: norm weights are stored as 1 + w, Hugging Face stores w;
+- `llama` and those derived from it: the rows of each head of q and k are reordered, since that runtime rotates
+  neighbours (0, 1), (2, 3), ... where Hugging Face rotates halves (0, d/2), (1, d/2 + 1), ...
+- Gemma and Nemotron: norm weights are stored as 1 + w, Hugging Face stores w;
 - mixtures of experts: the experts' matrices are stacked into one tensor [experts, out, in].
 """
 
@@ -57,6 +57,7 @@ _FOR_THE_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "r
 _OUTSIDE_THE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
 
@@ -110,6 +111,26 @@ _LAYER = {
         "ffn_down": "mlp.down_proj",
     }
     | _NORMS_BEFORE,
+    "arcee": _LLAMA,
+    "cohere": _LLAMA | _QK_NORMS,
+    "cohere2": _LLAMA,
+    "ernie4_5": _LLAMA,
+    "exaone4": _OLMO,
+    "glm4": _ATTENTION
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    "granite": _LLAMA,
+    "hunyuan_v1_dense": _LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    "nemotron": _LLAMA,
+    "olmoe": _ATTENTION | _QK_NORMS | _NORMS_BEFORE | {"ffn_gate_inp": "mlp.gate"},
+    "seed_oss": _ATTENTION | _MLP | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    "starcoder2": _ATTENTION | _NORMS_BEFORE | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     "olmo2": _OLMO,
     "olmo3": _OLMO,
 }
@@ -127,12 +148,13 @@ _EXPERTS = {
         "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
         "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     },
+    "olmoe": _MLP_EXPERTS,
     "qwen3_moe": _MLP_EXPERTS,
     "gpt_oss": _MLP_EXPERTS,
 }
 
-_INTERLEAVED = frozenset({"llama", "mistral", "mixtral", "smollm3"})
-_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3_text"})
+_INTERLEAVED = frozenset({"llama", "mistral", "mixtral", "smollm3", "granite", "arcee"})
+_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3_text", "nemotron"})
 
 
 def _sources_of(tensor: GGUFTensor, file: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, Source]]:

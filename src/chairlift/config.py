@@ -24,6 +24,7 @@ from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMAT
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "native", "transformers")
 
 MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
 SCHEDULING, KV_CACHE, SPECULATION = "Scheduling", "KV cache", "Speculative decoding"
@@ -51,6 +52,12 @@ class EngineConfig:
         help="How weights are read; dummy creates random weights from config.json.",
         group=MODEL,
         choices=LOAD_FORMATS,
+    )
+    model_impl: str = option(
+        "auto",
+        help="Whose code runs the model: native, transformers, or native where the family has it.",
+        group=MODEL,
+        choices=MODEL_IMPLS,
     )
     max_model_len: int | None = option(
         None,

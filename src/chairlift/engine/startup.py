@@ -36,7 +36,7 @@ from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import build_model, describe, format_obstacles, is_native
+from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.runner.base import ModelRunner
@@ -88,6 +88,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     embedding = read_embedding_config(checkpoint)
     if not embedding.generates:  # the head is not used; this one needs no weights
         checkpoint.config["tie_word_embeddings"] = True
+    choose_implementation(checkpoint.config, config.model_impl)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
     if config.load_format != "dummy":

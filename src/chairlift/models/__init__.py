@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+USE_TRANSFORMERS = "chairlift_use_transformers"  # a key of a config: run the model on transformers' code
+
+
+def choose_implementation(config: dict[str, Any], model_impl: str) -> None:
+    """Note in `config` whose code runs the model: "native", "transformers", or "auto"."""
+    if model_impl == "transformers":
+        config[USE_TRANSFORMERS] = True
+    elif model_impl == "native" and not is_native(config):
+        problem = f"native is not possible: there is no family {config.get('model_type')!r}"
+        raise InvalidParameter("model_impl", f"{problem}; there are {', '.join(supported_families())}")
+
+
 def build_model(
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor | StoredWeight]],
@@ -124,4 +136,6 @@ def is_native(config: Mapping[str, Any]) -> bool:
     from chairlift.models.families import find_family
     from chairlift.models.read_config import text_config
 
+    if config.get(USE_TRANSFORMERS):
+        return False
     return find_family(text_config(config).get("model_type")) is not None

@@ -54,18 +54,99 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 128009,
         "torch_dtype": "bfloat16",
     },
+    "granite3-2b": {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 49155,
+        "tie_word_embeddings": True,
+        "rope_theta": 5000000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+    },
+    "glm4-9b": {
+        "model_type": "glm4",
+        "architectures": ["Glm4ForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 13696,
+        "vocab_size": 151552,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+        "attention_bias": True,
+        "eos_token_id": 151329,
+        "pad_token_id": 151329,
+        "torch_dtype": "bfloat16",
+    },
+    "gemma4-e2b": {
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": 1536,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "intermediate_size": 6144,
+        "use_double_wide_mlp": True,
+        "num_kv_shared_layers": 20,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+    },
 }
 
 
 @contextmanager
-def config_file(shape: str, parameter: str = "shape") -> Iterator[str]:
-    """The path of a config.json: that of a shape by name, or `shape` itself."""
-    if shape not in SHAPES:
-        if not Path(shape).exists():
-            raise InvalidParameter(parameter, f"there is no file {shape!r}; shapes by name are {', '.join(SHAPES)}")
+def config_file(shape: str, parameter: str = "shape", *, layers: int | None = None) -> Iterator[str]:
+    """The path of a config.json: that of a shape by name, or `shape` itself; `layers`: with only so many layers."""
+    if shape not in SHAPES and not Path(shape).exists():
+        raise InvalidParameter(parameter, f"there is no file {shape!r}; shapes by name are {', '.join(SHAPES)}")
+    if shape not in SHAPES and layers is None:
         yield shape
         return
+    config = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(SHAPES[shape]))
+        path.write_text(json.dumps(config if layers is None else _shortened(config, layers)))
         yield str(path)
+
+
+def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config with the first layers only; of layers that share keys and values the same part."""
+    before = config["num_hidden_layers"]
+    if not 1 <= layers <= before:
+        raise InvalidParameter("layers", f"must be between 1 and {before}, got {layers}")
+    shorter = config | {"num_hidden_layers": layers}
+    if "layer_types" in config:
+        shorter["layer_types"] = config["layer_types"][:layers]
+    if "num_kv_shared_layers" in config:
+        shorter["num_kv_shared_layers"] = config["num_kv_shared_layers"] * layers // before
+    return shorter

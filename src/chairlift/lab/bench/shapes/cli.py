@@ -11,6 +11,7 @@ from rich.console import Console
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import Note
 from chairlift.lab.report.tables import Column, Table
@@ -38,6 +39,7 @@ COLUMNS = (
     "chairlift bench shapes qwen3-0.6b",
     "chairlift bench shapes llama3-8b --cases decode-1,load-256 --json result.json",
     "chairlift bench shapes path/to/config.json --device cpu --cases decode-2 --scale 16",
+    "chairlift bench shapes granite3-2b --device cpu --layers 8 --cases decode-1 --model-impl transformers",
     "chairlift bench shapes qwen3-0.6b --peer vllm --peer-python vllm/bin/python",
     report=ReportOptions,
 )
@@ -45,7 +47,7 @@ def bench_shapes(
     context: typer.Context,
     report: ReportOptions,
     note: Note,
-    shape: Annotated[str, typer.Argument(help="qwen3-0.6b, llama3-8b, or the path of a config.json.")] = "qwen3-0.6b",
+    shape: Annotated[str, typer.Argument(help=f"{', '.join(SHAPES)}, or the path of a config.json.")] = "qwen3-0.6b",
     cases: Annotated[
         str, typer.Option(help="decode-N, load-N, load-N-SEED and prefill-N, separated by commas.")
     ] = "decode-1,decode-8,decode-32,decode-128,load-256,prefill-64",
@@ -57,6 +59,12 @@ def bench_shapes(
     ] = False,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8 (GPU).")] = "auto",
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
+    model_impl: Annotated[
+        str, typer.Option(help="auto, native, or transformers: its code instead of ours, for comparison.")
+    ] = "auto",
+    layers: Annotated[
+        int | None, typer.Option(help="Only the first layers, for models that are too large.", show_default="all")
+    ] = None,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this, for slow machines.")] = 1,
     cuda_graphs: Annotated[bool, typer.Option(help="On a GPU: capture steps and replay them.")] = True,
     batch_invariant: Annotated[
@@ -105,6 +113,7 @@ def bench_shapes(
         quantize_head=quantize_head,
         kv_dtype=kv_dtype,
         load_format="dummy",
+        model_impl=model_impl,
         max_model_len=max(32, 4096 // scale),
         max_batch_requests=seats,
         max_batch_tokens=None if seats <= 256 else max(16384, seats),
@@ -115,10 +124,12 @@ def bench_shapes(
     names = [name.strip() for name in cases.split(",")]
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
     asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
-    asked["quantize_head"] = quantize_head
+    asked |= {"quantize_head": quantize_head, "model_impl": model_impl, "layers": layers}
+    if layers is not None and peer is not None:
+        raise InvalidParameter("layers", "is not possible with --peer, which loads the whole shape")
     other = _peer(context, peer, peer_python, peer_timeout)
     if other is None:
-        return _result(asked, run_shape(shape, config, names, note, scale=scale), None)
+        return _result(asked, run_shape(shape, config, names, note, scale=scale, layers=layers), None)
     compared = other.compare(
         *(shape, config, names, note),
         scale=scale,

@@ -100,10 +100,18 @@ def warm_up_of(case: ShapeCase) -> ShapeCase:
     return ShapeCase("warm-up", prompts, [min(WARM_UP_TOKENS, count) for count in case.outputs[:WARM_UP_REQUESTS]])
 
 
-def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1) -> ShapeRun:
+def run_shape(
+    shape: str,
+    config: EngineConfig,
+    cases: Sequence[str],
+    note: Note,
+    *,
+    scale: int = 1,
+    layers: int | None = None,
+) -> ShapeRun:
     begun = time.perf_counter()
     note("starting")
-    with config_file(shape) as path:
+    with config_file(shape, layers=layers) as path:
         started = load_engine(path, config, progress=False)
     model = started.runner.model
     run_case(started.engine, ShapeCase("first", [[1]], [1]), None, None)

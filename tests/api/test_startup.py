@@ -40,7 +40,7 @@ def test_model_impl_runs_the_same_model_on_transformers_code(tmp_path: Path) -> 
     found = {}
     for name in ("native", "transformers"):
         llm = LLM(str(folder), model_impl=name, device="cpu", dtype="float32", kv_memory="1MiB", progress=False)
-        model = llm.engine.runner.model
+        model = llm.runner.model
         assert isinstance(model, Decoder if name == "native" else TransformersModel)
         found[name] = llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids
     assert found["native"] == found["transformers"]

@@ -58,6 +58,26 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert model.num_weight_bytes() == 4 * info.num_parameters
 
 
+def test_gemma4_with_experts_runs_on_transformers_code(tmp_path: Path) -> None:
+    config = transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=16,
+        global_head_dim=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=6,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=22,
+    )
+    reference = make_reference(config)
+    save(reference, tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, TransformersModel)
+    assert_matches(model, reference, 23, 1)
+
+
 # What the tiny configs leave out: other positions, other heads, heads that are no power of two.
 ADAPTED: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True},

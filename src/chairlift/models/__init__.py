@@ -138,4 +138,6 @@ def is_native(config: Mapping[str, Any]) -> bool:
 
     if config.get(USE_TRANSFORMERS):
         return False
-    return find_family(text_config(config).get("model_type")) is not None
+    inner = text_config(config)
+    family = find_family(inner.get("model_type"))
+    return family is not None and not any(inner.get(flag) for flag in family.lacks)

@@ -70,6 +70,7 @@ class Family:
 
     title: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()  # flags of its configs: a model with one of them runs on transformers' code
     aliases: Mapping[str, str] = field(default_factory=dict)  # the config's own names of fields -> the usual ones
     names: PartNames = LLAMA_NAMES
     norms: NormNames = PRE_NORMS

@@ -57,6 +57,7 @@ FAMILIES |= {
     ),
     "gemma4_text": Family(
         title="Gemma 4",
+        lacks=("enable_moe_block",),
         defaults={
             "tie_word_embeddings": True,
             "hidden_activation": "gelu_pytorch_tanh",

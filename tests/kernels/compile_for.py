@@ -58,6 +58,9 @@ from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers
 from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
+from chairlift.kernels.triton.latent import absorbed
+from chairlift.kernels.triton.latent.expanded import attend_within_chunks
+from chairlift.kernels.triton.latent.prepare import prepare_latents_
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
@@ -174,6 +177,29 @@ def compile_routing() -> None:
         )  # fmt: skip
 
 
+def compile_latent() -> None:
+    """DeepSeek V3 with 128 heads, and V2-Lite with 16."""
+    rank, nope, rope, value, ints = 512, 128, 64, 128, torch.zeros(4, dtype=torch.int32)
+    chunks = absorbed.Chunks(ints, ints, ints, ints, ints, ints, 64)
+    tables = torch.zeros(4, 4, dtype=torch.int32)
+    for heads in (128, 16):
+        q = torch.zeros(4, heads, nope + rope).to(BF16)
+        latent = torch.zeros(4, rank + rope).to(BF16)
+        sums, out = torch.zeros(4, heads, rank).to(BF16), torch.zeros(4, heads, value).to(BF16)
+        lse, norm, angles = torch.zeros(4, heads), torch.ones(rank).to(BF16), torch.ones(4, rope // 2).to(BF16)
+        scratch = absorbed.LatentScratch(heads, rank, CPU)
+        for cache_type in (BF16, FP8) if capability >= 89 else (BF16,):
+            cache = torch.zeros(8, 16, 1, rank + rope).to(cache_type)
+            prepare_latents_(
+                q, latent, cache, norm=norm, eps=1e-6, cos=angles, sin=angles, slots=ints, positions=ints, tables=tables
+            )
+            where = {"chunks": chunks, "tables": tables, "scale": 1.0}
+            absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, **where)
+            absorbed.attend_contexts(sums, q[..., nope:], cache, sums, lse, **where)
+        kv = torch.zeros(4, heads, nope + value).to(BF16)
+        attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=1.0)
+
+
 def compile_recurrent() -> None:
     rows, width, heads = 80, 4, 4
     x = torch.zeros(rows, 6 * heads * DIM).to(BF16)
@@ -207,6 +233,8 @@ for compile_some in (
     compile_int4,
     compile_layers,
     compile_experts,
+    compile_routing,
+    compile_latent,
     compile_recurrent,
     compile_sampling,
 ):

@@ -41,8 +41,8 @@ class UpProjection(Protocol):
         """Sums of latents [T, heads, rank] as sums of values [T, heads, value_dim]."""
         ...
 
-    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Latents [n, rank] -> keys [n, heads, nope_dim] without the rotated part, and values [n, heads, value_dim]."""
+    def expand(self, latents: Tensor, heads: slice) -> Tensor:
+        """Latents [n, rank] -> [n, heads, nope_dim + value_dim]: keys without their rotated part, and values."""
         ...
 
 

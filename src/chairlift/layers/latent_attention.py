@@ -70,17 +70,18 @@ class HeadUpProjection:
     def values(self, sums: Tensor) -> Tensor:
         return self._by_head(sums, self.weight[:, self.nope_dim :].mT)
 
-    def expand(self, latents: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    def expand(self, latents: Tensor, heads: slice) -> Tensor:
         weight = self.weight[heads]
-        both = (latents @ weight.flatten(0, 1).mT).view(len(latents), len(weight), -1)
-        return both[..., : self.nope_dim], both[..., self.nope_dim :]
+        return (latents @ weight.flatten(0, 1).mT).view(len(latents), len(weight), -1)
 
     def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, heads, in], weight [heads, in, out] -> [T, heads, out]."""
 
         def multiply(rows: Tensor) -> Tensor:
             by_head = rows.view(len(rows), *x.shape[1:]).transpose(0, 1)
-            return torch.bmm(by_head, weight).transpose(0, 1)
+            out = rows.new_empty(len(rows), len(weight), weight.shape[2])
+            torch.bmm(by_head, weight, out=out.transpose(0, 1))
+            return out
 
         return in_tiles(multiply, x.flatten(1)) if self._batch_invariant else multiply(x)
 

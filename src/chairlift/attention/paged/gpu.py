@@ -13,14 +13,18 @@ from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
+from chairlift.attention.latent import LatentAttend, LatentProjection
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import on_gpu
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch
     from chairlift.kernels.triton.invariant_attention import SpanScratch
+    from chairlift.kernels.triton.latent.absorbed import LatentScratch
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
+LATENT_QUERIES = 64  # tokens in a tile of queries of latent attention
+MAX_LATENT = 512  # dimensions: sums of latents are kept in registers
 LONG_CONTEXT = 8192  # tokens: longer ones are split into more parts, or read in larger tiles
 
 
@@ -32,6 +36,7 @@ class PagedGPUAttention(AttentionBackend):
         super().__init__(invariant_for)
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by (heads, kv_heads, head_dim)
         self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by the same
+        self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # by (heads, latent dimensions)
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -40,8 +45,10 @@ class PagedGPUAttention(AttentionBackend):
             found.append(f"it runs on a GPU, not on {device.type}")
         if importlib.util.find_spec("triton") is None:
             found.append("triton is not installed")
-        if any(layer.head_dim > 256 for layer in layers):
+        if any(layer.latent_dim is None and layer.head_dim > 256 for layer in layers):
             found.append("it takes heads of at most 256 dimensions")
+        if any(layer.latent_dim is not None and layer.latent_dim > MAX_LATENT for layer in layers):
+            found.append(f"it takes latents of at most {MAX_LATENT} dimensions")
         return found
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
@@ -87,7 +94,12 @@ class PagedGPUAttention(AttentionBackend):
 
         invariant = self.invariant_for is not None
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
-        return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
+        return min(
+            int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype))
+            if layer.latent_dim is None
+            else LATENT_QUERIES
+            for layer in layers
+        )
 
     def _splits_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
         """Whether a step of `rows` single tokens splits a long context into more parts than a short one."""
@@ -95,7 +107,7 @@ class PagedGPUAttention(AttentionBackend):
 
         if self.invariant_for is not None:
             return False
-        heads = {layer.num_kv_heads for layer in layers if _reads_far(layer)}
+        heads = {layer.num_kv_heads for layer in layers if _reads_far(layer) and layer.latent_dim is None}
         return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads)
 
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
@@ -106,9 +118,19 @@ class PagedGPUAttention(AttentionBackend):
             self._scratch[key] = Scratch(*key, device)
         return self._scratch[key]
 
+    def latent_scratch(self, layer: AttentionLayer, device: torch.device) -> LatentScratch:
+        from chairlift.kernels.triton.latent.absorbed import LatentScratch
+
+        key = (layer.num_heads, layer.value_dim)
+        if key not in self._latent_scratch:
+            self._latent_scratch[key] = LatentScratch(*key, device)
+        return self._latent_scratch[key]
+
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
         for layer in layers:
-            if self.invariant_for is None:
+            if layer.latent_dim is not None:
+                self.latent_scratch(layer, device)
+            elif self.invariant_for is None:
                 self.scratch(layer, device)
             else:
                 self.span_scratch(layer, rows, device)
@@ -130,7 +152,7 @@ def _reads_far(layer: AttentionLayer) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedGPUStep(FusedAttend):
+class PagedGPUStep(FusedAttend, LatentAttend):
     batch: PagedBatch
     storage: KVStorage
     backend: PagedGPUAttention
@@ -181,6 +203,12 @@ class PagedGPUStep(FusedAttend):
             tables=batch.tables,
         )
         return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads], sinks)
+
+    def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
+        from chairlift.attention.paged.latent_gpu import attend_to_batch
+
+        scratch = self.backend.latent_scratch(layer, projection.q.device)
+        return attend_to_batch(layer, projection, self.batch, self.storage, scratch)
 
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh, sinks: Tensor | None) -> Tensor:
         """A step of single tokens only, in one kernel."""

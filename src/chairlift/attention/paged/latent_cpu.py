@@ -78,9 +78,9 @@ def attend_expanded(
     slots = np.arange(start, end)
     for first in range(0, num_heads, per_group):
         group = slice(first, min(first + per_group, num_heads))
-        keys, values = up.expand(latents, group)
-        keys = torch.cat((keys, rope.expand(-1, keys.shape[1], -1)), dim=-1)
-        values = values.contiguous()
+        expanded = up.expand(latents, group)
+        keys = torch.cat((expanded[..., : up.nope_dim], rope.expand(-1, expanded.shape[1], -1)), dim=-1)
+        values = expanded[..., up.nope_dim :].contiguous()
         found = q.new_empty(len(q), keys.shape[1], value_dim)
         work = split_work(np.array([0, len(q)]), np.array([start]), np.array([end]), keys.shape[1], value_dim, few=0)
         # The expanded keys and values are a cache of one block.

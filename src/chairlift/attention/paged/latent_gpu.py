@@ -1,0 +1,62 @@
+"""Latent attention on a GPU: decodes and cached contexts in the absorbed form, the tokens of a chunk expanded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.interface import AttentionLayer, PagedBatch
+from chairlift.attention.latent import LatentProjection
+from chairlift.attention.storage import KVStorage
+from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
+from chairlift.kernels.triton.latent.expanded import attend_within_chunks
+from chairlift.kernels.triton.latent.prepare import prepare_latents_
+from chairlift.kernels.triton.launch import empty_rows
+
+
+def attend_to_batch(
+    layer: AttentionLayer,
+    projection: LatentProjection,
+    batch: PagedBatch,
+    storage: KVStorage,
+    scratch: LatentScratch,
+) -> Tensor:
+    """Store the new latents and attend: [T, heads, value_dim]."""
+    q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
+    prepare_latents_(
+        q,
+        latent,
+        cache,
+        norm=projection.norm,
+        eps=projection.eps,
+        cos=projection.cos,
+        sin=projection.sin,
+        slots=batch.slots,
+        positions=batch.positions,
+        tables=batch.tables,
+    )
+    chunks = Chunks(
+        slot=batch.chunk_slot,
+        row=batch.chunk_row,
+        start=batch.chunk_start,
+        count=batch.chunk_count,
+        tile_chunk=batch.tile_chunk,
+        tile_offset=batch.tile_offset,
+        tile_queries=batch.tile_queries,
+    )
+    rank, has_tiles = len(projection.norm), len(batch.tile_chunk) > 0
+    absorbed, q_rope = up.absorb(q[..., : up.nope_dim]), q[..., up.nope_dim :]
+    sums = empty_rows(len(q), layer.num_heads, rank, dtype=q.dtype, device=q.device)
+    lse = torch.empty(len(q) if has_tiles else 0, layer.num_heads, dtype=torch.float32, device=q.device)
+    where: dict[str, Any] = {"chunks": chunks, "tables": batch.tables, "scale": layer.scale}
+    if batch.num_single:
+        attend_singles(absorbed, q_rope, cache, sums, rows=batch.num_single, scratch=scratch, **where)
+    if has_tiles:
+        attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
+    out = up.values(sums)
+    if has_tiles:
+        kv = up.expand(latent[:, :rank], slice(None))
+        attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=layer.scale)
+    return out

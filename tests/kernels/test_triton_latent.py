@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from chairlift.kernels.triton.latent import absorbed
 from chairlift.layers.latent_attention import HeadUpProjection, LatentShape
 from tests.kernels.attention_cases import TOLERANCE, as_ints
 
-EPS = 1e-6
+CPU, EPS = torch.device("cpu"), 1e-6
 
 
 @dataclass
@@ -161,13 +161,21 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-@pytest.mark.parametrize("tile_queries", [16, 4])
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Reduce the number of programs, which the interpreter runs sequentially."""
+    if device.type == "cpu":
+        monkeypatch.setattr(absorbed, "PROGRAMS", 2)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("tile_queries", "padding"), [(16, 2), (4, 0)])
 def test_decodes_and_chunks(tile_queries: int, padding: int, device: torch.device) -> None:
     case = make_case([0, 21, 5, 0, 37], [1, 1, 1, 19, 23], device=device)
     assert error(run(case, tile_queries=tile_queries, padding=padding), reference(case)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -182,11 +190,13 @@ def test_sizes(sizes: dict[str, Any], device: torch.device) -> None:
     assert error(run(case), reference(case)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_16_bits(device: torch.device) -> None:
     case = make_case([33, 12, 20], [1, 18, 5], dtype=torch.float16, device=device)
     assert error(run(case), reference(case)) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_a_cache_in_8_bits(device: torch.device) -> None:
     case = make_case([33, 12], [1, 18], dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, device=device)
     assert error(run(case), reference(case)) < 0.05  # the new token of a decode is rounded, too
@@ -207,3 +217,13 @@ def test_splits_fit_into_the_scratch_memory() -> None:
             splits = absorbed.latent_splits(rows, heads)
             assert splits == 1 or rows * splits <= absorbed.PROGRAMS
             assert splits & (splits - 1) == 0
+
+
+def test_batch_invariance_is_refused() -> None:
+    layer = AttentionLayer(0, 4, 1, 40, 1.0, latent_dim=32)
+    assert PagedGPUAttention.invariance_obstacles([replace(layer, latent_dim=None)]) == []
+    (reason,) = PagedGPUAttention.invariance_obstacles([layer])
+    assert "depends on its chunk" in reason
+    assert PagedGPUAttention.obstacles([replace(layer, head_dim=1088, latent_dim=1024)], CPU, torch.float32)[-1] == (
+        "it takes latents of at most 512 dimensions"
+    )

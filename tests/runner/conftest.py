@@ -25,6 +25,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Reduce the number of programs, which the interpreter runs sequentially."""
     if device.type == "cpu":
         monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
+        monkeypatch.setattr("chairlift.kernels.triton.latent.absorbed.PROGRAMS", 4)
 
 
 @pytest.fixture(scope="session")

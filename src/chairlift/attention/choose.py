@@ -33,8 +33,8 @@ def choose_backend(
     for candidate in sorted(candidates, key=lambda backend: -backend.preference):
         backend = candidate.implementation(device)
         obstacles = [*backend.obstacles(layers, device, dtype), *_lacks(backend, layers)]
-        if invariant_for is not None and not backend.capabilities.batch_invariant:
-            obstacles = [*obstacles, f"{backend.name} attention adds up in an order that depends on the batch"]
+        if invariant_for is not None:
+            obstacles = [*obstacles, *backend.invariance_obstacles(layers)]
         if not obstacles:
             return backend(invariant_for)
         reasons += obstacles

@@ -55,6 +55,13 @@ class AttentionBackend(ABC):
         """Why this backend cannot run such a model there; empty if it can."""
         return []
 
+    @classmethod
+    def invariance_obstacles(cls, layers: Sequence[AttentionLayer]) -> list[str]:
+        """Why a token's result cannot be made independent of the rest of the batch; empty if it can."""
+        if cls.capabilities.batch_invariant:
+            return []
+        return [f"{cls.name} attention adds up in an order that depends on the batch"]
+
     @abstractmethod
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         """Prepare what all layers of one step have in common."""

@@ -51,6 +51,12 @@ class PagedGPUAttention(AttentionBackend):
             found.append(f"it takes latents of at most {MAX_LATENT} dimensions")
         return found
 
+    @classmethod
+    def invariance_obstacles(cls, layers: Sequence[AttentionLayer]) -> list[str]:
+        if any(layer.latent_dim is not None for layer in layers):
+            return ["latent attention on a GPU computes a token in a form that depends on its chunk"]
+        return super().invariance_obstacles(layers)
+
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         device = layout.tables.device
         counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]

@@ -30,7 +30,7 @@ from chairlift.kernels.triton.launch import (
     tuned,
 )
 
-PROGRAMS = 256  # about two per multiprocessor of a Hopper GPU, which has 132
+PROGRAMS = 128  # one per multiprocessor of a Hopper GPU, which has 132: one takes most of the shared memory
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # positions
 COLUMNS = 128  # of a latent, that one program joins
@@ -124,22 +124,24 @@ def _absorbed_kernel(
     table = tables_ptr + slot * table_stride
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, RANK_PADDED], tl.float32)
+    # Transposed: the cached rows are the left side of both products, which the tensor cores of Hopper read from shared
+    # memory in tiles of 64 rows, while the heads may be few.
+    acc = tl.zeros([RANK_PADDED, M], tl.float32)
     for at in range(begin, end, N):
         inside = at + n < end
         place = cache_ptr + places(table, at + n, inside, block_stride, token_stride, BLOCK_SIZE)[:, None]
         latent = in_type_of(tl.load(place + r[None, :], mask=inside[:, None] & in_rank, other=0.0), q)
         rope = in_type_of(tl.load(place + RANK + p[None, :], mask=inside[:, None] & in_rope, other=0.0), q)
-        scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION) * scale_log2
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
+        scores = tl.dot(latent, tl.trans(q), input_precision=PRECISION)
+        scores = tl.dot(rope, tl.trans(q_rope), scores, input_precision=PRECISION) * scale_log2
+        scores = tl.where(inside[:, None], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 0))
+        weights = tl.exp2(scores - new_best[None, :])
         shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), latent, acc * shrink[:, None], input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = tl.dot(tl.trans(latent), weights.to(q.dtype), acc * shrink[None, :], input_precision=PRECISION)
         best = new_best
-    result = acc / total[:, None]
+    result = tl.trans(acc / total[None, :])
     keep = exists[:, None] & in_rank
     if SPLITS > 1 and num_splits > 1:
         part = (tile * SPLITS + split) * HEADS + head
@@ -355,15 +357,14 @@ def _heads_per_program(num_heads: int) -> int:
 
 
 def _tiling(num_heads: int, tile_queries: int, q: Tensor, cache: Tensor) -> LatentTiling:
-    """Tiles that fit into the shared memory beside the queries; not tuned on a GPU yet."""
+    """Tiles of which two fit into the shared memory beside the queries: one is read while the other is computed."""
     heads = _heads_per_program(num_heads)
     queries = min(tile_queries, 64 // heads)
     if q.dtype == torch.float32:
         return LatentTiling(heads, queries, 16, 4, 1)
     rows, numbers = heads * queries, cache.shape[3]
-    converted = q.itemsize if cache.dtype != q.dtype else 0
-    left = shared_memory(q.device) - rows * numbers * q.itemsize - 2**14
-    sizes = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2))
-    fits = (size for size in sizes if size[0] * numbers * (size[1] * cache.itemsize + converted) <= left)
-    keys, stages = next(fits, (16, 1))
-    return LatentTiling(heads, queries, keys, 4 if rows <= 32 else 8, stages)
+    stored = 2 * cache.itemsize + (q.itemsize if cache.dtype != q.dtype else 0)  # bytes per number of a tile
+    left = shared_memory(q.device) - rows * numbers * q.itemsize - 1024
+    fits = (keys for keys in (64, 32) if keys * (numbers * stored + rows * q.itemsize) <= left)
+    keys = next(fits, 0)
+    return LatentTiling(heads, queries, keys or 16, 8, 3 if keys else 1)

@@ -199,7 +199,7 @@ def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
 def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     routing = Routing(num_experts=num_experts, top_k=top_k, normalize=True)
     block = MixtureOfExperts(hidden, inner, routing, activation="silu", dtype=dtype, device=DEVICE)
-    for weight in (block.gate_up, block.down):
+    for weight in (block.gate_up.plain, block.down.plain):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     for tokens in (1, 5, 64, 700):
         x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
@@ -208,8 +208,8 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
         expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
         for expert in range(num_experts):
             token, place = (experts == expert).nonzero(as_tuple=True)
-            gate, up = (x[token].double() @ block.gate_up[expert].double().T).chunk(2, dim=-1)
-            result = (gate * gate.sigmoid() * up) @ block.down[expert].double().T
+            gate, up = (x[token].double() @ block.gate_up.plain[expert].double().T).chunk(2, dim=-1)
+            result = (gate * gate.sigmoid() * up) @ block.down.plain[expert].double().T
             expected.index_add_(0, token, result * shares[token, place, None].double())
         found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=DEVICE))
         assert error(found, expected) < TOLERANCE[dtype]

@@ -92,6 +92,10 @@ def compile_attention() -> None:
         fused.keys, fused.values = decode.keys, decode.values
         out = torch.empty(2, HEADS, DIM, dtype=BF16)
         run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
+    for case in (decode, prefill):  # the caches are in the last type
+        case.sinks, case.chunk = torch.zeros(HEADS), 64
+    run_decode(decode, 0.1, None, None)
+    run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
 
 
@@ -105,6 +109,7 @@ def compile_invariant_attention(case: Any) -> None:
             tile_chunk=tile_chunk, tile_offset=tile_offset, tile_queries=queries, chunk_slot=as_ints(case.slots, CPU),
             chunk_row=as_ints(case.rows, CPU), chunk_start=as_ints(case.starts, CPU),
             chunk_count=as_ints(case.counts, CPU), scratch=scratch, singles=singles, scale=0.1,
+            chunk=case.chunk, sinks=case.sinks,
         )  # fmt: skip
 
 
@@ -164,6 +169,8 @@ def compile_experts() -> None:
     for bias in (None, torch.zeros(num_experts, HIDDEN).to(BF16)):
         found = moe.grouped_linear(pairs, weight, grouping, tiling, top_k, scatter=True, bias=bias, share=share)
         moe.add_up(found, top_k)
+    codes, exponents = (torch.zeros(num_experts, HIDDEN, size, dtype=torch.uint8) for size in (128, 8))
+    moe.grouped_linear(pairs, codes, grouping, tiling, top_k, exponents=exponents, scatter=True, share=share)
     moe.clamped_mul(torch.cat((pairs, pairs), dim=1), 1.702, 7.0)
 
 

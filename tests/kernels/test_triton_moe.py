@@ -101,7 +101,7 @@ def make_block(device: torch.device, *, num_experts: int, top_k: int, hidden: in
     )
     router = block.router.linear.weight.plain
     assert router is not None
-    for weight in (router, block.gate_up, block.down):
+    for weight in (router, block.gate_up.plain, block.down.plain):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     return block
 
@@ -117,9 +117,9 @@ def test_experts(kind: str, tokens: int, num_experts: int, top_k: int, device: t
     expected = torch.zeros(tokens, 48, dtype=torch.float64)
     for token in range(tokens):
         for expert, share in zip(experts[token].tolist(), shares[token].tolist(), strict=True):
-            gate, up = (block.gate_up[expert].double() @ x[token].double()).chunk(2)
+            gate, up = (block.gate_up.plain[expert].double() @ x[token].double()).chunk(2)
             inner = torch.nn.functional.silu(gate) * up
-            expected[token] += share * (block.down[expert].double() @ inner).cpu()
+            expected[token] += share * (block.down.plain[expert].double() @ inner).cpu()
     found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=device))
     assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
 
@@ -137,7 +137,13 @@ def test_experts_with_biases_a_clamped_gate_or_weighted_inputs(weights_inputs: b
         dtype=torch.float32,
         device=device,
     )
-    weights = [block.router.linear.weight.plain, block.gate_up, block.down, block.gate_up_bias, block.down_bias]
+    weights = [
+        block.router.linear.weight.plain,
+        block.gate_up.plain,
+        block.down.plain,
+        block.gate_up_bias,
+        block.down_bias,
+    ]
     for weight in weights:
         if weight is not None:
             weight.normal_(std=weight.shape[-1] ** -0.5)
@@ -147,11 +153,11 @@ def test_experts_with_biases_a_clamped_gate_or_weighted_inputs(weights_inputs: b
     for token in range(33):
         for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
             row = x[token].double() * (share if weights_inputs else 1)
-            both = block.gate_up[expert].double() @ row
+            both = block.gate_up.plain[expert].double() @ row
             both += 0 if block.gate_up_bias is None else block.gate_up_bias[expert].double()
             gate, up = both.chunk(2)
             gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
-            out = block.down[expert].double() @ ((up + 1) * gate * (1.702 * gate).sigmoid())
+            out = block.down.plain[expert].double() @ ((up + 1) * gate * (1.702 * gate).sigmoid())
             out += 0 if block.down_bias is None else block.down_bias[expert].double()
             expected[token] += (out * (1 if weights_inputs else share)).cpu()
     positions = torch.zeros(33, dtype=torch.int32, device=device)

@@ -17,6 +17,7 @@ from chairlift.loading.gguf.config import hf_generation_config
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.stored_weight import MicroscaledFloats
 from chairlift.models import build_model
+from chairlift.models.dummy import DummyCheckpoint
 from tests.loading.gguf_writing import finish
 from tests.models.checkpoints import reference_logits, run_alone
 from tests.models.gpt_oss_checkpoint import value_of, write_gguf, write_gpt_oss
@@ -89,6 +90,14 @@ def test_end_does_not_end_the_output_of_gguf_files(tmp_path: Path) -> None:
         writer.add_eot_token_id(0)
         finish(writer)
         assert set(hf_generation_config(GGUFFile(tmp_path / "x.gguf"))["eos_token_id"]) == expected
+
+
+def test_random_weights_for_4_bit_experts(checkpoint: tuple[Path, Any]) -> None:
+    dummy = DummyCheckpoint(checkpoint[0], torch.device("cpu"))
+    stored = dict(dummy.stored())
+    assert sum(isinstance(weight, MicroscaledFloats) for weight in stored.values()) == 4 * 4 * 3  # layers, experts
+    model = build_model(dummy.config, dummy.stored(), dtype=torch.float32, device=torch.device("cpu"))
+    assert run_alone(model, torch.tensor(PROMPTS[0])).isfinite().all()
 
 
 def test_parts_that_do_not_fit_are_refused(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:

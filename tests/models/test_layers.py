@@ -111,7 +111,7 @@ def test_experts_against_a_loop_over_tokens(normalize: bool) -> None:
     )
     router = moe.router.linear.weight.plain
     assert router is not None
-    for weight in (router, moe.gate_up, moe.down):
+    for weight in (router, moe.gate_up.plain, moe.down.plain):
         weight.normal_()
     moe.finalize()
     x = torch.randn(11, 12)
@@ -122,7 +122,7 @@ def test_experts_against_a_loop_over_tokens(normalize: bool) -> None:
         best = scores.topk(2)
         weights = best.values / best.values.sum() if normalize else best.values
         for weight, expert in zip(weights, best.indices, strict=True):
-            gate, up = (moe.gate_up[expert] @ token).chunk(2)
-            wanted[row] += weight * (moe.down[expert] @ (F.silu(gate) * up))
+            gate, up = (moe.gate_up.plain[expert] @ token).chunk(2)
+            wanted[row] += weight * (moe.down.plain[expert] @ (F.silu(gate) * up))
     torch.testing.assert_close(moe(x, torch.arange(11)), wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(moe(x[:1], torch.arange(1)), wanted[:1], atol=1e-4, rtol=1e-4)

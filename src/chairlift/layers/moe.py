@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.expert_weights import ExpertWeights
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
@@ -69,7 +71,7 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """A router and experts, each a feed-forward block; the routed experts' weights are always plain."""
+    """A router and experts, each a feed-forward block."""
 
     def __init__(
         self,
@@ -82,16 +84,20 @@ class MixtureOfExperts:
         has_gates: bool = True,
         latent_size: int = 0,
         activation: str | ClampedGate,
+        keeps_stored: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`has_gates`: the experts are gated blocks; `latent_size`: they read a projection of the rows to this size."""
+        """`has_gates`: the experts are gated blocks; `latent_size`: they read a projection of the rows to this size;
+        `keeps_stored`: on a GPU, 4-bit weights of the routed experts stay as the checkpoint stores them."""
         num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
-        self.gate_up = torch.empty(num_experts, (1 + has_gates) * inner, size, dtype=dtype, device=device)
-        self.down = torch.empty(num_experts, size, inner, dtype=dtype, device=device)
-        self.gate_up_bias = torch.empty_like(self.gate_up[..., 0]) if bias else None
-        self.down_bias = torch.empty_like(self.down[..., 0]) if bias else None
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        keeps_stored = keeps_stored and on_gpu(device)
+        self.gate_up = ExpertWeights(num_experts, (1 + has_gates) * inner, size, keeps_stored=keeps_stored, **kind)
+        self.down = ExpertWeights(num_experts, size, inner, keeps_stored=keeps_stored, **kind)
+        self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **kind) if bias else None
+        self.down_bias = torch.empty(self.down.shape[:2], **kind) if bias else None
         self.latent: tuple[Linear, Linear] | None = None
         if latent_size:
             into = Linear.empty(hidden_size, latent_size, bias=False, dtype=dtype, device=device)
@@ -107,10 +113,11 @@ class MixtureOfExperts:
 
     def expert_targets(self, inner_names: Sequence[str], down_name: str) -> Targets:
         """The routed experts' weights, by the expert's number."""
-        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            for name, part in zip(inner_names, gate_up.chunk(1 + self._has_gates), strict=True):
-                yield f"{index}.{name}.weight", part
-            yield f"{index}.{down_name}.weight", down
+        size = self.gate_up.shape[1] // len(inner_names)
+        for index in range(self._num_experts):
+            for part, name in enumerate(inner_names):
+                yield f"{index}.{name}.weight", self.gate_up.rows(index, part * size, size)
+            yield f"{index}.{down_name}.weight", self.down.rows(index, 0, self.down.shape[1])
         if self.gate_up_bias is not None and self.down_bias is not None:
             for index, (both, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
                 for name, part in zip(inner_names, both.chunk(1 + self._has_gates), strict=True):
@@ -132,8 +139,8 @@ class MixtureOfExperts:
     def num_bytes(self) -> int:
         shared = 0 if self.shared is None else sum(linear.num_bytes for linear in self.shared.linears())
         shared += sum(linear.num_bytes for linear in self.latent or ())
-        own = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return self.router.num_bytes + shared + sum(tensor.nbytes for tensor in own if tensor is not None)
+        biases = sum(bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
+        return self.router.num_bytes + shared + self.gate_up.num_bytes + self.down.num_bytes + biases
 
     def finalize(self) -> None:
         for linear in self.linears():
@@ -186,29 +193,25 @@ class MixtureOfExperts:
         share = weights.flatten().contiguous()
         # The first product is linear in its input, so its result can be weighted instead; such experts have no bias.
         before, after = (share, None) if self._weights_inputs else (None, share)
-        inner = triton_moe.grouped_linear(
-            x, self.gate_up, grouping, tiling, self._top_k, bias=self.gate_up_bias, share=before
-        )
-        outputs = triton_moe.grouped_linear(
-            self._activate(inner),
-            self.down,
-            grouping,
-            tiling,
-            self._top_k,
-            scatter=True,
-            bias=self.down_bias,
-            share=after,
-        )
+
+        def product(rows: Tensor, weights: ExpertWeights, **more: Any) -> Tensor:
+            numbers = weights.plain if weights.codes is None else weights.codes
+            return triton_moe.grouped_linear(
+                rows, numbers, grouping, tiling, self._top_k, exponents=weights.exponents, **more
+            )
+
+        inner = product(x, self.gate_up, bias=self.gate_up_bias, share=before)
+        outputs = product(self._activate(inner), self.down, scatter=True, bias=self.down_bias, share=after)
         return triton_moe.add_up(outputs, self._top_k)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
 
         def inner(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            return F.linear(rows, self.gate_up.plain[expert], None if gate_up_bias is None else gate_up_bias[expert])
 
         def outer(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.down[expert], None if down_bias is None else down_bias[expert])
+            return F.linear(rows, self.down.plain[expert], None if down_bias is None else down_bias[expert])
 
         if not self._batch_invariant:
             return outer(self._activate(inner(x)))

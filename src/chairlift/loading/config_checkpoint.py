@@ -22,13 +22,18 @@ class ConfigCheckpoint:
             raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
         self.path = file.parent
         self.config: dict[str, Any] = read_json_object(file)
-        if self.config.get("quantization_config"):
+        if self.config.get("quantization_config") and not self.has_4_bit_experts:
             raise UnsupportedModel(
-                f"{file}: has a quantization_config, but random weights are not quantized; remove it and choose "
-                "the format with --quantization"
+                f"{file}: has a quantization_config, but random weights are not quantized, except mxfp4; remove it and "
+                "choose the format with --quantization"
             )
         self.generation_config: dict[str, Any] = {}
         self.num_bytes = 0
+
+    @property
+    def has_4_bit_experts(self) -> bool:
+        settings = self.config.get("quantization_config")
+        return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
     @property
     def has_tokenizer(self) -> bool:

@@ -13,6 +13,7 @@ from chairlift.layers.embedding import Embedding
 from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.recurrent.interface import RecurrentStep
@@ -104,7 +105,9 @@ class Decoder:
     def used_formats(self) -> str:
         """How many linear maps have which format, in words."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
-        return count_formats([linear.weight for linear in (*linears, self.head)])
+        counts = count_formats([linear.weight for linear in (*linears, self.head)])
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        return f"{counts}; experts: mxfp4" if any(each.gate_up.codes is not None for each in mixtures) else counts
 
     @property
     def head_format(self) -> type[WeightFormat]:

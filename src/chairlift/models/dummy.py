@@ -11,8 +11,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from chairlift.layers.expert_weights import ExpertRows
 from chairlift.layers.parts import Targets
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
+from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, StoredWeight, dequantized
 from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer
 
@@ -25,15 +27,19 @@ class DummyCheckpoint(ConfigCheckpoint):
     def __init__(self, path: str | Path, device: torch.device) -> None:
         super().__init__(path)
         self._device = device
+        if self.has_4_bit_experts:
+            self.quantization = "mxfp4"
 
     def names(self) -> list[str]:
         return [name for name, _ in _targets(self.config)]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return dummy_tensors(self.config, self._device)
+        return dequantized(self.stored())
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        return self.tensors()
+    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+        if not self.has_4_bit_experts:
+            return dummy_tensors(self.config, self._device)
+        return _with_4_bit_experts(self.config, self._device)
 
 
 def dummy_tokenizer() -> Tokenizer:
@@ -50,6 +56,18 @@ def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0
         else:
             values = torch.empty(target.shape, dtype=torch.bfloat16, device=device)
             yield name, values.normal_(0.0, SPREAD, generator=generator)
+
+
+def _with_4_bit_experts(config: Mapping[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    experts = {name for name, target in _targets(config) if isinstance(target, ExpertRows)}
+    for name, tensor in dummy_tensors(config, device):
+        if name not in experts:
+            yield name, tensor
+            continue
+        groups = tensor.unflatten(-1, (-1, GROUP))
+        codes = torch.randint(0, 256, (*groups.shape[:-1], GROUP // 2), dtype=torch.uint8, device=device)
+        exponents = torch.full(groups.shape[:-1], 120, dtype=torch.uint8, device=device)  # values of up to 0.05
+        yield name, MicroscaledFloats(codes, exponents)
 
 
 def _targets(config: Mapping[str, Any]) -> Targets:

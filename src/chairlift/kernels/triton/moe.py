@@ -87,9 +87,26 @@ def _expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K: tl.constexpr,
 
 
 @triton.jit
+def _dequantized(numbers, scale, like):
+    """4-bit floats (sign, two bits of exponent, one of mantissa) times a scale per row, in the type of `like`."""
+    exponent = (numbers >> 1) & 3
+    mantissa = numbers & 1
+    doubled = tl.where(exponent == 0, mantissa, ((2 + mantissa) << exponent) >> 1)
+    signed = tl.where((numbers & 8) != 0, -doubled, doubled)
+    return (signed.to(tl.float32) * (0.5 * scale)[:, None]).to(like.dtype)
+
+
+@triton.jit
+def _power_of_two(exponents):
+    """2 ** (exponent - 127) by the bits of a float; the smallest is 0."""
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _grouped_kernel(
     x_ptr,  # [tokens, K], or with SCATTER [pairs, K] in sorted order
-    weight_ptr,  # [experts, N, K]
+    weight_ptr,  # [experts, N, K]; PACKED: [experts, N, K / 2] bytes
+    exponents_ptr,  # [experts, N, K / 32] bytes, with PACKED only
     bias_ptr,  # [experts, N], with HAS_BIAS only
     out_ptr,  # [pairs, N] in sorted order, or with SCATTER in the order of the pairs
     order_ptr,
@@ -103,6 +120,7 @@ def _grouped_kernel(
     SCATTER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    PACKED: tl.constexpr,  # 4-bit floats in the order of `layers/expert_weights.py`; BK has no effect
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -123,14 +141,28 @@ def _grouped_kernel(
     k = tl.arange(0, BK)
     source = place if SCATTER else pair // TOP_K
     x_at = x_ptr + source.to(tl.int64)[:, None] * K
-    w_at = weight_ptr + (expert * N + n)[:, None] * K
     acc = tl.zeros([ROWS, BN], tl.float32)
-    for at in range(0, K, BK):
-        kk = at + k
-        inside = (kk < K)[None, :]
-        w = tl.load(w_at + kk[None, :], mask=(n < N)[:, None] & inside, other=0.0)
-        x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & inside, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if PACKED:
+        byte = tl.arange(0, 32)
+        w_at = weight_ptr + (expert * N + n)[:, None] * (K // 2) + byte[None, :]
+        scale_at = exponents_ptr + (expert * N + n) * (K // 32)
+        x_at += byte[None, :]
+        for chunk in range(K // 64):
+            codes = tl.load(w_at + chunk * 32, mask=(n < N)[:, None], other=0).to(tl.int32)
+            low = _power_of_two(tl.load(scale_at + 2 * chunk, mask=n < N, other=0))
+            high = _power_of_two(tl.load(scale_at + 2 * chunk + 1, mask=n < N, other=0))
+            x = tl.load(x_at + chunk * 64, mask=is_row[:, None], other=0.0)
+            acc = tl.dot(x, tl.trans(_dequantized(codes & 15, low, x)), acc, input_precision=PRECISION)
+            x = tl.load(x_at + chunk * 64 + 32, mask=is_row[:, None], other=0.0)
+            acc = tl.dot(x, tl.trans(_dequantized(codes >> 4, high, x)), acc, input_precision=PRECISION)
+    else:
+        w_at = weight_ptr + (expert * N + n)[:, None] * K
+        for at in range(0, K, BK):
+            kk = at + k
+            inside = (kk < K)[None, :]
+            w = tl.load(w_at + kk[None, :], mask=(n < N)[:, None] & inside, other=0.0)
+            x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & inside, other=0.0)
+            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if HAS_SHARE:
@@ -221,6 +253,7 @@ def grouped_linear(
     tiling: Tiling,
     top_k: int,
     *,
+    exponents: Tensor | None = None,
     scatter: bool = False,
     bias: Tensor | None = None,
     share: Tensor | None = None,
@@ -228,13 +261,16 @@ def grouped_linear(
     """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N].
 
     For x [T, K] the result is in sorted order. With `scatter`, x [pairs, K] is in sorted order, and the result in the
-    order of the pairs. `bias` [experts, N] is added, then each row multiplied by its `share` [pairs].
+    order of the pairs. `bias` [experts, N] is added, then each row multiplied by its `share` [pairs]. With `exponents`
+    [experts, N, K / 32], the weight is [experts, N, K / 2] bytes of 4-bit floats.
     """
     pairs, (_, columns, depth) = len(grouping.order), weight.shape
+    depth *= 1 if exponents is None else 2
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     _grouped_kernel[(cdiv(columns, tiling.columns), len(grouping.tile_expert))](
         x,
         weight,
+        weight if exponents is None else exponents,
         x if bias is None else bias,
         out,
         *grouping,
@@ -245,6 +281,7 @@ def grouped_linear(
         SCATTER=scatter,
         HAS_BIAS=bias is not None,
         HAS_SHARE=share is not None,
+        PACKED=exponents is not None,
         ROWS=tiling.rows,
         BN=tiling.columns,
         BK=tiling.depth,

@@ -80,11 +80,12 @@ def linear_bytes(linear: Linear) -> int:
 
 
 def _experts_work(experts: MixtureOfExperts, rows: int) -> KernelWork:
-    count, top_k = len(experts.gate_up), experts.router.routing.top_k
-    numbers = (experts.gate_up.numel() + experts.down.numel()) / count
+    count, top_k = experts.gate_up.shape[0], experts.router.routing.top_k
+    numbers = (experts.gate_up.shape.numel() + experts.down.shape.numel()) / count
+    stored = (experts.gate_up.num_bytes + experts.down.num_bytes) / count
     # An upper bound: which experts are used depends on the tokens.
     used = min(count, rows * top_k)
-    routed = KernelWork(2.0 * rows * top_k * numbers, used * numbers * experts.gate_up.itemsize)
+    routed = KernelWork(2.0 * rows * top_k * numbers, used * stored)
     return routed + total(linear_work(linear, rows) for linear in experts.linears())
 
 

@@ -38,7 +38,8 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     stores_head: ClassVar[bool] = True  # the language-model head and draft heads are stored in it, too
-    stores_experts: ClassVar[bool] = False  # models with experts can use it; the experts themselves stay plain
+    stores_experts: ClassVar[bool] = False  # models with experts can use it; it is not that of the experts themselves
+    keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
     most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`

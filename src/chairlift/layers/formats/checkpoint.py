@@ -22,6 +22,7 @@ class CheckpointWeight(WeightFormat):
 
     name = "checkpoint"
     stores_experts = True
+    keeps_stored = True
     most_fused_rows = PlainWeight.most_fused_rows
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:

@@ -1,0 +1,114 @@
+"""Experts in 4-bit floats: the grouped products against float64, and what is kept in 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels.triton import moe as triton_moe
+from chairlift.layers.expert_weights import ExpertWeights, reordered, restored
+from chairlift.layers.mlp import ClampedGate
+from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.routing import Routing
+from chairlift.loading.stored_weight import MicroscaledFloats
+
+EXPERTS, HIDDEN, INNER = 5, 128, 64
+
+
+def stored(rows: int, columns: int, seed: int) -> MicroscaledFloats:
+    """Random numbers with every code, and scales from 2 ** -9 to 2 ** 2."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(118, 130, (rows, columns // 32), dtype=torch.uint8, generator=generator)
+    return MicroscaledFloats(codes, exponents)
+
+
+def filled(device: torch.device) -> tuple[MixtureOfExperts, list[Tensor], list[Tensor]]:
+    """A block in 4 bits, and the values of its weights."""
+    block = MixtureOfExperts(
+        HIDDEN,
+        INNER,
+        Routing(num_experts=EXPERTS, top_k=2),
+        bias=True,
+        activation=ClampedGate(1.702, 7.0),
+        keeps_stored=True,
+        dtype=torch.float32,
+        device=device,
+    )
+    inner: list[Tensor] = []
+    outer: list[Tensor] = []
+    for name, target in block.expert_targets(("gate", "up"), "down"):
+        if name.endswith("bias"):
+            assert isinstance(target, Tensor)
+            target.normal_()
+            continue
+        weight = stored(*target.shape, seed=len(inner) + len(outer))
+        target.copy_(weight)
+        (outer if "down" in name else inner).append(weight.dequantized().double())
+    return block, [torch.cat(inner[2 * i : 2 * i + 2]) for i in range(EXPERTS)], outer
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_products(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.layers.moe.on_gpu", lambda device: True)
+    block, inner, outer = filled(device)
+    assert block.gate_up.codes is not None
+    assert block.down.codes is not None
+    # Half a byte per number, and a byte for 32 of them.
+    assert block.gate_up.num_bytes == EXPERTS * 2 * INNER * HIDDEN * 17 // 32
+    assert block.gate_up_bias is not None
+    assert block.down_bias is not None
+    torch.manual_seed(tokens)
+    x = 0.1 * torch.randn(tokens, HIDDEN, device=device)
+    experts = torch.rand(tokens, EXPERTS).topk(2).indices.to(device)
+    shares = torch.rand(tokens, 2, device=device)
+    expected = torch.zeros(tokens, HIDDEN, dtype=torch.float64)
+    for token in range(tokens):
+        for expert, share in zip(experts[token].tolist(), shares[token].double().cpu(), strict=True):
+            both = inner[expert] @ x[token].double().cpu() + block.gate_up_bias[expert].double().cpu()
+            gate, up = both.chunk(2)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            out = outer[expert] @ ((up + 1) * gate * (1.702 * gate).sigmoid())
+            expected[token] += share * (out + block.down_bias[expert].double().cpu())
+    found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=device))
+    assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_every_number_is_multiplied(device: torch.device) -> None:
+    """The product with the identity is the weight itself, bit by bit."""
+    weights = ExpertWeights(2, 48, 64, dtype=torch.float32, device=device, keeps_stored=True)
+    each = [stored(48, 64, seed=expert) for expert in range(2)]
+    for expert, weight in enumerate(each):
+        weights.fill(expert, 0, weight)
+    experts = torch.arange(2, device=device).repeat(64, 1)
+    tiling = triton_moe.tiling_for(128, 2, torch.float32, invariant=False)
+    grouping = triton_moe.group_by_expert(experts, 2, tiling.rows)
+    identity = torch.eye(64, device=device)
+    assert weights.codes is not None
+    found = triton_moe.grouped_linear(identity, weights.codes, grouping, tiling, 2, exponents=weights.exponents)
+    for expert, weight in enumerate(each):  # the result is sorted by expert
+        assert found[64 * expert : 64 * (expert + 1)].T.cpu().equal(weight.dequantized())
+
+
+def test_what_is_kept_in_4_bits() -> None:
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    codes = stored(8, 128, seed=0)
+    assert restored(reordered(codes.codes)).equal(codes.codes)
+    plain = ExpertWeights(1, 8, 128, **kind)
+    plain.fill(0, 0, codes)
+    assert plain.codes is None
+    assert plain.plain[0].equal(codes.dequantized())
+    odd = ExpertWeights(1, 8, 96, **kind, keeps_stored=True)
+    odd.fill(0, 0, stored(8, 96, seed=1))
+    assert odd.codes is None, "rows that are not whole runs of 64"
+    mixed = ExpertWeights(2, 8, 128, **kind, keeps_stored=True)
+    mixed.fill(1, 0, codes)
+    assert mixed.codes is not None
+    values = torch.randn(8, 128)
+    mixed.fill(0, 0, values)
+    assert mixed.codes is None
+    assert mixed.plain[0].equal(values)
+    assert mixed.plain[1].equal(codes.dequantized())

@@ -72,7 +72,7 @@ class ExpertWeights:
                 for columns in (in_features // 2, in_features // GROUP)
             )
         rows = slice(first, first + stored.shape[0])
-        self.codes[expert, rows] = reordered(stored.codes).to(self.device)
+        self.codes[expert, rows] = reordered(stored.codes.to(self.device))
         self.exponents[expert, rows] = stored.exponents.to(self.device)
 
     def _become_plain(self) -> None:

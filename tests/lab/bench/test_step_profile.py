@@ -49,6 +49,10 @@ def test_attention_counts_the_context_of_each_token() -> None:
     assert work.flops == 4 * seen * 4 * 8
     assert work.bytes == 2 * (11 + 5) * 2 * 8 * 2
     narrow = AttentionLayer(0, num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, window=4)
+    chunked = AttentionLayer(0, num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, chunk=4)
+    # Positions 6 and 7 see 3 and 4 of their chunk, position 8 only itself.
+    assert attention_work(chunked, [(6, 3)], 4).bytes == 5 * chunked.numbers_per_token * 4
+    assert attention_work(chunked, [(6, 3)], 4).flops == 2.0 * (3 + 4 + 1) * 4 * (8 + 8)
     assert attention_work(narrow, [(10, 1), (2, 3)], kv_itemsize=2).flops == 4 * (4 + 3 + 4 + 4) * 4 * 8
 
 

@@ -93,6 +93,10 @@ def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_i
     """The attention of one layer, for sequences that compute `count` tokens after `start` cached ones."""
     pairs = read = 0
     for start, count in spans:
+        if layer.chunk is not None:
+            pairs += sum(position % layer.chunk + 1 for position in range(start, start + count))
+            read += start % layer.chunk + count
+            continue
         pairs += _visible_pairs(start, count, layer.window)
         read += min(start + count, count + (layer.window or start + count))
     numbers = layer.num_heads * (layer.head_dim + layer.value_dim)

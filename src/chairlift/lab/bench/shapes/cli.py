@@ -109,7 +109,7 @@ def bench_shapes(
     config = EngineConfig(
         device=device,
         dtype=dtype,
-        quantization="none" if peer is not None and quantization == "auto" else quantization,
+        quantization=_number_format(shape, quantization) if peer is not None else quantization,
         quantize_head=quantize_head,
         kv_dtype=kv_dtype,
         load_format="dummy",
@@ -191,3 +191,12 @@ def _table(shape: str, run: ShapeRun, rows: list[dict[str, Any]], compared: Shap
         f"{run.ceilings.flops_per_second / 1e12:,.1f} TFLOP/s"
     )
     return Table(title, [*columns, *COLUMNS], rows, caption)
+
+
+def _number_format(shape: str, asked: str) -> str:
+    """The format of weights beside a peer: that of the shape, which both engines read from its config."""
+    from chairlift.lab.common.model_shapes import SHAPES
+
+    if asked != "auto":
+        return asked
+    return "checkpoint" if "quantization_config" in SHAPES.get(shape, {}) else "none"

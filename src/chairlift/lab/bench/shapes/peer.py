@@ -213,7 +213,7 @@ def _ask(
 
 def _refuse_other_formats(config: EngineConfig, title: str) -> None:
     problem = f"cannot be compared: {title} is run with weights and cache in the number format that --dtype names"
-    if config.quantization != "none":
+    if config.quantization not in ("none", "checkpoint"):  # the latter: what the shape itself names
         raise InvalidParameter("quantization", problem)
     if config.kv_dtype != "auto" and KV_DTYPES[config.kv_dtype] != torch_dtype(config):
         raise InvalidParameter("kv_dtype", problem)

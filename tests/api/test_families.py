@@ -16,13 +16,14 @@ from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
 from tests.comparison import compare, reference_tokens
 from tests.models.checkpoints import load, make_reference, prompts, save
+from tests.models.hybrid_configs import HYBRID_CONFIGS
 from tests.models.test_fallback import ARCHITECTURES, config_of
 from tests.models.test_families import CONFIGS as FAMILIES
 from tests.tiny import byte_level_tokenizer
 
 NEW_TOKENS = 10
 CASES: dict[str, Any] = {
-    **FAMILIES,
+    **{name: make for name, make in FAMILIES.items() if name not in HYBRID_CONFIGS},  # those are in test_hybrids.py
     **{f"fallback {name}": partial(config_of, name) for name in ARCHITECTURES},
 }
 

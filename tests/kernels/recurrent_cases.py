@@ -7,11 +7,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
+from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
+from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import NO_SLOT, RecurrentBatch
+from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
+from chairlift.layers.recurrent.mamba2 import Mamba2Shape
 from chairlift.layers.recurrent.recurrence import LENGTH_EPS, RecurrenceRule
+from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
 
 SLOTS = 9
 CPU = torch.device("cpu")
+HIDDEN = 20
+SHAPES: dict[str, RecurrentShape] = {
+    "gated delta": GatedDeltaShape(key_heads=1, heads=2, key_dim=10, value_dim=12, width=4, by_key_head=True),
+    "mamba 2": Mamba2Shape(
+        groups=1,
+        heads=2,
+        state_size=10,
+        head_dim=12,
+        width=3,
+        convolution_bias=True,
+        input_bias=False,
+        output_bias=False,
+        step_limits=(0.0, 2.0),
+        norm_groups=2,
+        order=GateOrder(first=True),
+    ),
+    "kimi delta": KimiDeltaShape(heads=2, head_dim=10, width=4),
+    "short convolution": ShortConvolutionShape(channels=20, width=3, bias=True),
+}
 
 
 def make_batch(device: torch.device = CPU, padding: int = 2) -> RecurrentBatch:
@@ -25,7 +51,7 @@ def make_batch(device: torch.device = CPU, padding: int = 2) -> RecurrentBatch:
     write[90] = 8
     starts = torch.tensor([0, *counts]).cumsum(0)
     tensors = (tensor.to(torch.int32).to(device) for tensor in (starts, torch.tensor(read), write))
-    return RecurrentBatch(*tensors, longest=max(counts), num_decodes=1)
+    return RecurrentBatch(*tensors, longest=max(counts))
 
 
 @dataclass
@@ -100,3 +126,14 @@ def exact_convolution(
             if write[row] >= 0:
                 state[write[row]] = recent
     return (out * out.sigmoid() if silu else out), state
+
+
+def make_layer(shape: RecurrentShape) -> RecurrentMixer:
+    """A layer with seeded weights on the CPU."""
+    torch.manual_seed(0)
+    layer = shape.make(HIDDEN, 1e-5, torch.float32, CPU, PlainWeight)
+    for _, target in layer.targets():
+        target.copy_(torch.randn(target.shape) * 0.5)
+    for part in layer.parts():
+        part.finalize()
+    return layer

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.recurrent.convolution import CausalConvolution
 from chairlift.layers.recurrent.interface import NO_SLOT, RecurrentBatch
 from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule
 from tests.kernels.recurrent_cases import (
     CPU,
+    HIDDEN,
+    SHAPES,
     SLOTS,
     exact_convolution,
     exact_recurrence,
     make_batch,
+    make_layer,
     make_recurrence,
 )
 
@@ -44,27 +48,29 @@ def test_recurrence(
     torch.testing.assert_close(case.state.double(), states, rtol=1e-4, atol=1e-4)
 
 
-def test_chunks_do_not_change_a_bit() -> None:
-    """A prompt in pieces of 1, 7 and 64 rows, with other sequences or without, gives the same numbers."""
-    rows, run = 80, LinearRecurrence(RULES["gated delta"])
-    whole = RecurrentBatch(*_one_sequence(rows, NO_SLOT), longest=rows)
-    case = make_recurrence(whole, key_heads=1, heads=2, key_dim=16, value_dim=33, wide_decay=False)
-    expected = run(*case.inputs, case.state, whole)
-    final = case.state[0].clone()
-    for size in (1, 7, 64):
-        found = []
-        for start in range(0, rows, size):
-            part = [tensor[start : start + size] for tensor in case.inputs]
-            starts, read, write = _one_sequence(len(part[0]), 0 if start else NO_SLOT)
-            found.append(run(*part, case.state, RecurrentBatch(starts, read, write, longest=size)))
-        assert torch.equal(torch.cat(found), expected)
-        assert torch.equal(case.state[0], final)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_chunks_do_not_change_a_bit(shape: RecurrentShape, size: int) -> None:
+    """A prompt in pieces gives the same numbers, and the same state."""
+    rows, layer = 80, make_layer(shape)
+    for part in layer.parts():
+        part.make_batch_invariant()
+    states = {spec.name: torch.full((SLOTS, *spec.shape), torch.nan) for spec in shape.states()}
+    x = torch.randn(rows, HIDDEN)
+    expected = layer(x, _one_sequence(rows, NO_SLOT), states)
+    final = {name: state[0].clone() for name, state in states.items()}
+    parts = [x[start : start + size] for start in range(0, rows, size)]
+    found = [layer(part, _one_sequence(len(part), 0 if i else NO_SLOT), states) for i, part in enumerate(parts)]
+    assert torch.equal(torch.cat(found), expected)
+    for name, state in states.items():
+        assert torch.equal(state[0], final[name])
 
 
-def _one_sequence(rows: int, read: int) -> tuple[torch.Tensor, ...]:
+def _one_sequence(rows: int, read: int) -> RecurrentBatch:
     write = torch.full((rows,), NO_SLOT, dtype=torch.int32)
     write[-1] = 0
-    return torch.tensor([0, rows], dtype=torch.int32), torch.tensor([read], dtype=torch.int32), write
+    starts, reads = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, rows], [read]))
+    return RecurrentBatch(starts, reads, write, longest=rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

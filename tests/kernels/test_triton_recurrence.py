@@ -8,9 +8,22 @@ import torch
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.layers.recurrent import convolution, recurrence
+from chairlift.layers.recurrent import gated_norm as gated_norms
+from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
 from chairlift.layers.recurrent.recurrence import RecurrenceRule, StepGate
-from tests.kernels.recurrent_cases import CPU, SLOTS, exact_convolution, exact_recurrence, make_batch, make_recurrence
+from tests.kernels.recurrent_cases import (
+    CPU,
+    HIDDEN,
+    SHAPES,
+    SLOTS,
+    exact_convolution,
+    exact_recurrence,
+    make_batch,
+    make_layer,
+    make_recurrence,
+)
 
 RULES = {
     "gated delta": RecurrenceRule(delta=True, normalize=True, scale=0.3),
@@ -99,3 +112,20 @@ def test_step_gates(width: int, limits: tuple[float, float] | None, has_rate: bo
     found = step_gates(x.to(device), given, gate.log_rate.to(device), gate.bias.to(device), limits)
     for actual, expected in zip(found, gate(x, rate), strict=True):
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_layers(shape: RecurrentShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with the GPU's kernels is what it is with the CPU's."""
+    layer, batch = make_layer(shape), make_batch()
+    x = torch.randn(len(batch.write), HIDDEN)
+    states = {spec.name: torch.randn(SLOTS, *spec.shape) for spec in shape.states()}
+    found, kept = [], []
+    for on_gpu in (False, True):
+        for module in (convolution, gated_norms, recurrence):
+            monkeypatch.setattr(module, "on_gpu", lambda device, value=on_gpu: value)
+        kept.append({name: state.clone() for name, state in states.items()})
+        found.append(layer(x, batch, kept[-1])[: int(batch.starts[-1])])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    for name in states:
+        torch.testing.assert_close(kept[1][name], kept[0][name], rtol=1e-4, atol=1e-4)

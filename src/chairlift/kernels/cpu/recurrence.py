@@ -111,6 +111,7 @@ def recur(
     v: Any,
     decay: Any,
     rate: Any,
+    skip: Any,
     rule: Rule,
     state: Any,
     seqs: Sequences,
@@ -118,8 +119,8 @@ def recur(
 ) -> None:
     """Run a linear recurrence; all float32.
 
-    q, k [T, key heads, d_k]; v, out [T, heads, d_v]; decay [T, heads, 1 or d_k], the logarithm; rate [T, heads]; state
-    [slots, heads, d_k, d_v]. Consecutive heads share a key head.
+    q, k [T, key heads, d_k]; v, out [T, heads, d_v]; decay [T, heads, 1 or d_k], the logarithm; rate [T, heads]; skip
+    [heads], multiples of v to add; state [slots, heads, d_k, d_v]. Consecutive heads share a key head.
     """
     heads, dim, columns = v.shape[1], q.shape[2], v.shape[2]
     blocks = (columns + COLUMNS - 1) // COLUMNS
@@ -144,7 +145,7 @@ def recur(
                     kept[i] = exp(decay[row, head, i])
             _step(part, sums, query, key, kept, v, row, head, first, count, rate[row, head], rule.delta)
             for c in range(count):
-                out[row, head, first + c] = sums[1, c]
+                out[row, head, first + c] = sums[1, c] + skip[head] * v[row, head, first + c]
             if seqs.write[row] >= 0:
                 _keep_part(part, state, seqs.write[row], head, first, count)
 
@@ -165,14 +166,19 @@ def _keep_part(part: Any, state: Any, slot: int, head: int, first: int, count: i
 
 @compiled(FAST)
 def _take(x: Any, row: int, head: int, normalize: bool, scale: Any, eps: Any, into: Any) -> None:
-    """Copy one head of a row, scaled, and to length one if asked."""
+    """Copy one head of a row, scaled, and to length one if asked.
+
+    The sum is that of the copy: the order of a sum over `x` would depend on whether numba knows it to be contiguous.
+    """
+    for i in range(into.shape[0]):
+        into[i] = x[row, head, i]
     if normalize:
         total = _ZERO
         for i in range(into.shape[0]):
-            total += x[row, head, i] * x[row, head, i]
+            total += into[i] * into[i]
         scale = scale / np.sqrt(total + eps)
     for i in range(into.shape[0]):
-        into[i] = x[row, head, i] * scale
+        into[i] *= scale
 
 
 @compiled({"contract"})
@@ -223,11 +229,19 @@ def run_convolution(
 
 
 def run_on_team(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, rule: Rule, state: Tensor, sequences: Sequences
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    rule: Rule,
+    state: Tensor,
+    sequences: Sequences,
 ) -> Tensor:
     """All float32 -> [T, heads, d_v]; see `recur`."""
     out = _empty(v.shape, sequences)
-    inputs = (tensor.numpy() for tensor in (q, k, v, decay, rate))
+    inputs = (tensor.numpy() for tensor in (q, k, v, decay, rate, skip))
     the_team().run(recur, *inputs, rule, state.numpy(), sequences, out.numpy())
     return out
 

@@ -77,8 +77,8 @@ class LinearRecurrence:
         from chairlift.kernels.cpu.recurrence import Rule, run_on_team  # numba is slow to import
 
         numbers = Rule(rule.delta, rule.normalize, np.float32(rule.scale), np.float32(LENGTH_EPS))
-        out = run_on_team(q, k, v, decay, rate, numbers, state, on_host(batch))
-        return out if skip is None else out.addcmul_(v, skip[:, None])
+        skip = torch.zeros(v.shape[1]) if skip is None else skip
+        return run_on_team(q, k, v, decay, rate, skip, numbers, state, on_host(batch))
 
 
 class StepGate:

@@ -199,8 +199,8 @@ def _kv_sources(fields: Fields, types: list[str]) -> list[int | None]:
 
 def _layer_fields(fields: Fields, index: int, layer_type: str) -> Fields:
     """The fields with those of one layer, under either of the names that Gemma 4's configs have for them."""
-    every = {str(name): own for name, own in fields.section("per_layer_config").items()}
-    own = every.get(str(index))
+    every = fields.section("per_layer_config")
+    own = next((own for name, own in every.items() if str(name).isdecimal() and int(name) == index), None)  # "05"
     if own is None and not every and layer_type == "full_attention" and "global_head_dim" in fields:
         own = {"head_dim": fields.raw("global_head_dim")}
         if fields.flag("attention_k_eq_v") and "num_global_key_value_heads" in fields:

@@ -115,7 +115,7 @@ def test_bytes_per_token_of_published_models() -> None:
     v3 |= {"num_attention_heads": 128, "intermediate_size": 18_432, "max_position_embeddings": 163_840}
     info = describe(v3)
     assert round(info.num_parameters / 1e9) == 671
-    assert bytes_per_token(info.attention_layers, torch.bfloat16) == 61 * 576 * 2  # instead of 61 * 32,768 * 2
+    assert bytes_per_token(info.attention_layers, torch.bfloat16) == 61 * 576 * 2  # instead of 61 * 40,960 * 2
 
 
 def test_tokens_do_not_depend_on_the_batch_in_invariant_mode(tmp_path: Path) -> None:

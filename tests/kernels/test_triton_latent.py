@@ -53,6 +53,7 @@ def make_case(
     value: int = 10,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
+    block_size: int = 4,
     device: torch.device,
 ) -> LatentCase:
     torch.manual_seed(len(starts))
@@ -60,7 +61,7 @@ def make_case(
     layer = AttentionLayer(0, heads, 1, rank + rope, (nope + rope) ** -0.5, latent_dim=rank)
     up = HeadUpProjection(heads, shape, dtype=dtype, device=device)
     up.weight.normal_(std=rank**-0.5)
-    block_size, total = 4, sum(counts)
+    total = sum(counts)
     needed = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
     order = torch.randperm(sum(needed) + 2)
     tables = torch.zeros(len(starts), max(needed), dtype=torch.int32)

@@ -181,6 +181,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek v3, rotated halves": _config(
         "DeepseekV3Config", **LATENT, n_routed_experts=4, n_group=1, topk_group=1, rope_interleave=False
     ),
+    "youtu": _config("YoutuConfig", **LATENT),
     "glm4 moe lite": _config(
         "Glm4MoeLiteConfig", **LATENT, n_routed_experts=5, mlp_layer_types=["sparse", "dense", "sparse"]
     ),

@@ -17,8 +17,8 @@ from chairlift.lab.common.cpu_time import process_age
 from tests.kernels.tiny_config import CONFIG
 
 
-def run(tmp_path: Path, command: str) -> dict[str, Any]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def run(tmp_path: Path, command: str, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     result = tmp_path / "result.json"
     command = f"{command} --model-config {tmp_path} --device cpu --quantization none --json {result}"
     outcome = CliRunner().invoke(app, command.split())
@@ -61,6 +61,19 @@ def test_kernels_of_a_tiny_model(tmp_path: Path) -> None:
     for row in report["rows"]:
         assert row["share_of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
         assert row["floor_seconds"] >= row["bytes"] / report["settings"]["bytes_per_second"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_of_latent_attention(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"model_type": "youtu", "num_attention_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None}
+    shape |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "hidden_size": 32, "vocab_size": 300}
+    shape |= {"intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    report = run(tmp_path, "bench kernels --kernels attention --batch 2 --contexts 33", shape)
+    decode, prompt = report["rows"]
+    up = 4 * (16 + 12) * 32
+    assert decode["flops"] == 2 * 33 * 2 * 4 * (40 + 32) + 2 * 2 * up  # absorbed
+    assert decode["bytes"] == 2 * 33 * 40 * 4 + 4 * up + 2 * 4 * 24 * 4
+    assert prompt["flops"] == 33 * 34 // 2 * 2 * 4 * (24 + 12) + 2 * 33 * up  # expanded
 
 
 def test_invalid_settings_are_refused() -> None:

@@ -52,6 +52,12 @@ FAMILIES |= {
         mlp_bias=False,
         experts=_BIASED,
     ),
+    "youtu": Family(
+        title="Youtu-LLM",
+        defaults=_DEFAULTS | {"max_position_embeddings": 131_072, "tie_word_embeddings": True},
+        latent=True,
+        mlp_bias=False,
+    ),
     "glm4_moe_lite": Family(
         title="GLM-4.7-Flash",
         defaults=_DEFAULTS

@@ -17,6 +17,7 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
+from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
 from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
@@ -25,6 +26,7 @@ from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.common.step_work import KernelWork, attention_work, linear_work
 from chairlift.lab.common.timing import TimedCall, best_seconds
 from chairlift.lab.report.progress import Note
+from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
@@ -183,22 +185,24 @@ def attention_case(
 ) -> KernelCase:
     plan, num_blocks = plan_of(spans)
     first, device = layers[0], model.device
-    shape = (num_blocks + 1, BLOCK_SIZE, first.num_kv_heads, first.head_dim)
-    side = torch.Size(shape).numel() * kv_dtype.itemsize
-    count = max(1, min(len(layers), MOST_CACHE_BYTES[device.type] // (2 * side)))
+    per_layer = (num_blocks + 1) * BLOCK_SIZE * first.numbers_per_token * kv_dtype.itemsize
+    count = max(1, min(len(layers), MOST_CACHE_BYTES[device.type] // per_layer))
 
     def random(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.float32).to(dtype)
 
     storage = allocate_storage([first] * count, num_blocks, BLOCK_SIZE, kv_dtype, device)
-    for layer_side in (*storage.keys, *storage.values):
-        layer_side.copy_(random(*shape, dtype=kv_dtype))
+    for tensor in storage.tensors:
+        tensor.copy_(random(*tensor.shape, dtype=kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
     attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
+    which = [replace(first, index=index) for index in range(count)]
+    if first.latent_dim is not None:
+        run_latent, work = _latent_call(model, which, attend, spans, kv_dtype.itemsize)
+        return KernelCase(f"attention, {name}", size, run_latent, count, work)
     qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
     q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
-    which = [replace(first, index=index) for index in range(count)]
 
     def run() -> None:
         for layer in which:
@@ -209,6 +213,36 @@ def attention_case(
 
     work = attention_work(first, spans, kv_dtype.itemsize)
     return KernelCase(f"attention, {name}", size, run, count, work + KernelWork(bytes=2.0 * q.nbytes))
+
+
+def _latent_call(
+    model: Decoder,
+    layers: Sequence[AttentionLayer],
+    attend: Attend,
+    spans: Sequence[tuple[int, int]],
+    kv_itemsize: int,
+) -> tuple[TimedCall, KernelWork]:
+    """Latent attention from its projections, with the matrices of the model's first layer."""
+    mixer = next(mixer for layer in model.layers for mixer in layer.mixers if isinstance(mixer, LatentAttention))
+    shape, up, rows = mixer.shape, mixer.up, sum(count for _, count in spans)
+    kind: dict[str, Any] = {"device": model.device, "dtype": torch.float32}
+    q = torch.randn(rows, layers[0].num_heads, shape.nope_dim + shape.rope_dim, **kind).to(model.dtype)
+    latent = torch.randn(rows, shape.rank + shape.rope_dim, **kind).to(model.dtype)
+    projection = LatentProjection(q, latent, mixer.kv_norm.weight, mixer.kv_norm.eps, None, None, up)
+
+    def run() -> None:
+        for layer in layers:
+            if isinstance(attend, LatentAttend):
+                attend.from_latent(layer, projection)
+            else:
+                attend_absorbed(attend, layer, projection)
+
+    counted = layers[0]
+    if all(start == 0 and count > 1 for start, count in spans):  # expanded: fewer products per pair of tokens
+        values = up.weight.shape[1] - shape.nope_dim
+        counted = replace(counted, head_dim=shape.nope_dim + shape.rope_dim, latent_dim=values)
+    work = attention_work(counted, spans, kv_itemsize)
+    return run, work + KernelWork(2.0 * rows * up.weight.numel(), float(up.weight.nbytes + q.nbytes))
 
 
 def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:

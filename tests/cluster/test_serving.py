@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.running_fleet import RunningFleet, processes_of, start_fleet
-from tests.server.running_server import NAME, wait_for
+from tests.server.running_server import HTTP, NAME, wait_for
 from tests.tiny import write_tiny_checkpoint
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
@@ -63,6 +63,24 @@ def test_status_shows_the_replicas(fleet: RunningFleet) -> None:
     assert (status["state"], status["router"], status["address"]) == ("running", "prefix-affine", fleet.url)
     assert [one["state"] for one in status["replicas"]] == ["ready", "ready"]
     assert "key" not in status["replicas"][0]
+
+
+def test_metrics_and_the_dashboard_show_every_replica(fleet: RunningFleet) -> None:
+    fleet.wait_for_replicas(2)
+    ids = {one["id"] for one in fleet.replicas()}
+    page = fleet.get("/metrics").text
+    assert {name for name in ids if f'chairlift_engine_up{{replica="{name}"' in page} == ids
+    assert page.count("# TYPE chairlift_engine_up gauge") == 1
+    assert fleet.metric("chairlift_fleet_replica_up") == 2
+    assert "Chairlift fleet" in fleet.get("/dashboard").text
+    seen: set[str] = set()
+    with HTTP.stream("GET", f"{fleet.url}/dashboard/stream") as response:
+        for line in response.iter_lines():
+            frame = json.loads(line[6:]) if line.startswith("data: ") else {}
+            if frame.get("t") == "replica" and frame["frame"]["t"] == "key":  # recorded by its engine
+                seen.add(frame["id"])
+            if seen == ids:
+                break
 
 
 def test_a_killed_replica_costs_no_request_and_is_replaced(fleet: RunningFleet) -> None:

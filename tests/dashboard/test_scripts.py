@@ -27,12 +27,13 @@ def test_each_script_is_a_valid_module(name: str, tmp_path: Path) -> None:
     check_syntax(module)
 
 
-def test_the_joined_script_is_a_valid_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", ["main", "fleet"])
+def test_the_joined_script_is_a_valid_module(tmp_path: Path, entry: str) -> None:
     script = tmp_path / "page.mjs"
-    script.write_text(joined_modules("main"))
+    script.write_text(joined_modules(entry))
     check_syntax(script)
 
 
-def test_every_script_is_part_of_the_page() -> None:
-    joined = joined_modules("main")
+def test_every_script_is_part_of_a_page() -> None:
+    joined = joined_modules("main") + joined_modules("fleet")
     assert [name for name in SCRIPTS if f"// ---- {name}" not in joined] == []

@@ -12,6 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 import chairlift
+from chairlift.cluster.monitoring.dashboard import dashboard_routes
+from chairlift.cluster.monitoring.metrics import fleet_exposition
 from chairlift.cluster.serving.fleet import FleetView
 from chairlift.cluster.serving.relay import Relay
 from chairlift.server.access.keys import KeyTable
@@ -39,6 +41,9 @@ def make_ingress_app(
 
     async def replicas(_: Request) -> Response:
         return JSONResponse({"version": chairlift.__version__, "router": fleet.router, "replicas": fleet.describe()})
+
+    async def metrics_page(_: Request) -> Response:
+        return Response(await fleet_exposition(fleet), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -72,6 +77,8 @@ def make_ingress_app(
         Route("/health", health),
         Route("/ready", health),
         Route("/cluster/replicas", replicas),
+        Route("/metrics", metrics_page),
+        *(dashboard_routes(fleet, config.model_name) if config.dashboard else ()),
         Mount("/", relay),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={APIError: on_error})

@@ -26,10 +26,19 @@ def dashboard_page(recording: bytes | None = None) -> str:
     return page.replace('id="recording">', f'id="recording">{data}', 1)
 
 
+def fleet_page() -> str:
+    """Return the page of a fleet, with a lift for each replica."""
+    return _page("fleet.html", "fleet")
+
+
 @cache
 def _page_without_recording() -> str:
-    page = _read("index.html").replace("/* style */", _read("style.css"), 1)
-    return page.replace("/* script */", joined_modules("main"), 1)
+    return _page("index.html", "main")
+
+
+def _page(document: str, entry: str) -> str:
+    page = _read(document).replace("/* style */", _read("style.css"), 1)
+    return page.replace("/* script */", joined_modules(entry), 1)
 
 
 def joined_modules(entry: str) -> str:

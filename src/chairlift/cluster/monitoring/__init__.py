@@ -1,0 +1,1 @@
+"""What the ingress shows of the whole fleet: metrics and the dashboard."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from chairlift.attention.backends.bursted import BurstedAttention
+from chairlift.attention.interface import AttentionLayer, RaggedLayout
+from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
 from chairlift.kernels.triton.layers import rotate_and_store_
@@ -192,3 +197,28 @@ def test_a_long_context_has_more_splits() -> None:
     usual, long = ({rows: decode_splits(rows, 8, long=kind) for rows in (1, 16, 32, 64, 128, 256)} for kind in (0, 1))
     assert usual == {1: 32, 16: 2, 32: 1, 64: 1, 128: 2, 256: 1}
     assert long == {1: 32, 16: 2, 32: 8, 64: 4, 128: 2, 256: 1}
+
+
+@pytest.mark.parametrize("invariant_for", [None, 256])
+@pytest.mark.parametrize("shape", [{"sinks": True}, {"sinks": True, "window": 9}, {"chunk": 20}])
+def test_the_backend_passes_on_what_a_layer_has(
+    shape: dict[str, Any], invariant_for: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes and chunks in one batch equal the formula."""
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)  # more splits take the interpreter long
+    layer = AttentionLayer(0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, **shape)
+    starts, ends = [30, 0, 41, 17], [31, 1, 60, 19]
+    counts = [end - start for start, end in zip(starts, ends, strict=True)]
+    offsets = [sum(counts[:i]) for i in range(5)]
+    tables = torch.arange(4 * 8, dtype=torch.int32, device=device).flip(0).view(4, 8)
+    slots = [int(tables[i, at // 8]) * 8 + at % 8 for i in range(4) for at in range(starts[i], ends[i])]
+    layout = RaggedLayout(offsets, starts, ends, tables, torch.tensor(slots, device=device))
+    torch.manual_seed(0)
+    cached = [torch.randn(33, 8, 2, 16, device=device) for _ in range(2)]
+    q, k, v = (torch.randn(sum(counts), heads, 16, device=device) for heads in (4, 2, 2))
+    sinks = torch.randn(4, device=device) if layer.sinks else None
+    outputs = []
+    for backend in (BurstedAttention(), PagedGPUAttention(invariant_for)):
+        storage = KVStorage(*([side.clone()] for side in cached))
+        outputs.append(backend.plan(layout, storage)(layer, q, k, v, sinks=sinks))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)

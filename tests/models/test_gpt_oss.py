@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
 from chairlift.errors import CorruptCheckpoint
+from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.gguf.config import hf_generation_config
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.stored_weight import MicroscaledFloats
-from chairlift.models import build_model
+from chairlift.models import build_model, describe
 from chairlift.models.dummy import DummyCheckpoint
 from tests.loading.gguf_writing import finish
 from tests.models.checkpoints import reference_logits, run_alone
@@ -90,6 +91,14 @@ def test_end_does_not_end_the_output_of_gguf_files(tmp_path: Path) -> None:
         writer.add_eot_token_id(0)
         finish(writer)
         assert set(hf_generation_config(GGUFFile(tmp_path / "x.gguf"))["eos_token_id"]) == expected
+
+
+def test_the_published_shapes() -> None:
+    small = SHAPES["gpt-oss-20b"]
+    large = small | {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": small["layer_types"] * 3}
+    large["layer_types"] = large["layer_types"][:36]
+    assert round(describe(small).num_parameters / 1e9, 1) == 20.9
+    assert round(describe(large).num_parameters / 1e9, 1) == 116.8
 
 
 def test_random_weights_for_4_bit_experts(checkpoint: tuple[Path, Any]) -> None:

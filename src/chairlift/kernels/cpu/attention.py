@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from chairlift.kernels.cpu.attention_loads import load_columns, load_rows
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, narrow, sortable, widen
-from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch, transpose_16, widen_row
+from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch
 from chairlift.kernels.cpu.threads import claim
 
 KEYS = F32_COLUMNS  # key positions of a tile
@@ -138,7 +139,7 @@ def _attend_piece(
         _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
         for kv_head in range(kv_heads):
             if value_dim % F32_COLUMNS:
-                _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
+                load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
                 _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
@@ -292,8 +293,8 @@ def _attend_tile(
     low = _first_visible(position, how.window, how.chunk)
     for base in range(low // KEYS * KEYS, position + tokens, KEYS):
         count = min(KEYS, position + tokens - base)
-        _load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
-        _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, out.shape[2], values)
+        load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
+        load_rows(cache.values, cache.tables, sequence, base, count, kv_head, out.shape[2], values)
         for first in range(0, rows, F32_ROWS):
             last = min(first + F32_ROWS, rows)
             if base > position + (last - 1) // group:
@@ -394,42 +395,3 @@ def _finish_row(sums: Any, totals: Any, row: int, out: Any, to: int, head: int) 
     inverse = np.float32(1.0) / totals[row]
     for i in range(out.shape[2]):
         out[to, head, i] = sums[row, i] * inverse
-
-
-@compiled(FAST)
-def _load_rows(
-    side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, width: int, target: Any
-) -> None:
-    """Load `count` positions, the first `width` numbers of each, into target [KEYS, width]."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    whole = width // 16 * 16
-    j = 0
-    while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
-        for at in range(slot, min(block_size, slot + count - j)):
-            source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * head_dim) * size
-            widen_row(target.ctypes.data + j * target.shape[1] * 4, source, whole, like)
-            for i in range(whole, width):
-                target[j, i] = widen(side[block, at, kv_head, i])
-            j += 1
-
-
-@compiled(FAST)
-def _load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
-    """Like `_load_rows` with all numbers of a head, transposed: target [head_dim, KEYS]."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
-    j = 0
-    while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
-        run = min(block_size - slot, count - j)
-        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
-        squares = run // 16 * 16
-        for at in range(0, squares, 16):
-            for i in range(0, whole, 16):
-                to = target.ctypes.data + (i * target.shape[1] + j + at) * 4
-                transpose_16(to, target.shape[1], start + (at * stride + i) * size, stride, like)
-        for at in range(run):
-            for i in range(whole if at < squares else 0, head_dim):
-                target[i, j + at] = widen(side[block, slot + at, kv_head, i])
-        j += run

@@ -56,6 +56,19 @@ def test_prompts_with_a_shared_prefix_go_to_one_replica(fleet: RunningFleet) -> 
     assert sum(load["cached_tokens"] for load in loads) > 0.6 * sum(load["prompt_tokens"] for load in loads)
 
 
+def test_a_client_that_leaves_cancels_on_the_replica(fleet: RunningFleet) -> None:
+    def running() -> int:
+        return sum(one["load"]["running"] for one in fleet.replicas())
+
+    endless = {"prompt": "x", "max_tokens": 2000, "stream": True}
+    streams = [fleet.client().completions.create(**endless, **GREEDY) for _ in range(4)]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    wait_for(lambda: running() == 0, 30, "the requests to be cancelled")
+    assert sum(one["load"]["output_tokens"] for one in fleet.replicas()) < 4 * 2000
+
+
 def test_status_shows_the_replicas(fleet: RunningFleet) -> None:
     shown = fleet.command("status", "--json")
     assert shown.returncode == 0, shown.stderr

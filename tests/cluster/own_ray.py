@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.cluster.running_fleet import processes_of
+
 
 class OwnRay:
     """The environment for processes that start Ray, and the processes that have it."""
@@ -21,13 +23,11 @@ class OwnRay:
 
     def pids(self, title: str = "") -> list[int]:
         """The processes with this environment whose command line begins with `title`, such as "ray::Name"."""
-        mark = f"RAY_TMPDIR={self._folder}\0".encode()
         found = []
-        for process in Path("/proc").glob("[0-9]*"):
+        for pid in processes_of(self._folder):
             with suppress(OSError):  # it has ended
-                command = (process / "cmdline").read_bytes()
-                if mark in (process / "environ").read_bytes() and command.startswith(title.encode()):
-                    found.append(int(process.name))
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
+                    found.append(pid)
         return sorted(found)
 
     def kill(self, pid: int) -> None:

@@ -76,7 +76,8 @@ def test_greedy_tokens_equal_transformers(hybrid: Hybrid) -> None:
             for prompt, expected_tokens, actual in zip(texts, expected, run.outputs, strict=True):
                 tie = compare(hf, prompt, expected_tokens, actual)
                 assert tie is None, f"{setting}, round {round_number}: {tie}"
-        assert run.num_preemptions or not setting.startswith("preempted")
+        # Without attention there are no blocks to run out of.
+        assert run.num_preemptions or not setting.startswith("preempted") or not loaded.model.attention_layers
         hit = any(event.cached_tokens for event in run.events if isinstance(event, RequestAdmitted))
         assert hit or setting not in ("together", "chunks of 7", "ngram")
         assert setting != "ngram" or any(isinstance(event, DraftsVerified) for event in run.events)

@@ -14,7 +14,7 @@ from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import NO_SLOT, RecurrentBatch
 from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
-from chairlift.layers.recurrent.recurrence import LENGTH_EPS, RecurrenceRule
+from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
 
 SLOTS = 9
@@ -95,7 +95,7 @@ def exact_recurrence(case: Recurrence, rule: RecurrenceRule, batch: RecurrentBat
     groups = v.shape[1] // q.shape[1]
     q, k = (tensor.repeat_interleave(groups, dim=1) for tensor in (q, k))
     if rule.normalize:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt() for x in (q, k))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + rule.eps).rsqrt() for x in (q, k))
     out, state = torch.zeros_like(v), case.state.double()
     starts, read, write = (tensor.tolist() for tensor in (batch.starts, batch.read, batch.write))
     begun = [torch.zeros_like(state[0]) if slot < 0 else state[slot].clone() for slot in read]

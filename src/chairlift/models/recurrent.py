@@ -201,6 +201,7 @@ def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
     scales = fields.items("ssm_multipliers", (int, float), length=5)
     scale = fields.number("ssm_in_multiplier")
     z, x, b, c, step = (scale * float(each) for each in scales)
+    multipliers = (z, x, b, c, step)
     return _mamba2(
         fields,
         heads=heads,
@@ -215,7 +216,7 @@ def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
             first=not fields.flag("mamba_norm_before_gate"),
             scale=fields.number("ssm_out_multiplier"),
         ),
-        scales=(z, x, b, c, step),
+        scales=None if set(multipliers) == {1.0} else multipliers,
     )
 
 

@@ -16,8 +16,6 @@ from chairlift.layers.recurrent.host import on_host
 from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 from chairlift.layers.rows import one_by_one
 
-LENGTH_EPS = 1e-6  # added to the squared length of queries and keys that are normalised
-
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceRule:
@@ -31,6 +29,7 @@ class RecurrenceRule:
     delta: bool
     normalize: bool = False  # scale queries and keys to length one
     scale: float = 1.0
+    eps: float = 1e-6  # added to the squared length of queries and keys that are normalised
 
 
 def matrix_spec(heads: int, key_dim: int, value_dim: int) -> StateSpec:
@@ -76,7 +75,7 @@ class LinearRecurrence:
             return run_recurrence(q, k, v, decay, rate, rule, state, batch, skip, sequential=self._sequential)
         from chairlift.kernels.cpu.recurrence import Rule, run_on_team  # numba is slow to import
 
-        numbers = Rule(rule.delta, rule.normalize, np.float32(rule.scale), np.float32(LENGTH_EPS))
+        numbers = Rule(rule.delta, rule.normalize, np.float32(rule.scale), np.float32(rule.eps))
         skip = torch.zeros(v.shape[1]) if skip is None else skip
         return run_on_team(q, k, v, decay, rate, skip, numbers, state, on_host(batch))
 

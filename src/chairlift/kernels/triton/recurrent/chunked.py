@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
-from chairlift.kernels.triton.recurrent.recurrence import LENGTH_EPS, StateRule
+from chairlift.kernels.triton.recurrent.recurrence import StateRule
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
 
 ROWS = 64  # of a tile
@@ -263,7 +263,7 @@ def run_chunks(
             len(batch.read),
             k.stride(0),
             v.stride(0),
-            LENGTH_EPS,
+            rule.eps,
             BLOCK=BLOCK,
             BLOCK_VALUES=block_values,
             SEQUENCES=search_width(batch),
@@ -290,7 +290,7 @@ def run_chunks(
         k.stride(0),
         v.stride(0),
         rule.scale,
-        LENGTH_EPS,
+        rule.eps,
         DELTA=rule.delta,
         HAS_SKIP=skip is not None,
         COLUMNS=columns,

@@ -14,7 +14,6 @@ from chairlift.kernels.triton.recurrent.tiles import SlotBatch
 COLUMNS = 32  # of the state in one program
 FEW = 16  # rows of a sequence up to which token by token is faster than in chunks
 ANY = 2**31 - 1  # rows
-LENGTH_EPS = 1e-6  # added to the squared length of queries and keys that are normalised
 
 
 class StateRule(Protocol):
@@ -28,6 +27,9 @@ class StateRule(Protocol):
 
     @property
     def scale(self) -> float: ...
+
+    @property
+    def eps(self) -> float: ...
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def run_recurrence(
         k.stride(0),
         v.stride(0),
         rule.scale,
-        LENGTH_EPS,
+        rule.eps,
         HEADS=heads,
         GROUP=heads // key_heads,
         DIM=dim,

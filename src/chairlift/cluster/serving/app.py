@@ -67,7 +67,11 @@ def make_ingress(config: ServerConfig, options: ClusterOptions, replicas: Any) -
         Ingress, name=INGRESS, num_replicas=options.ingresses, **placement, **_supervision(config)
     )
     return ingress.bind(
-        replicas, encode_config(ingress_config(config)), options.router, ingress_version(config, options)
+        replicas,
+        encode_config(ingress_config(config)),
+        options.router,
+        ingress_version(config, options),
+        shared=options.ingresses > 1,
     )
 
 

@@ -55,11 +55,10 @@ def start_fleet(name: str, config: ServerConfig, options: ClusterOptions) -> str
 
     serve.start(proxy_location="Disabled")
     _run(make_replicas(config, options), name)
-    if not is_running(ingress_name(name)) or _ingress_status(ingress_name(name))["version"] != ingress_version(
-        config, options
-    ):
-        _run(make_ingress(config, options, name), ingress_name(name))
-    return str(_ingress_status(ingress_name(name))["address"])
+    ingress, version = ingress_name(name), ingress_version(config, options)
+    if not is_running(ingress) or _ingress_status(ingress)["version"] != version:
+        _run(make_ingress(config, options, name), ingress)
+    return str(_ingress_status(ingress)["address"])
 
 
 def ingress_name(name: str) -> str:
@@ -70,10 +69,12 @@ def ingress_name(name: str) -> str:
 def _run(application: Any, name: str) -> None:
     from ray import serve
 
+    is_update = is_running(name)
     try:
         serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
-        serve.delete(name)
+        if not is_update:  # otherwise replicas of the version before still answer
+            serve.delete(name)
         raise ChairliftError(f"the fleet cannot start: {_last_line(str(error))}") from None
 
 

@@ -32,13 +32,14 @@ POLL_SECONDS = 0.05
 class Ingress:
     """Serves HTTP in a thread of its own; Ray Serve calls the methods from another one."""
 
-    def __init__(self, replicas: Any, config: bytes, router: str, version: str) -> None:
-        """`replicas` is the handle of the replicas' deployment, or the name of their application."""
+    def __init__(self, replicas: Any, config: bytes, router: str, version: str, *, shared: bool) -> None:
+        """`replicas` is the handle of the replicas' deployment, or the name of their application; `shared` says whether
+        other ingresses listen on the same port."""
         if isinstance(replicas, str):
             from ray import serve
 
             replicas = serve.get_deployment_handle(REPLICAS, replicas)
-        self._version = version
+        self._version, self._shared = version, shared
         self._config = decode_config(config)
         self._replicas = replicas.options()  # connects the handle, so that Ray Serve sends the replicas
         self._table = routing_table(router)
@@ -46,6 +47,7 @@ class Ingress:
         self._relay = Relay(self._table, self._wait_for_replica, isolate_keys=self._config.isolate_keys)
         self._server: UvicornServer | None = None
         self._listening: Future[str] = Future()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ingress", daemon=True)
         self._thread.start()
         self._address = self._listening.result()
@@ -61,7 +63,7 @@ class Ingress:
 
     async def _serve(self) -> None:
         config = self._config
-        listener = listen(config.host, config.port, shared=True)
+        listener = listen(config.host, config.port, shared=self._shared)
         metrics, keys = Metrics(config.model_name), KeyTable(config.keys.read())
         app = make_ingress_app(config, self.fleet, self._relay, metrics, keys)
         self._server = UvicornServer(uvicorn_config(app, config.limits, config.certificate))
@@ -69,8 +71,24 @@ class Ingress:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
         self._listening.set_result(listening_address(listener, config.host, secure=config.certificate is not None))
+        stopping = asyncio.create_task(self._until_stopped())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await self._drain(self._server)
         await serving
         await self._relay.close()
+
+    async def _until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _drain(self, server: UvicornServer) -> None:
+        """Accept no more connections, and wait for the requests in flight."""
+        for listening in server.servers:
+            listening.close()
+        deadline = asyncio.get_running_loop().time() + self._config.drain_timeout
+        while self._relay.num_open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        server.should_exit = True
 
     async def _wait_for_replica(self) -> None:
         """Wait until there is a replica. The call waits in Ray Serve's queue, which starts one if there is none."""
@@ -94,8 +112,7 @@ class Ingress:
         }
 
     def __del__(self) -> None:
-        """Stop accepting connections and let the requests in flight finish."""
-        server: UvicornServer | None = getattr(self, "_server", None)
-        if server is not None:
-            server.should_exit = True
+        """Let the requests in flight finish."""
+        if hasattr(self, "_stopping"):
+            self._stopping.set()
             self._thread.join(self._config.drain_timeout + 10)

@@ -19,7 +19,9 @@ from chairlift.lab.report.tables import comparison_table, show_table
 from chairlift.terminal.options import refuse_given
 
 if TYPE_CHECKING:
+    from chairlift.lab.planning.run import MemoryBudget
     from chairlift.lab.simulator.figures import Targets
+    from chairlift.lab.simulator.roofline import ModelShape
 
 _TRAFFIC = "Traffic"
 
@@ -151,7 +153,7 @@ def simulate(
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
         block_size=block_size,
-        seats=max_batch_requests,
+        seats=min(max_batch_requests, memory.num_states or max_batch_requests),
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
@@ -298,7 +300,7 @@ def plan(
     n_in, n_out = LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len)
     longest = n_in.high + n_out.high
     middle = round(math.sqrt(n_in.low * n_in.high) + math.sqrt(n_out.low * n_out.high) / 2)
-    largest = max(1, memory.num_tokens // middle)
+    largest = max(1, memory.requests_of(middle))
     curve = decode_curve(cost, middle, largest)
     with watch(enabled=not quiet) as note:
         note("searching for the highest rate")
@@ -309,8 +311,9 @@ def plan(
         ["Weights", f"{model.weight_bytes / 1e9:.2f} GB, {model.num_parameters:,} of them"],
         ["KV cache per token", f"{model.kv_bytes_per_token:,} bytes"],
         ["KV cache", f"{memory.kv_bytes / 1e9:.1f} GB = {memory.num_blocks:,} blocks = {memory.num_tokens:,} tokens"],
+        *_state_rows(model, memory),
         [f"Requests at {middle:,} tokens each", f"{largest:,}"],
-        [f"Requests at {longest:,} tokens each", f"{memory.num_tokens // longest:,}"],
+        [f"Requests at {longest:,} tokens each", f"{memory.requests_of(longest):,}"],
         ["One request alone", f"{curve[0].tokens_per_second:,.0f} tokens/s"],
         ["All of them, decoding", f"{curve[-1].tokens_per_second:,.0f} tokens/s"],
     ]
@@ -332,6 +335,7 @@ def plan(
         "weight_bytes": model.weight_bytes,
         "kv_bytes_per_token": model.kv_bytes_per_token,
         "kv_blocks": memory.num_blocks,
+        "state_bytes": model.state_bytes,
         "largest_batch": largest,
         "tokens_per_s_alone": curve[0].tokens_per_second,
         "tokens_per_s_full": curve[-1].tokens_per_second,
@@ -340,3 +344,9 @@ def plan(
     }
     title = f"{machine.model} on {device.name}"
     report.write("plan", parameters, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
+
+
+def _state_rows(model: ModelShape, memory: MemoryBudget) -> list[list[str]]:
+    if memory.num_states is None:
+        return []
+    return [["States of recurrent layers", f"{model.state_bytes / 1e6:.1f} MB per request x {memory.num_states:,}"]]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from chairlift.core.kv.kv_cache import StateUsage
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
@@ -29,6 +30,7 @@ class SchedulerSnapshot:
     tables: Mapping[str, Sequence[int]]  # the block table of each observed request
     rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
     blocks: Sequence[BlockState]  # blocks that may have changed since the last snapshot
+    states: StateUsage | None  # of recurrent layers, if there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class SchedulerObserver:
             tables={request.id: kv.table(request) for request in requests},
             rewritten=changes.rewritten,
             blocks=[self._block_state(block) for block in changes.blocks],
+            states=kv.state_usage,
         )
 
     def stop(self) -> None:

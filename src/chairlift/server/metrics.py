@@ -43,6 +43,9 @@ class Metrics:
             self.wait_reasons.labels(reason.name.lower()).set(0)
         self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
         self.kv_total = gauge("kv_blocks_total", "KV blocks in total")
+        self.states_used = gauge("state_slots_used", "State slots of recurrent layers held by requests")
+        self.snapshots = gauge("state_snapshots", "State slots that hold snapshots of cached prefixes")
+        self.states_total = gauge("state_slots_total", "State slots in total; 0 without recurrent layers")
         self.engine_up = gauge("engine_up", "1 while the engine is ready")
         self.steps = counter("steps", "Steps the engine has run")
         self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
@@ -98,6 +101,10 @@ class Metrics:
         self.preemptions.inc(report.preemptions)
         self.kv_used.set(report.used_blocks)
         self.kv_total.set(report.total_blocks)
+        if report.states is not None:
+            self.states_used.set(report.states.used)
+            self.snapshots.set(report.states.snapshots)
+            self.states_total.set(report.states.total)
         if report.requests:
             self.steps.inc()
             self.step_requests.observe(report.requests)
@@ -132,7 +139,7 @@ class Metrics:
     def record_restart(self) -> None:
         """Reset the gauges of an engine that died."""
         self.restarts.inc()
-        for gauge in (self.running, self.waiting, self.kv_used):
+        for gauge in (self.running, self.waiting, self.kv_used, self.states_used, self.snapshots):
             gauge.set(0)
         self._set_wait_reasons({})
 

@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from chairlift.core.kv.block_pool import BlockPool
-from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import KVCache, StateUsage
 from chairlift.core.kv.prefix_index import Miss, PrefixMatch
 from chairlift.core.kv.request_states import ForkState, RequestStates
 from chairlift.core.kv.snapshots import Snapshots
@@ -67,6 +67,10 @@ class HybridCache(KVCache):
         self.slots.uncache(self.snapshots.remove_blocks(blocks))
 
     # ---- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def state_usage(self) -> StateUsage:
+        return StateUsage(self.slots.num_used, len(self.snapshots), self.slots.num_blocks)
 
     @property
     def num_free_states(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from chairlift.core.kv.block_pool import BlockPool
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
@@ -25,6 +26,14 @@ class KVChanges:
 
     blocks: list[int]  # blocks whose state may have changed, in order
     rewritten: set[str]  # ids of requests whose tables changed other than at their end
+
+
+class StateUsage(NamedTuple):
+    """How many state slots requests hold, hold snapshots, and exist."""
+
+    used: int
+    snapshots: int
+    total: int
 
 
 class KVCache:
@@ -49,6 +58,11 @@ class KVCache:
     @property
     def num_free(self) -> int:
         return self.pool.num_free
+
+    @property
+    def state_usage(self) -> StateUsage | None:
+        """None without recurrent layers."""
+        return None
 
     @property
     def num_free_states(self) -> int:

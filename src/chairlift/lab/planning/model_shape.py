@@ -51,5 +51,6 @@ def model_shape(config: Mapping[str, Any], weights: str, kv_bytes: float) -> tup
         attention_flops_per_kv=sum(2 * layer.num_heads * (layer.head_dim + layer.value_dim) for layer in layers),
         bytes_per_weight=BYTES_PER_WEIGHT[weights],
         tied_head=bool(config.get("tie_word_embeddings", False)),
+        state_bytes=sum(layer.num_bytes for layer in info.recurrent_layers),
     )
     return shape, info

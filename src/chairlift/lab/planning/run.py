@@ -37,6 +37,8 @@ from chairlift.lab.simulator.speed_profile import SpeedCursor
 SHARE_OF_MEMORY = 0.9  # the rest is for activations
 HIGHEST_RATE = 1e5
 BLOCK_SIZE = 16
+SHARE_OF_STATES = 0.5  # of what the weights leave, at most, as in `engine/memory_plan.py`
+MOST_REQUESTS = 256  # of one replica
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
 
@@ -112,24 +114,37 @@ class MemoryBudget:
     kv_bytes: float
     num_blocks: int
     num_tokens: int
+    num_states: int | None = None  # sequences whose recurrent states fit; None: the model has no recurrent layers
 
     @classmethod
-    def of(cls, model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> MemoryBudget:
+    def of(
+        cls, model: ModelShape, device: Device, block_size: int = BLOCK_SIZE, most_requests: int = MOST_REQUESTS
+    ) -> MemoryBudget:
+        """The states of up to `most_requests` requests get at most half of what the weights leave."""
         left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
-        blocks = int(left // (model.kv_bytes_per_token * block_size))
-        if blocks < 1:
+        states = None
+        if model.state_bytes:
+            states = min(most_requests, int(left * SHARE_OF_STATES // model.state_bytes))
+            left -= max(0, states) * model.state_bytes
+        blocks = int(left // max(1, model.kv_bytes_per_token * block_size))
+        if blocks < 1 or states == 0:
             problem = (
                 f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB of weights"
             )
             needed = cls.devices_needed(model, device, block_size)
             solution = f"it needs {needed} such devices, a larger one, or a smaller type of weights"
             raise InvalidParameter("device", f"{problem}; {solution}")
-        return cls(model.weight_bytes, left, blocks, blocks * block_size)
+        return cls(model.weight_bytes, left, blocks, blocks * block_size, states)
+
+    def requests_of(self, length: int) -> int:
+        """How many requests of `length` tokens fit."""
+        fitting = self.num_tokens // length
+        return fitting if self.num_states is None else min(fitting, self.num_states)
 
     @staticmethod
     def devices_needed(model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> int:
         """The number of devices that hold the weights and at least one block of the cache, split evenly."""
-        least = model.weight_bytes + model.kv_bytes_per_token * block_size
+        least = model.weight_bytes + model.kv_bytes_per_token * block_size + model.state_bytes / SHARE_OF_STATES
         return max(1, math.ceil(least / (device.memory_bytes * SHARE_OF_MEMORY)))
 
 

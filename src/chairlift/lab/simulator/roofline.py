@@ -34,6 +34,7 @@ class ModelShape:
     attention_flops_per_kv: int  # of all layers, per token and KV position
     bytes_per_weight: float
     tied_head: bool = True
+    state_bytes: int = 0  # of one sequence, in all recurrent layers
 
     @property
     def weight_bytes(self) -> float:

@@ -281,6 +281,8 @@ class StepRecorder:
             "reasons": {reason.name.lower(): count for reason, count in snapshot.wait_reasons.items()},
             "evictions": snapshot.evictions,
         }
+        if snapshot.states is not None:
+            state["states"] = list(snapshot.states)
         if snapshot.policy != self._policy:
             self._policy = state["policy"] = snapshot.policy
         return state

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from chairlift.core.kv.kv_cache import StateUsage
 from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
@@ -96,6 +97,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     used_blocks: int
     total_blocks: int
     preemptions: int
+    states: StateUsage | None = None  # of recurrent layers, if there are any
     requests: int = 0  # in the step; 0 if only endings are reported
     decode_tokens: int = 0
     prefill_tokens: int = 0

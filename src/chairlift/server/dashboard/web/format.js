@@ -56,6 +56,7 @@ const MISS_WORDS = {
   whole_prompt: "the whole prompt is scored or pooled",
   never_seen: "not computed before",
   evicted: "computed before, but evicted",
+  no_state: "no state kept at a later block",
   all_found: "all of it was cached",
 };
 

@@ -275,6 +275,7 @@ export class Model {
     }
     this.reasons = frame.reasons;
     this.blocks.evictions = frame.evictions;
+    this.states = frame.states;
     this.waiting = frame.waiting.map(([handle, reason]) => {
       const request = this.handles.get(handle);
       if (request) request.waitsFor(reason, frame.now);

@@ -34,6 +34,11 @@ export class ServicePanel {
     setText(byId("tile-itl"), formatSeconds(model.times.itl.percentile(0.5)));
     const used = model.steps.length && blocks.count ? blocks.tally().used / blocks.count : 0;
     setText(byId("tile-kv"), formatPercent(used));
+    byId("states").hidden = !model.states;
+    if (model.states) {
+      const [held, snapshots, total] = model.states;
+      setText(byId("tile-states"), `${held} + ${snapshots} kept / ${total}`);
+    }
     setText(byId("tile-hits"), formatPercent(model.tokens.prompt ? model.tokens.cached / model.tokens.prompt : 0));
     setText(byId("rate-budget"), formatPercent(rate.budget));
     setText(byId("rate-padding"), formatPercent(rate.padding));

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.core.events import DraftsVerified, Event, RequestAdmitted, TokenProduced
+from chairlift.core.events import DraftsVerified, Event, RequestAdmitted, StepDone, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, start_engine
+from chairlift.errors import InvalidParameter
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
 from tests.comparison import compare, reference_tokens
@@ -126,3 +127,28 @@ def test_beams_are_those_of_one_big_step(hybrid: Hybrid) -> None:
         found.append(outputs(events_of(engine)))
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+def test_a_shared_prefix_of_1000_tokens_is_computed_once(hybrid: Hybrid) -> None:
+    """Three requests at once; a snapshot takes one slot, whose size the start-up log shows."""
+    loaded, hf = hybrid
+    shared, *tails = (tokens.tolist() for tokens in prompts(1000, 5, 6, 7))
+    engine = start(loaded, block_size=8, num_blocks=200, max_batch_tokens=2048, max_model_len=1100)
+    texts = [[*shared, *tail] for tail in tails]
+    run = run_greedy(engine, texts, 3)
+    steps = [event for event in run.events if isinstance(event, StepDone)]
+    assert sum(step.prefill_tokens for step in steps) == 1000 + 5 + 6 + 7
+    assert run.outputs[1] == reference_tokens(hf, texts[1], 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"preemption": "swap"}, "preemption: the model has recurrent layers"),
+        ({"preemption": "auto", "swap_memory": "1MiB"}, "swap_memory: the model has recurrent layers"),
+        ({"speculate": "layers:1"}, "speculate: the model has recurrent layers"),
+    ],
+)
+def test_options_that_need_states_elsewhere_are_refused(hybrid: Hybrid, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidParameter, match=problem):
+        start(hybrid[0], **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
+from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 from tests.core.driving import make_scheduler
 from tests.dashboard.drafting import drafting
@@ -110,3 +112,12 @@ def test_the_number_of_tenants_is_bounded_and_open_ones_have_names() -> None:
         "r1": "t1",
         "r2": "t2",
     }.items()
+
+
+def test_frames_of_a_model_with_recurrent_layers_count_its_state_slots() -> None:
+    run = RecordedRun(make_scheduler(kv_class=partial(HybridCache, num_slots=7)), steps_per_frame=100)
+    run.submit("a", 9, 2)
+    run.step()
+    run.frame()
+    assert run.frames[-1]["states"] == [1, 1, 7]  # one of the request, one snapshot of its prompt
+    assert "states" not in random_run(0).frames[0]

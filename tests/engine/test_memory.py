@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, plan_memory
 from chairlift.errors import InvalidParameter
+from chairlift.layers.recurrent.interface import RecurrentLayer, StateSpec
 from chairlift.runner import device_memory
 
 CPU = torch.device("cpu")
@@ -23,9 +26,11 @@ def plan(
     max_batch_requests: int = 64,
     memory_share: float | None = None,
     step_bytes: int = 0,
+    layers: Sequence[AttentionLayer] = SMOLLM2_LAYERS,
+    **states: Any,
 ) -> MemoryPlan:
     return plan_memory(
-        SMOLLM2_LAYERS,
+        layers,
         weight_bytes=651_264_000,
         kv_memory=kv_memory,
         memory_share=memory_share,
@@ -35,6 +40,7 @@ def plan(
         max_model_len=2048,
         max_batch_requests=max_batch_requests,
         step_bytes=step_bytes,
+        **states,
     )
 
 
@@ -105,3 +111,61 @@ def test_the_batch_size_is_limited_to_the_short_sequences_that_fit() -> None:
     assert small.num_tokens == 320
     assert small.max_requests(64) == 5
     assert plan(whole.bytes_per_token * whole.block_size).max_requests(64) == 1
+
+
+MIB = 2**20
+RECURRENT = [
+    RecurrentLayer(i, (StateSpec("recurrent", (32, 128, 128), torch.float32),)) for i in range(3)
+]  # 2 MiB each
+
+
+def test_states_and_blocks_share_the_memory() -> None:
+    """A state of 6 MiB: as many as there is a use for, up to half of the memory, or what the KV cache leaves."""
+    found = plan("600MiB", max_batch_requests=10, recurrent=RECURRENT, states_per_request=4)
+    assert (found.bytes_per_state, found.num_states) == (6 * MIB, 41)
+    assert found.num_blocks == (600 - 41 * 6) * MIB // (46_080 * 16)
+    assert plan("600MiB", max_batch_requests=64, recurrent=RECURRENT, states_per_request=4).num_states == 50
+    little_kv = plan("600MiB", max_batch_requests=1, recurrent=RECURRENT, states_per_request=90)
+    assert little_kv.num_states == (600 * MIB - 128 * 46_080 * 16) // (6 * MIB)
+    given = plan("600MiB", recurrent=RECURRENT, state_memory="60MiB")
+    assert given.num_states == 10
+    assert given.max_requests(64) == 9
+    assert given.snapshot_interval == 6 * MIB // 46_080
+    assert (
+        "           6.00 MiB per sequence x 10 slots for running requests, draft tokens and snapshots" in given.lines()
+    )
+
+
+def test_the_log_shows_states_as_documented() -> None:
+    attention = [AttentionLayer(i, num_heads=16, num_kv_heads=2, head_dim=256, scale=1.0) for i in range(12)]
+    specs = StateSpec("conv", (8192, 3), torch.bfloat16), StateSpec("recurrent", (32, 128, 128), torch.float32)
+    found = plan_memory(
+        attention,
+        weight_bytes=0,
+        kv_memory="2GiB",
+        dtype=torch.bfloat16,
+        device=CPU,
+        block_size=16,
+        max_model_len=32768,
+        max_batch_requests=64,
+        recurrent=[RecurrentLayer(i, specs) for i in range(36)],
+        states_per_request=4,
+    )
+    documented = (Path(__file__).parents[2] / "docs" / "state.md").read_text()
+    for line in found.lines()[1:]:
+        assert line in documented
+
+
+def test_a_model_without_attention_has_blocks_without_bytes() -> None:
+    found = plan("600MiB", max_batch_requests=10, layers=(), recurrent=RECURRENT, states_per_request=4)
+    assert (found.num_states, found.kv_bytes, found.num_blocks) == (41, 0, 10 * 2048 // 16)
+
+
+def test_too_little_memory_for_states_is_refused() -> None:
+    for options, problem in (
+        ({"kv_memory": "20MiB"}, "kv_memory: 20.0 MiB is too little: 2 states of 6.00 MiB"),
+        ({"kv_memory": "600MiB", "state_memory": "11MiB"}, "state_memory: 11.0 MiB is too little: 2 states"),
+        ({"kv_memory": "60MiB", "state_memory": "60MiB"}, "state_memory: 60.0 MiB leaves no block"),
+    ):
+        with pytest.raises(InvalidParameter, match=problem):
+            plan(recurrent=RECURRENT, **options)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
+from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling.params import SamplingParams
@@ -23,6 +24,7 @@ from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.state_storage import allocate_states
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.tiny_config import CONFIG
@@ -64,8 +66,12 @@ def make_engine(
     attention: PagedGPUAttention | None = None,
     structured: StructuredOutput | None = None,
     eos_ids: frozenset[int] = frozenset(),
+    num_states: int = 20,
 ) -> Engine:
     storage = allocate_storage(model.attention_layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    states = allocate_states(model.recurrent_layers, num_states, model.device)
+    hybrid = HybridCache(num_blocks, BLOCK_SIZE, num_slots=num_states)
+    kv = KVCache(num_blocks, BLOCK_SIZE) if states is None else hybrid
     runner: ModelRunner
     if gpu:
         runner = GPURunner(
@@ -76,13 +82,14 @@ def make_engine(
             max_batch_tokens=32,
             max_model_len=MAX_LEN,
             structured=structured,
+            states=states,
         )
         runner.warm_up()
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
-        runner = CPURunner(model, bursted, storage, structured=structured)
+        runner = CPURunner(model, bursted, storage, structured=structured, states=states)
     return Engine(
-        Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget.of(32, prefill), ContinuousPolicy(), MAX_REQUESTS),
+        Scheduler(kv, FixedBudget.of(32, prefill), ContinuousPolicy(), MAX_REQUESTS),
         runner,
         Tokenizer(backends.byte_level()),
         vocab_size=model.vocab_size,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from chairlift.core.kv.kv_cache import StateUsage
 from chairlift.core.request import completion_ids
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, Update
@@ -92,6 +93,16 @@ def test_metrics_have_vllms_names_too() -> None:
         f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="some-model"}} {count}'
         for reason, count in (("stop", 2.0), ("abort", 1.0))
     ]
+
+
+def test_state_slots_are_counted_and_reset() -> None:
+    metrics = Metrics()
+    report = StepReport(updates=[], running=1, waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
+    metrics.record_step(msgspec.structs.replace(report, states=StateUsage(used=3, snapshots=2, total=8)))
+    assert metrics.values().items() >= {"state_slots_used": 3, "state_snapshots": 2, "state_slots_total": 8}.items()
+    metrics.record_restart()
+    assert metrics.values()["state_slots_total"] == 8
+    assert not metrics.values().keys() & {"state_slots_used", "state_snapshots"}
 
 
 def test_wait_reasons_are_set_and_reset() -> None:

@@ -135,8 +135,7 @@ class RunnerFactory:
         return allocate_storage(self._layers, memory.num_blocks, memory.block_size, dtype, device)
 
     def _allocate_states(self, num_slots: int) -> StateStorage | None:
-        layers = self.model.recurrent_layers
-        return allocate_states(layers, num_slots, self.model.device) if layers else None
+        return allocate_states(self.model.recurrent_layers, num_slots, self.model.device)
 
     def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
         if self.draft is None:

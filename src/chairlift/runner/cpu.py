@@ -14,7 +14,6 @@ from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
@@ -45,7 +44,7 @@ class CPURunner(ModelRunner):
         make_copies(plan, self.storage, self.host_blocks)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
-        recurrent = self._recurrent(plan, batch)
+        recurrent = build_recurrent(plan, batch.layout.offsets, self.states, self.model.device)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
@@ -69,11 +68,6 @@ class CPURunner(ModelRunner):
         return StepResult(
             plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
         )
-
-    def _recurrent(self, plan: StepPlan, batch: InputBatch) -> RecurrentStep | None:
-        if self.states is None:
-            return None
-        return RecurrentStep(build_recurrent(plan, batch.layout.offsets, self.model.device), self.states)
 
     def _begin_masks(self, sampling: Sequence[Chunk]) -> MaskJob | None:
         if self.structured is None:

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from chairlift.core.plan import NO_SLOT, StepPlan
-from chairlift.layers.recurrent.interface import RecurrentBatch, RecurrentLayer, StateStorage
+from chairlift.layers.recurrent.interface import RecurrentBatch, RecurrentLayer, RecurrentStep, StateStorage
 
 
-def allocate_states(layers: Sequence[RecurrentLayer], num_slots: int, device: torch.device) -> StateStorage:
-    """Allocate `num_slots` slots; a slot is always written before it is read."""
+def allocate_states(layers: Sequence[RecurrentLayer], num_slots: int, device: torch.device) -> StateStorage | None:
+    """Allocate `num_slots` slots, each of which is written before it is read; None without recurrent layers."""
+    if not layers:
+        return None
     return StateStorage(
         [
             {spec.name: torch.empty((num_slots, *spec.shape), dtype=spec.dtype, device=device) for spec in layer.states}
@@ -21,8 +23,13 @@ def allocate_states(layers: Sequence[RecurrentLayer], num_slots: int, device: to
     )
 
 
-def build_recurrent(plan: StepPlan, offsets: Sequence[int], device: torch.device) -> RecurrentBatch:
-    """The slots of a step whose sequences, chunks and then idle rows, begin at the rows `offsets`."""
+def build_recurrent(
+    plan: StepPlan, offsets: Sequence[int], storage: StateStorage | None, device: torch.device
+) -> RecurrentStep | None:
+    """The states of a step whose sequences, chunks and then idle rows, begin at the rows `offsets`; None without
+    recurrent layers. Chunks of a plan without states begin with zeros, and theirs are not kept."""
+    if storage is None:
+        return None
     starts = np.asarray(offsets, np.int32)
     read = np.full(len(starts) - 1, NO_SLOT, np.int32)
     write = np.full(int(starts[-1]), NO_SLOT, np.int32)
@@ -31,4 +38,4 @@ def build_recurrent(plan: StepPlan, offsets: Sequence[int], device: torch.device
         for row, slot in states.writes:
             write[starts[index] + row] = slot
     first, second, third = (torch.from_numpy(array).to(device) for array in (starts, read, write))
-    return RecurrentBatch(first, second, third, longest=int(np.diff(starts).max()))
+    return RecurrentStep(RecurrentBatch(first, second, third, longest=int(np.diff(starts).max())), storage)

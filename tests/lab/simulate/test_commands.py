@@ -12,6 +12,24 @@ from chairlift.cli.main import app
 from chairlift.cli.simulate import _rounded
 from tests.kernels.tiny_config import CONFIG
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": True,
+}
+
 
 def run(*arguments: str) -> str:
     outcome = CliRunner().invoke(app, [*arguments])
@@ -31,6 +49,20 @@ def test_plan_counts_memory_exactly(tmp_path: Path) -> None:
     assert row["replicas"] * row["highest_rate"] >= 100
     assert "Replicas for 100 requests/s" in text
     assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HYBRID))
+    options = ("--model", str(config), "--device", "h200", "--memory", "0.01", "--prompt-len", "8", "--output-len", "8")
+    result = tmp_path / "plan.json"
+    text = run("plan", *options, "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    convolution, recurrent = (2 * 64 + 4 * 64) * 3 * 2, 4 * 64 * 64 * 4
+    assert row["state_bytes"] == 3 * (convolution + recurrent)
+    left = 0.9 * 0.01e9 - row["weight_bytes"]
+    assert row["largest_batch"] == left // 2 // row["state_bytes"]
+    assert f"{row['state_bytes'] / 1e6:.1f} MB per request x {row['largest_batch']}" in text
 
 
 def test_a_model_that_does_not_fit_is_reported() -> None:

@@ -23,6 +23,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
 from chairlift.lab.report.progress import Note
 from chairlift.runner.base import ModelRunner
+from chairlift.runner.state_storage import build_recurrent
 
 FLOAT32 = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
 CPU_MODES: Mapping[str, Mapping[str, str]] = {
@@ -127,7 +128,8 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     rectangular = runner.attention.capabilities.rectangular
     batch = build_batch(plan, runner.storage, runner.model.device, rectangular=rectangular)
     attend = runner.attention.plan(batch.layout, runner.storage)
-    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend).last
+    recurrent = build_recurrent(plan, batch.layout.offsets, runner.states, runner.model.device)
+    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend, recurrent=recurrent).last
     losses, likeliest = [], []
     following = torch.tensor(tokens[1:], device=hidden.device)
     for rows, actual in zip(hidden[:-1].split(LOGIT_ROWS), following.split(LOGIT_ROWS), strict=True):

@@ -14,6 +14,7 @@ from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
+from chairlift.runner.state_storage import allocate_states, build_recurrent
 
 BLOCK_SIZE = 16
 
@@ -35,9 +36,11 @@ def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequen
         rows += range(row + len(prompt) - 1, row + len(tokens))
         used, row = used + blocks, row + len(tokens)
     storage = _storage(model, used + 1)
-    batch = build_batch(StepPlan(0, tuple(chunks)), storage, model.device)
+    plan, states = StepPlan(0, tuple(chunks)), allocate_states(model.recurrent_layers, 1, model.device)
+    batch = build_batch(plan, storage, model.device)
     attend = BurstedAttention().plan(batch.layout, storage)
-    hidden = model.hidden_states(batch.tokens, batch.positions, attend).last
+    recurrent = build_recurrent(plan, batch.layout.offsets, states, model.device)
+    hidden = model.hidden_states(batch.tokens, batch.positions, attend, recurrent=recurrent).last
     scores = model.logits(hidden[torch.tensor(rows, device=model.device)]).double()
     chosen = torch.tensor([token for _, output in sequences for token in output], device=model.device)
     return (scores.max(dim=-1).values - scores.gather(-1, chosen[:, None])[:, 0]).cpu()

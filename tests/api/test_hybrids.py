@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import DraftsVerified, Event, RequestAdmitted, StepDone, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.text.tokenizer import Tokenizer
@@ -57,9 +59,8 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def start(loaded: LoadedModel, **options: Any) -> Engine:
     """An engine with `num_blocks` KV blocks and `num_states` state slots."""
     model, block_size = loaded.model, options.get("block_size", 16)
-    per_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in model.attention_layers)
     states = options.pop("num_states", 40) * sum(layer.num_bytes for layer in model.recurrent_layers)
-    blocks = options.pop("num_blocks", 100) * block_size * per_token
+    blocks = options.pop("num_blocks", 100) * block_size * bytes_per_token(model.attention_layers, torch.float32)
     config = EngineConfig(device="cpu", dtype="float32", kv_memory=blocks + states, state_memory=states, **options)
     return start_engine(loaded, config).engine
 

@@ -132,7 +132,7 @@ def test_states_and_blocks_share_the_memory() -> None:
     assert given.max_requests(64) == 9
     assert given.snapshot_interval == 6 * MIB // 46_080
     assert (
-        "           6.00 MiB per sequence x 10 slots for running requests, draft tokens and snapshots" in given.lines()
+        "           6.0 MiB per sequence x 10 slots for running requests, draft tokens and snapshots" in given.lines()
     )
 
 
@@ -163,7 +163,7 @@ def test_a_model_without_attention_has_blocks_without_bytes() -> None:
 
 def test_too_little_memory_for_states_is_refused() -> None:
     for options, problem in (
-        ({"kv_memory": "20MiB"}, "kv_memory: 20.0 MiB is too little: 2 states of 6.00 MiB"),
+        ({"kv_memory": "20MiB"}, "kv_memory: 20.0 MiB is too little: 2 states of 6.0 MiB"),
         ({"kv_memory": "600MiB", "state_memory": "11MiB"}, "state_memory: 11.0 MiB is too little: 2 states"),
         ({"kv_memory": "60MiB", "state_memory": "60MiB"}, "state_memory: 60.0 MiB leaves no block"),
     ):

@@ -100,12 +100,13 @@ class PagedGPUAttention(AttentionBackend):
 
         invariant = self.invariant_for is not None
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
-        return min(
+        tiles = (
             int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype))
             if layer.latent_dim is None
             else LATENT_QUERIES
             for layer in layers
         )
+        return min(tiles, default=ANY_LAYERS_QUERIES)  # a model may have no attention
 
     def _splits_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
         """Whether a step of `rows` single tokens splits a long context into more parts than a short one."""

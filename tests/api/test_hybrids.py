@@ -4,6 +4,7 @@ preempted, drafted or shared, the tokens are those of transformers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,10 +51,13 @@ def _cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=_cases())
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    hf = make_reference(HYBRID_CONFIGS[request.param]())
-    folder = tmp_path_factory.mktemp("hybrid")
+    return make_hybrid(HYBRID_CONFIGS[request.param](), tmp_path_factory.mktemp("hybrid"))
+
+
+def make_hybrid(config: Any, folder: Path) -> Hybrid:
+    hf = make_reference(config)
     save(hf, folder)
-    return LoadedModel(request.param, load(folder), Tokenizer(byte_level_tokenizer()), frozenset()), hf
+    return LoadedModel(config.model_type, load(folder), Tokenizer(byte_level_tokenizer()), frozenset()), hf
 
 
 def start(loaded: LoadedModel, **options: Any) -> Engine:
@@ -130,11 +134,13 @@ def test_beams_are_those_of_one_big_step(hybrid: Hybrid) -> None:
     assert found[2] == found[0]
 
 
-def test_a_shared_prefix_of_1000_tokens_is_computed_once(hybrid: Hybrid) -> None:
-    """Three requests at once; a snapshot takes one slot, whose size the start-up log shows."""
-    loaded, hf = hybrid
+def test_a_shared_prefix_of_1000_tokens_is_computed_once(tmp_path: Path) -> None:
+    """By three requests that arrive together."""
+    config = HYBRID_CONFIGS["qwen3.5"]()
+    config.max_position_embeddings = 1100
+    loaded, hf = make_hybrid(config, tmp_path)
     shared, *tails = (tokens.tolist() for tokens in prompts(1000, 5, 6, 7))
-    engine = start(loaded, block_size=8, num_blocks=200, max_batch_tokens=2048, max_model_len=1100)
+    engine = start(loaded, block_size=8, num_blocks=200, max_batch_tokens=2048)
     texts = [[*shared, *tail] for tail in tails]
     run = run_greedy(engine, texts, 3)
     steps = [event for event in run.events if isinstance(event, StepDone)]

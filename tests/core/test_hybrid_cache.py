@@ -90,12 +90,12 @@ def test_snapshots_at_intervals_shorten_what_is_computed_again() -> None:
     assert driver.run() == {"b": 601 - 512}
 
 
-def test_snapshots_at_intervals_take_only_empty_slots() -> None:
-    driver = Driver(num_slots=4, interval=8)
-    for name in "ab":
-        driver.submit(name, make_request(name, 100).prompt)
-        driver.run()
-    assert driver.cache.slots.num_evictions == 1  # for the end of the second prompt
+def test_snapshots_at_intervals_leave_slots_to_others() -> None:
+    driver = Driver(num_slots=10, interval=8)
+    for number, name in enumerate("abc"):
+        driver.submit(name, [*SHARED, *range(100 * number, 100 * number + 20)])
+    assert driver.run() == {"a": 1020, "b": 20, "c": 20}
+    assert driver.cache.slots.num_evictions == 0
 
 
 def test_a_prompt_that_comes_again_continues_from_its_last_block() -> None:

@@ -11,7 +11,7 @@ block that ends there, so a prefix hit is the longest run of cached blocks with 
 
 Snapshots are taken where they pay: at the last boundary of a prompt, where a waiting request diverges from the one that
 is computing their common prefix, where a request found cached blocks without a state, at the newest boundary of an
-output (which replaces the one before), and, as long as slots are empty, at regular intervals.
+output (which replaces the one before), and, as long as most slots are empty, at regular intervals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HybridCache(KVCache):
         num_slots: int,
         snapshot_interval: int | None = None,
     ) -> None:
-        """`snapshot_interval`: tokens between snapshots that are taken while slots are empty; None: no such ones."""
+        """`snapshot_interval`: tokens between snapshots taken while most slots are empty; None: no such ones."""
         assert num_slots >= MIN_SLOTS
         super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
         self.pool = BlockPool(num_blocks, on_evict=self._blocks_evicted)
@@ -249,8 +249,14 @@ class HybridCache(KVCache):
         fork = states.fork
         if fork is not None and chunk.start < fork.num_tokens < chunk.end and (taken := self.slots.take(1)):
             fork.slot = kept[fork.num_tokens] = taken[0]
-        for num_tokens in self._boundaries_within(chunk):
-            if not self._pays(chunk.request, states, num_tokens):
+        # Those that are wanted come first: the others must not take the last slots.
+        boundaries = self._boundaries_within(chunk)
+        wanted = [one for one in boundaries if self._is_wanted(chunk.request, states, one)]
+        regular = [one for one in boundaries if self._is_regular(one)]
+        for num_tokens in dict.fromkeys((*wanted, *regular)):
+            if num_tokens not in wanted and not self._many_empty:
+                break
+            if self._has_snapshot(chunk.request, num_tokens):
                 continue
             if num_tokens in kept:
                 self.slots.share([kept[num_tokens]])
@@ -266,15 +272,29 @@ class HybridCache(KVCache):
         return range((chunk.start // size + 1) * size, chunk.end if self.prefix_caching else 0, size)
 
     def _pays(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
-        """Whether to take a snapshot at a block boundary of a prompt."""
-        position = num_tokens // self.block_size - 1
-        pays = num_tokens in states.wanted or (
-            bool(self._divergences) and self.index.digest(request, position) in self._divergences
+        """Whether to keep the state at a block boundary of a prompt."""
+        regular = self._is_regular(num_tokens) and self._many_empty
+        return (regular or self._is_wanted(request, states, num_tokens)) and not self._has_snapshot(request, num_tokens)
+
+    def _is_wanted(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
+        if num_tokens in states.wanted:
+            return True
+        return (
+            bool(self._divergences)
+            and self.index.digest(request, num_tokens // self.block_size - 1) in self._divergences
         )
-        if not pays and (self.interval is None or num_tokens % self.interval or not self.slots.num_empty):
-            return False
-        block = self.index.block_at(request, position)
-        return block is None or block not in self.snapshots
+
+    def _is_regular(self, num_tokens: int) -> bool:
+        return self.interval is not None and num_tokens % self.interval == 0
+
+    @property
+    def _many_empty(self) -> bool:
+        """Whether there are slots for snapshots that may never be used."""
+        return 2 * self.slots.num_empty > self.slots.num_blocks
+
+    def _has_snapshot(self, request: Request, num_tokens: int) -> bool:
+        block = self._indexed_block(request, num_tokens)
+        return block is not None and block in self.snapshots
 
     # ---- applying its result ------------------------------------------------------------------------------------
 

@@ -44,11 +44,23 @@ def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[.
     return decorate
 
 
+def kept_c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compile a C function with sums in the given order, to be called by its address; cached on disk where possible."""
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = str(_cache_folder())
+        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        return numba.cfunc(signature, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
 @cache
 def _cache_folder() -> Path:
     """The cache folder of this version of the kernels. numba only checks the file of a function, not those of the
     functions it calls."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift" / "kernels" / digest
 

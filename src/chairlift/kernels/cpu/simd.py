@@ -65,20 +65,20 @@ def span_rounder(wide: bool) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             values, numbers, scale, start = args
             floats, words = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
-            parts = [_load(b, b.add(values, I64(64 * part)), floats, 4) for part in range(SPAN // 16)]
+            parts = [load(b, b.add(values, I64(64 * part)), floats, 4) for part in range(SPAN // 16)]
             sizes = [b.and_(b.bitcast(part, words), ir.Constant(words, [0x7FFFFFFF] * 16)) for part in parts]
-            highest = _reduce(b, "smax", _fold(sizes, lambda x, y: b.select(b.icmp_signed(">", x, y), x, y)))
+            highest = reduce(b, "smax", _fold(sizes, lambda x, y: b.select(b.icmp_signed(">", x, y), x, y)))
             largest = b.bitcast(highest, F32)  # positive floats compare like integers
             none = b.icmp_signed("==", highest, I32(0))
-            factor = _splat(b, b.select(none, F32(0), b.fdiv(F32(127), largest)), 16)
+            factor = splat(b, b.select(none, F32(0), b.fdiv(F32(127), largest)), 16)
             rint = cgutils.get_or_insert_function(b.module, ir.FunctionType(floats, [floats]), "llvm.rint.v16f32")
             whole = [b.fptosi(b.call(rint, [b.fmul(part, factor)]), words) for part in parts]
             kind = ir.VectorType(I16 if wide else I8, 16)
             for index, part in enumerate(whole):
-                _store(b, b.trunc(part, kind), b.add(numbers, I64(16 * (1 + wide) * index)), 1)
+                store(b, b.trunc(part, kind), b.add(numbers, I64(16 * (1 + wide) * index)), 1)
             finite = b.icmp_signed("<", highest, I32(0x7F800000))
-            _store(b, b.select(finite, b.fdiv(largest, F32(127)), F32(float("nan"))), scale, 4)
-            _store(b, b.mul(_reduce(b, "add", _fold(whole, b.add)), I32(-OFFSET)), start, 4)
+            store(b, b.select(finite, b.fdiv(largest, F32(127)), F32(float("nan"))), scale, 4)
+            store(b, b.mul(reduce(b, "add", _fold(whole, b.add)), I32(-OFFSET)), start, 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 4), generate
@@ -93,7 +93,7 @@ def _fold(vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Va
     return total
 
 
-def _reduce(b: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
+def reduce(b: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
     """Reduce all lanes of an integer vector."""
     signature = ir.FunctionType(I32, [vector.type])
     function = cgutils.get_or_insert_function(b.module, signature, f"llvm.vector.reduce.{name}.v{vector.type.count}i32")
@@ -144,7 +144,7 @@ class _Operands(NamedTuple):
     def of_span(self, b: ir.IRBuilder, table: ir.Value, row: int, span: ir.Value, kind: ir.Type) -> ir.Value:
         """Load the entry of a span of a row from `table`, the scales or the starts."""
         index = b.add(b.mul(self.spans, I64(row)), span)
-        return _load(b, b.add(table, b.mul(index, I64(4))), kind, 4)
+        return load(b, b.add(table, b.mul(index, I64(4))), kind, 4)
 
 
 def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
@@ -168,25 +168,25 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
     zero = ir.Constant(words, None)
     total = [[cgutils.alloca_once_value(b, zero) for _ in addresses] for _ in range(rows)]
     for place in range(rows * width):
-        _store(b, b.bitcast(zero, ir.VectorType(F32, lanes)), b.add(of.sums, I64(4 * lanes * place)), 4)
+        store(b, b.bitcast(zero, ir.VectorType(F32, lanes)), b.add(of.sums, I64(4 * lanes * place)), 4)
     with cgutils.for_range(b, of.spans) as span:
         for row, places in enumerate(total):
-            start = _splat(b, of.of_span(b, of.starts, row, span.index, I32), lanes)
+            start = splat(b, of.of_span(b, of.starts, row, span.index, I32), lanes)
             for place in places:
                 b.store(start, place)
         with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
             group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
-            columns = [_load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
+            columns = [load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
             if rows > 1:  # with one row a prefetch would come too late
                 for address in addresses:
                     _prefetch(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
             for row in range(rows):
                 address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(GROUP)))
-                four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
+                four = b.bitcast(splat(b, load(b, address, I32, 1), lanes), operand)
                 for column, place in zip(columns, total[row], strict=True):
                     b.store(b.call(instruction, [b.load(place), column, four]), place)
         for row, places in enumerate(total):
-            scale = _splat(b, of.of_span(b, of.scales, row, span.index, F32), lanes)
+            scale = splat(b, of.of_span(b, of.scales, row, span.index, F32), lanes)
             for index, place in enumerate(places):
                 _add_scaled(b, b.load(place), scale, b.add(of.sums, I64(4 * lanes * (row * width + index))))
 
@@ -200,23 +200,23 @@ def _multiply_add_pairs(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         total = [[cgutils.alloca_once_value(b, zero) for _ in range(2)] for _ in range(rows)]
         sums = [b.add(of.sums, I64(row * 64 + half * 32)) for row in range(rows)]
         for place in sums:
-            _store(b, b.bitcast(zero, ir.VectorType(F32, 8)), place, 4)
+            store(b, b.bitcast(zero, ir.VectorType(F32, 8)), place, 4)
         with cgutils.for_range(b, of.spans) as span:
             for place in (place for places in total for place in places):
                 b.store(zero, place)
             with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
                 group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
                 start = b.add(of.weight, b.add(b.mul(group, I64(64)), I64(32 * half)))
-                columns = [b.zext(_load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
+                columns = [b.zext(load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
                 for row in range(rows):
                     address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(2 * GROUP)))
-                    four = b.bitcast(_splat(b, _load(b, address, I64, 2), 4), shorts)
+                    four = b.bitcast(splat(b, load(b, address, I64, 2), 4), shorts)
                     for column, place in zip(columns, total[row], strict=True):
                         b.store(b.add(b.load(place), _pair_products(b, isa, column, four)), place)
             for row, places in enumerate(total):
                 low, high = (b.load(place) for place in places)
-                start = _splat(b, of.of_span(b, of.starts, row, span.index, I32), 8)
-                scale = _splat(b, of.of_span(b, of.scales, row, span.index, F32), 8)
+                start = splat(b, of.of_span(b, of.starts, row, span.index, I32), 8)
+                scale = splat(b, of.of_span(b, of.scales, row, span.index, F32), 8)
                 _add_scaled(b, b.add(_add_neighbours(b, low, high), start), scale, sums[row])
 
 
@@ -224,9 +224,7 @@ def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.
     """Add integers times a scale to the floats at `place`."""
     lanes = integers.type.count
     numbers = ir.VectorType(F32, lanes)
-    _store(
-        b, b.call(_multiply_add(b, lanes), [b.sitofp(integers, numbers), scale, _load(b, place, numbers, 4)]), place, 4
-    )
+    store(b, b.call(multiply_add(b, lanes), [b.sitofp(integers, numbers), scale, load(b, place, numbers, 4)]), place, 4)
 
 
 def tile_finisher(columns: int) -> Any:
@@ -238,21 +236,21 @@ def tile_finisher(columns: int) -> Any:
     def finish(_: Any, target: Any, target_stride: Any, rows: Any, sums: Any, scales: Any, adding: Any) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             target, target_stride, rows, sums, scales, adding = args
-            scale = [_load(b, b.add(scales, I64(64 * part)), numbers, 4) for part in range(columns // 16)]
+            scale = [load(b, b.add(scales, I64(64 * part)), numbers, 4) for part in range(columns // 16)]
             with cgutils.for_range(b, rows) as loop:
                 row = b.add(sums, b.mul(loop.index, I64(columns * 4)))
                 to = b.add(target, b.mul(loop.index, target_stride))
                 sides = [
-                    (b.fmul(_load(b, b.add(row, I64(64 * part)), numbers, 4), factor), b.add(to, I64(64 * part)))
+                    (b.fmul(load(b, b.add(row, I64(64 * part)), numbers, 4), factor), b.add(to, I64(64 * part)))
                     for part, factor in enumerate(scale)
                 ]
                 with b.if_else(adding) as (add, replace):
                     with add:
                         for product, place in sides:
-                            _store(b, b.fadd(product, _load(b, place, numbers, 4)), place, 4)
+                            store(b, b.fadd(product, load(b, place, numbers, 4)), place, 4)
                     with replace:
                         for product, place in sides:
-                            _store(b, product, place, 4)
+                            store(b, product, place, 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 5, types.boolean), generate
@@ -272,7 +270,7 @@ def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Valu
 def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """Add neighbouring lanes (0 + 1, 2 + 3, ... 14 + 15) of two registers of 8, or of one register of 16 given
     twice."""
-    even, odd = (_pick(b, low, high, range(first, 16, 2)) for first in (0, 1))
+    even, odd = (pick(b, low, high, range(first, 16, 2)) for first in (0, 1))
     return b.add(even, odd)
 
 
@@ -298,7 +296,7 @@ def f32_tile(rows: int) -> Any:
 
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             sums, sums_stride, left, left_stride, right, right_stride, depth, _like = args
-            multiply_add = _multiply_add(b, 16)
+            fused = multiply_add(b, 16)
             sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
             right_bytes = b.mul(right_stride, I64(size))
             for first in range(0, F32_COLUMNS // 16, vectors_at_once):
@@ -307,18 +305,18 @@ def f32_tile(rows: int) -> Any:
                     [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), I64(64 * vector)) for vector in vectors]
                     for row in range(rows)
                 ]
-                total = [[cgutils.alloca_once_value(b, _load(b, place, numbers, 4)) for place in row] for row in places]
+                total = [[cgutils.alloca_once_value(b, load(b, place, numbers, 4)) for place in row] for row in places]
                 with cgutils.for_range(b, depth) as loop:
                     start = b.add(right, b.mul(right_bytes, loop.index))
                     columns = [_load_numbers(b, b.add(start, I64(16 * size * vector)), size) for vector in vectors]
                     for row in range(rows):
                         address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
-                        number = _splat(b, _load(b, address, F32, 4), 16)
+                        number = splat(b, load(b, address, F32, 4), 16)
                         for column, one in zip(columns, total[row], strict=True):
-                            b.store(b.call(multiply_add, [number, column, b.load(one)]), one)
+                            b.store(b.call(fused, [number, column, b.load(one)]), one)
                 for row_total, row_places in zip(total, places, strict=True):
                     for one, place in zip(row_total, row_places, strict=True):
-                        _store(b, b.load(one), place, 4)
+                        store(b, b.load(one), place, 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7, like), generate
@@ -335,16 +333,16 @@ def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         sums, left, right, right_stride, depth, _like = args
-        multiply_add = _multiply_add(b, LANES)
+        fused = multiply_add(b, LANES)
         totals = [cgutils.alloca_once_value(b, ir.Constant(numbers, None)) for _ in range(LANES)]
         stride = b.mul(right_stride, I64(size))
         with cgutils.for_range(b, b.udiv(depth, I64(LANES))) as loop:
-            x = _load(b, b.add(left, b.mul(loop.index, I64(4 * LANES))), numbers, 4)
+            x = load(b, b.add(left, b.mul(loop.index, I64(4 * LANES))), numbers, 4)
             start = b.add(right, b.mul(loop.index, I64(size * LANES)))
             for row, total in enumerate(totals):
                 y = _load_numbers(b, b.add(start, b.mul(stride, I64(row))), size, LANES)
-                b.store(b.call(multiply_add, [x, y, b.load(total)]), total)
-        _store(b, _sum_each(b, [b.load(total) for total in totals]), sums, 4)
+                b.store(b.call(fused, [x, y, b.load(total)]), total)
+        store(b, _sum_each(b, [b.load(total) for total in totals]), sums, 4)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 5, like), generate
@@ -358,7 +356,7 @@ def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
         low = [lane for first in range(0, 2 * lanes, 2 * width) for lane in range(first, first + width)]
         high = [lane + width for lane in low]
         vectors = [
-            b.fadd(_pick(b, x, y, low), _pick(b, x, y, high)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+            b.fadd(pick(b, x, y, low), pick(b, x, y, high)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
 
@@ -397,7 +395,7 @@ def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
         target, source, count, _like = args
         with cgutils.for_range(b, b.lshr(count, I64(4))) as loop:
             row = _load_numbers(b, b.add(source, b.mul(loop.index, I64(16 * size))), size)
-            _store(b, row, b.add(target, b.mul(loop.index, I64(64))), 4)
+            store(b, row, b.add(target, b.mul(loop.index, I64(64))), 4)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp, like), generate
@@ -416,10 +414,10 @@ def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_st
         for half in (8, 4, 2, 1):  # swap squares of this size across the diagonal
             for row in (row for row in range(16) if not row & half):
                 x, y = rows[row], rows[row + half]
-                rows[row] = _pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
-                rows[row + half] = _pick(b, x, y, [lane + half if not lane & half else 16 + lane for lane in range(16)])
+                rows[row] = pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
+                rows[row + half] = pick(b, x, y, [lane + half if not lane & half else 16 + lane for lane in range(16)])
         for row, numbers in enumerate(rows):
-            _store(b, numbers, b.add(target, b.mul(to_bytes, I64(row))), 4)
+            store(b, numbers, b.add(target, b.mul(to_bytes, I64(row))), 4)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4, like), generate
@@ -429,33 +427,33 @@ def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16
     """Load float32 or bfloat16 numbers as float32."""
     numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
     if size == 4:
-        return _load(b, address, numbers, 4)
-    halves = b.zext(_load(b, address, ir.VectorType(I16, lanes), 2), words)
+        return load(b, address, numbers, 4)
+    halves = b.zext(load(b, address, ir.VectorType(I16, lanes), 2), words)
     return b.bitcast(b.shl(halves, ir.Constant(words, [16] * lanes)), numbers)
 
 
-def _multiply_add(b: ir.IRBuilder, lanes: int) -> ir.Function:
+def multiply_add(b: ir.IRBuilder, lanes: int) -> ir.Function:
     """Return a fused multiply-add where the CPU has one, else a product and a sum: software FMA is 100 instructions."""
     numbers = ir.VectorType(F32, lanes)
     signature = ir.FunctionType(numbers, [numbers] * 3)
     return cgutils.get_or_insert_function(b.module, signature, f"llvm.fmuladd.v{lanes}f32")
 
 
-def _load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
     value = b.load(b.inttoptr(address, kind.as_pointer()))
     value.align = align
     return value
 
 
-def _store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = align
 
 
-def _splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+def splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     kind = ir.VectorType(value.type, lanes)
     single = b.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return _pick(b, single, single, [0] * lanes)
+    return pick(b, single, single, [0] * lanes)
 
 
-def _pick(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
+def pick(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))

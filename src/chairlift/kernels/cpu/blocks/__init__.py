@@ -1,0 +1,1 @@
+"""Products with weights in the blocks of GGUF files, computed as they are stored."""

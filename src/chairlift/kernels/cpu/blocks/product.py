@@ -1,0 +1,157 @@
+"""Products with weights in panels of blocks. Kinds of blocks may differ between the panels of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from chairlift.kernels.cpu.blocks.kinds import KINDS, PANEL, BlockKind
+from chairlift.kernels.cpu.blocks.rows import SPAN_BYTES, BlockRows, round_block_row
+from chairlift.kernels.cpu.blocks.tile import block_tile
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, kept_c_function
+from chairlift.kernels.cpu.simd import I64, VNNI_512, find_instruction_set
+from chairlift.kernels.cpu.threads import barrier, claim
+
+ISA = find_instruction_set()
+MOST_ROWS = 8 if ISA is VNNI_512 else 3  # of a tile: as many sums as there are registers for
+ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
+CLAIMS = 32  # pieces in which a weight is shared among the threads
+ADDRESS, FUNCTION, UNITS = range(3)  # columns of `PanelWeight.panels`
+
+
+class PanelWeight(NamedTuple):
+    """Where the panels of a weight are; may have a leading axis of layers."""
+
+    panels: np.ndarray  # [panels, 3] int64: address, address of the product function, number of units
+
+    @classmethod
+    def of(cls, kind: BlockKind, panels: np.ndarray, depth: int) -> PanelWeight:
+        """Of panels [panels, bytes] of one kind, which must stay where they are."""
+        units, function = -(-depth // kind.unit), product_function(kind.name).address
+        addresses = panels.ctypes.data + np.arange(len(panels)) * panels.shape[1]
+        return cls(np.stack([addresses, np.full_like(addresses, function), np.full_like(addresses, units)], axis=1))
+
+
+@cache
+def product_function(name: str) -> Any:
+    """sums [count, PANEL] float32 = rows times one panel, as a C function: kernels call it by its address, so that a
+    kernel need not contain the code of all kinds of blocks."""
+    kind, most = list(KINDS).index(name), MOST_ROWS
+
+    def product(
+        sums: int, rows: int, row_stride: int, spans: int, span_stride: int, units: int, panel: int, count: int
+    ) -> None:
+        row = 0
+        while count - row >= most:
+            to, left, known = sums + row * PANEL * 4, rows + row * row_stride, spans + row * span_stride
+            block_tile(kind, most, to, left, row_stride, known, span_stride, units, panel)
+            row += most
+        to, left, known = sums + row * PANEL * 4, rows + row * row_stride, spans + row * span_stride
+        if most > 4 and count - row >= 4:
+            block_tile(kind, 4, to, left, row_stride, known, span_stride, units, panel)
+            row += 4
+            to, left, known = sums + row * PANEL * 4, rows + row * row_stride, spans + row * span_stride
+        if count - row == 3:
+            block_tile(kind, 3, to, left, row_stride, known, span_stride, units, panel)
+        elif count - row == 2:
+            block_tile(kind, 2, to, left, row_stride, known, span_stride, units, panel)
+        elif count - row == 1:
+            block_tile(kind, 1, to, left, row_stride, known, span_stride, units, panel)
+
+    return kept_c_function(types.void(*[types.intp] * 8), product)
+
+
+@intrinsic
+def _call(
+    _: Any,
+    function: Any,
+    sums: Any,
+    rows: Any,
+    row_stride: Any,
+    spans: Any,
+    span_stride: Any,
+    units: Any,
+    panel: Any,
+    count: Any,
+) -> Any:
+    """Call a product function by its address."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        signature = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        b.call(b.inttoptr(args[0], signature.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 9), generate
+
+
+@compiled(FAST)
+def multiply_panels(
+    shared: Any, rows: BlockRows, count: int, weight: PanelWeight, bias: Any, adding: bool, out: Any
+) -> None:
+    """Compute out [count, channels] = rows times weight + bias (empty: none), or add that to `out`.
+
+    All threads of the team call this, with a `barrier` before and after.
+    """
+    panels = weight.panels
+    at_once = max(1, panels.shape[0] // CLAIMS)
+    claims = -(-panels.shape[0] // at_once)
+    blocks = -(-count // ROWS_AT_ONCE)
+    sums = np.empty((min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)
+    row_stride, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
+    while True:
+        piece = claim(shared, 1)
+        if piece >= claims * blocks:
+            return
+        first, begin = piece % claims * at_once, piece // claims * ROWS_AT_ONCE
+        size = min(ROWS_AT_ONCE, count - begin)
+        left = rows.numbers.ctypes.data + begin * row_stride
+        spans = rows.spans.ctypes.data + begin * span_stride
+        for panel in range(first, min(first + at_once, panels.shape[0])):
+            where = panels[panel]
+            _call(
+                where[FUNCTION],
+                sums.ctypes.data,
+                left,
+                row_stride,
+                spans,
+                span_stride,
+                where[UNITS],
+                where[ADDRESS],
+                size,
+            )
+            _finish(sums, size, begin, panel * PANEL, bias, adding, out)
+
+
+@compiled(FAST)
+def _finish(sums: Any, size: int, begin: int, first: int, bias: Any, adding: bool, out: Any) -> None:
+    columns = min(PANEL, out.shape[1] - first)
+    for i in range(size):
+        target, row = out[begin + i, first : first + columns], sums[i]
+        if adding:
+            for j in range(columns):
+                target[j] += row[j]
+        else:
+            for j in range(columns):
+                target[j] = row[j]
+        if bias.shape[0] > 0:
+            for j in range(columns):
+                target[j] += bias[first + j]
+
+
+@compiled_and_kept(FAST)
+def linear_panels(shared: Any, members: int, x: Any, rows: BlockRows, weight: PanelWeight, bias: Any, out: Any) -> None:
+    """Compute out [T, channels] = x [T, depth] times weight, plus bias."""
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            break
+        round_block_row(x[row], rows, row)
+    barrier(shared, members)
+    multiply_panels(shared, rows, x.shape[0], weight, bias, False, out)
+    barrier(shared, members)

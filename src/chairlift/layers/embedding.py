@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.layers.formats.base import WeightFormat
+
 
 class Embedding:
     """A row of the table for every token, scaled if the family does so (Gemma)."""
@@ -17,11 +19,36 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden]."""
-        x = F.embedding(tokens, self.table).to(self._dtype)
+        x = self._rows(tokens).to(self._dtype)
         return x if self.scale == 1.0 else x * self.scale
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.table)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.nbytes
 
     def with_squares(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> [T, hidden] and the rows' sums of squares [T, 1], by one kernel of a GPU."""
         from chairlift.kernels.triton.layers import embed
 
         return embed(tokens, self.table, self.scale)
+
+
+class StoredEmbedding(Embedding):
+    """A table that may stay in the form of its checkpoint; a tied head multiplies with the same weight."""
+
+    def __init__(self, weight: WeightFormat, scale: float, dtype: torch.dtype) -> None:
+        super().__init__(torch.empty(0), scale, dtype)
+        self.weight = weight
+
+    def finalize(self) -> None:
+        self.weight = self.weight.finalized()
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return self.weight.rows(tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes

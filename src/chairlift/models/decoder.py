@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
-from chairlift.layers.embedding import Embedding
-from chairlift.layers.formats.base import WeightFormat, count_formats
+from chairlift.layers.embedding import Embedding, StoredEmbedding
+from chairlift.layers.formats.base import WeightFormat, WeightRows, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
@@ -76,8 +76,10 @@ class Decoder:
                 device=device,
             )
         self.norm = make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
-        if config.tied_head:
-            self.head = Linear(table, shared=True, format=self.head_format)
+        if config.tied_head and isinstance(self.embedding, StoredEmbedding):
+            self.head = Linear(self.embedding.weight)
+        elif config.tied_head:
+            self.head = Linear(self.embedding.table, shared=True, format=self.head_format)
         else:
             sizes = config.hidden_size, config.vocab_size
             self.head = Linear.empty(*sizes, bias=config.head_bias, dtype=dtype, device=device, format=self.head_format)
@@ -116,7 +118,8 @@ class Decoder:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return self.format.kv_dtype or self.dtype
+        linears = (linear for layer in self.layers for linear in layer.linears())
+        return next((found for linear in linears if (found := linear.weight.kv_dtype)), self.dtype)
 
     @property
     def has_own_threads(self) -> bool:
@@ -124,7 +127,10 @@ class Decoder:
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must hold, and the part of the model that it fills."""
-        yield EMBEDDING, self.embedding.table
+        if isinstance(self.embedding, StoredEmbedding):
+            yield EMBEDDING, WeightRows(self.embedding.weight, 0, self.vocab_size)
+        else:
+            yield EMBEDDING, self.embedding.table
         for index, layer in enumerate(self.layers):
             yield from prefixed(f"layers.{index}", layer.targets())
         yield from self.norm.targets(self.config.names.final_norm)
@@ -149,9 +155,14 @@ class Decoder:
 
     def finalize(self) -> None:
         """Called once every target is filled. One part after the other, so that memory never holds two models."""
+        if isinstance(self.embedding, StoredEmbedding):
+            self.embedding.finalize()
+            if self.config.tied_head:
+                self.head = Linear(self.embedding.weight)
         for part in self._parts():
             part.finalize()
-        self.embedding.table = self.format.embedding(self.embedding.table)
+        if not isinstance(self.embedding, StoredEmbedding):
+            self.embedding.table = self.format.embedding(self.embedding.table)
         if self.per_layer is not None:
             self.per_layer.table = self.format.embedding(self.per_layer.table)
         self.stack.finalize()
@@ -201,4 +212,6 @@ class Decoder:
         return (one_by_one(torch.tanh, shares) if self.batch_invariant else torch.tanh(shares)) * cap
 
     def num_weight_bytes(self) -> int:
-        return self.embedding.table.nbytes + sum(part.num_bytes for part in self._parts())
+        shared = self.config.tied_head and isinstance(self.embedding, StoredEmbedding)
+        parts = sum(part.num_bytes for part in self._parts() if not (shared and part is self.head))
+        return self.embedding.num_bytes + parts

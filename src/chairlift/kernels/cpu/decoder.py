@@ -14,27 +14,29 @@ from torch import Tensor
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
+from chairlift.kernels.cpu.blocks.rows import BlockRows
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu.layer_math import Norms, gate_row, norm_row, stream_norm_row
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept
 from chairlift.kernels.cpu.threads import barrier, claim, the_team
+from chairlift.kernels.cpu.weights import StepRows, StepWeight, layer_of, round_into, times
 
 
 class Network(NamedTuple):
     """The weights of all L layers. An empty last axis means that the model has no such bias or norm."""
 
     before_attention: Norms
-    qkv: PackedWeight
+    qkv: StepWeight
     qkv_bias: np.ndarray  # [L, (heads + 2 * kv_heads) * head_dim]
     q_norm: np.ndarray  # [L, head_dim], or of all heads [L, heads * head_dim] with `norms_all_heads`
     k_norm: np.ndarray
-    output: PackedWeight
+    output: StepWeight
     output_bias: np.ndarray
     after_attention: Norms
     before_mlp: Norms
-    gate_up: PackedWeight
+    gate_up: StepWeight
     gate_up_bias: np.ndarray
-    down: PackedWeight
+    down: StepWeight
     down_bias: np.ndarray
     after_mlp: Norms
     final_norm: np.ndarray  # [hidden]
@@ -80,22 +82,30 @@ class Buffers(NamedTuple):
     attended: np.ndarray  # [rows, heads, head_dim] float32
     gate_up: np.ndarray  # [rows, 2 * inner] float32, or [rows, inner] without a gate
     delta: np.ndarray  # [rows, hidden] float32: what a block adds, before its norm
-    hidden_rows: Rows
-    attended_rows: Rows
-    inner_rows: Rows
+    hidden_rows: StepRows
+    attended_rows: StepRows
+    inner_rows: StepRows
 
     @classmethod
     def empty(
-        cls, rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, gated: bool
+        cls,
+        rows: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        inner: int,
+        gated: bool,
+        kind: type[Rows] | type[BlockRows] = Rows,
     ) -> Buffers:
         return cls(
             aligned((rows, heads + 2 * kv_heads, head_dim), np.float32),
             aligned((rows, heads, head_dim), np.float32),
             aligned((rows, (2 if gated else 1) * inner), np.float32),
             aligned((rows, hidden), np.float32),
-            Rows.empty(rows, hidden),
-            Rows.empty(rows, heads * head_dim),
-            Rows.empty(rows, inner),
+            kind.empty(rows, hidden),
+            kind.empty(rows, heads * head_dim),
+            kind.empty(rows, inner),
         )
 
 
@@ -134,19 +144,19 @@ def decode_layer(
     if net.parallel:
         _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
         barrier(shared, members)
-    weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
+    weight = layer_of(net.output, layer)
     _add_product(
         shared, members, x, buffers.attended_rows, weight, net.output_bias, net, net.after_attention, layer, buffers
     )
     if not net.parallel:
         _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
         barrier(shared, members)
-    weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
-    multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
+    weight = layer_of(net.gate_up, layer)
+    times(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
     barrier(shared, members)
     _activate_and_round(shared, count, buffers, net, layer)
     barrier(shared, members)
-    weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
+    weight = layer_of(net.down, layer)
     _add_product(shared, members, x, buffers.inner_rows, weight, net.down_bias, net, net.after_mlp, layer, buffers)
 
 
@@ -155,8 +165,8 @@ def _add_product(
     shared: Any,
     members: int,
     x: Any,
-    rows: Rows,
-    weight: PackedWeight,
+    rows: StepRows,
+    weight: StepWeight,
     bias: Any,
     net: Network,
     norms: Norms,
@@ -165,10 +175,10 @@ def _add_product(
 ) -> None:
     """Add the product of `rows` to the residual stream, normed if there is a norm behind the block."""
     if norms.weight.shape[1] == 0:
-        multiply(shared, rows, x.shape[0], weight, bias[layer], True, x)
+        times(shared, rows, x.shape[0], weight, bias[layer], True, x)
         barrier(shared, members)
         return
-    multiply(shared, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
+    times(shared, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
     barrier(shared, members)
     while True:
         row = claim(shared, 1)
@@ -188,8 +198,8 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
     _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows)
     barrier(shared, members)
-    weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
-    multiply(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
+    weight = layer_of(net.qkv, layer)
+    times(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
     barrier(shared, members)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     barrier(shared, members)
@@ -228,17 +238,17 @@ def _keep(shared: Any, x: Any, kept: Any) -> None:
 
 
 @compiled(FAST)
-def _norm_and_round(shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: Rows) -> None:
+def _norm_and_round(shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: StepRows) -> None:
     normed = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             return
         if norms.weight.shape[1] == 0:
-            round_row(x[row], rows, row)
+            round_into(x[row], rows, row)
         else:
             stream_norm_row(x[row], norms.weight[layer], norms.bias[layer], net.centers, net.eps, normed)
-            round_row(normed, rows, row)
+            round_into(normed, rows, row)
 
 
 @compiled(FAST)
@@ -297,7 +307,7 @@ def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> 
             return
         row = step.rows[place] if picks else place
         merge(row, step.work, buffers.attended)
-        round_row(flat[row], buffers.attended_rows, place)
+        round_into(flat[row], buffers.attended_rows, place)
         if picks:
             step.out[place] = step.x[row]
 
@@ -311,7 +321,7 @@ def _activate_and_round(shared: Any, count: int, buffers: Buffers, net: Network,
             return
         gate, up = buffers.gate_up[row, :inner], buffers.gate_up[row, inner:]
         gate_row(gate, up, net.activation, net.factors[layer])
-        round_row(gate, buffers.inner_rows, row)
+        round_into(gate, buffers.inner_rows, row)
 
 
 @compiled_and_kept(FAST)

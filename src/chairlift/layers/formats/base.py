@@ -42,6 +42,7 @@ class WeightFormat(ABC):
     keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
+    keeps_blocks: ClassVar[bool] = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
     most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`
     rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
 
@@ -108,6 +109,11 @@ class WeightFormat(ABC):
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in_features], at least one row -> x Wᵀ + bias [T, out_features]."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of the weight [indices, in_features], as an embedding table is read; only with `keeps_blocks`."""
+        assert self.plain is not None
+        return self.plain[indices]
 
     @property
     @abstractmethod

@@ -23,6 +23,7 @@ class CheckpointWeight(WeightFormat):
     name = "checkpoint"
     stores_experts = True
     keeps_stored = True
+    keeps_blocks = True
     most_fused_rows = PlainWeight.most_fused_rows
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:

@@ -35,6 +35,14 @@ class GGUFWeight(StoredWeight):
     def dequantized(self) -> Tensor:
         return torch.from_numpy(self.source.read(self.file))
 
+    def stored_rows(self) -> np.ndarray:
+        """The bytes of its blocks [rows, bytes], in the order of the file."""
+        return self.file.blocks(self.source.tensor, self.source.expert).reshape(self.shape[0], -1)
+
+    def row_order(self) -> np.ndarray:
+        """The stored row of each row."""
+        return self.source.row_order(self.shape[0])
+
     def as_integers(self) -> GroupedIntegers | None:
         unpack = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}.get(self.kind)
         if unpack is None:

@@ -22,6 +22,11 @@ def choose_stack(
         from chairlift.models.stacks import fused_cpu  # numba is slow to import
 
         if fused_cpu.can_fuse(parts.config):
+            return fused_cpu.FusedCPUStack(parts, fused_cpu.LayerTiles(parts.config, parts.layers))
+    if format.keeps_blocks and device.type == "cpu" and dtype is torch.float32:
+        from chairlift.models.stacks import fused_cpu
+
+        if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
     if format.most_fused_rows and not batch_invariant:
         from chairlift.models.stacks import fused_gpu

@@ -1,8 +1,9 @@
-"""All layers of a decoder with 8-bit weights in one call of a CPU kernel."""
+"""All layers of a decoder with quantized weights in one call of a CPU kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,9 +13,12 @@ from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
-from chairlift.kernels.cpu.int8 import PackedWeight
+from chairlift.kernels.cpu.blocks.product import PanelWeight
+from chairlift.kernels.cpu.blocks.rows import BlockRows
+from chairlift.kernels.cpu.int8 import PackedWeight, Rows
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
@@ -69,14 +73,19 @@ class FusedCPUStack(LayerStack):
     has_own_threads = True
 
     def __init__(self, parts: StackParts, tiles: LayerTiles | None = None) -> None:
-        """`tiles`: where the weights are packed already, if they are."""
+        """`tiles`: where the weights will be packed, or are already; None if the checkpoint may have blocks."""
         super().__init__(parts)
         self._plain = PlainStack(parts)
-        self._tiles = LayerTiles(parts.config, parts.layers) if tiles is None else tiles
+        self._tiles = tiles
         self._fused: FusedCPULayers | None = None
 
     def finalize(self) -> None:
-        self._fused = FusedCPULayers(self.parts.config, self.parts.layers, self.parts.norm, self._tiles)
+        layers = self.parts.layers
+        tiles = self._tiles or LayerPanels.of(layers)
+        if tiles is None:  # some weight is not in blocks
+            self.has_own_threads = False
+        else:
+            self._fused = FusedCPULayers(self.parts.config, layers, self.parts.norm, tiles)
 
     def first(self, count: int) -> FusedCPUStack:
         stack = FusedCPUStack(self.parts.first(count), self._tiles)
@@ -93,9 +102,8 @@ class FusedCPUStack(LayerStack):
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         assert recurrent is None, "layers with states are not fused"
-        if not isinstance(attend, HostAttend):
+        if self._fused is None or not isinstance(attend, HostAttend):
             return self._plain(tokens, positions, attend, taps, rows)
-        assert self._fused is not None
         rotations = self.parts.rotations(positions)
         return HiddenStates(*self._fused(self.parts.embedding(tokens), rotations, attend, taps, rows))
 
@@ -118,11 +126,38 @@ class LayerTiles:
                 linear.weight.pack_into(tiles.layer(index))
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPanels:
+    """Where the blocks of all layers' weights are."""
+
+    qkv: PanelWeight
+    output: PanelWeight
+    gate_up: PanelWeight
+    down: PanelWeight
+
+    @classmethod
+    def of(cls, layers: Sequence[DecoderLayer]) -> LayerPanels | None:
+        """None if some weight is not in blocks."""
+        tables: list[list[np.ndarray]] = [[], [], [], []]
+        for layer in layers:
+            for linear, table in zip(layer.linears(), tables, strict=True):
+                if not isinstance(linear.weight, BlockWeight):
+                    return None
+                table.append(linear.weight.panels.panels)
+        return cls(*(PanelWeight(np.stack(table)) for table in tables))
+
+
 class FusedCPULayers:
     """Runs `layers`, whose weights are in `tiles` and whose keys and values are stored one behind the other, and then
     `norm`."""
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: Norm, tiles: LayerTiles) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        tiles: LayerTiles | LayerPanels,
+    ) -> None:
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMLP)]
         attentions = [layer.attention for layer in layers]
@@ -210,7 +245,7 @@ class FusedCPULayers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
             layer = self._layer
             self._buffers = Buffers.empty(
-                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner, self._gated
+                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner, self._gated, self._row_type
             )
         return self._buffers
 

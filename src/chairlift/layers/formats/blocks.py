@@ -1,0 +1,154 @@
+"""Weights on a CPU in the blocks of GGUF files: integers of 4 to 8 bits with a scale for every 16 or 32 columns.
+
+Blocks of a file are kept as they are. Weights in other forms become blocks of 8 bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.loading.gguf.blocks import GGUFWeight
+from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
+
+if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.blocks.product import PanelWeight
+
+PANEL = 16  # output channels that are stored together
+GROUP = 32  # columns with a scale in blocks of 4 and 8 bits
+
+
+@FORMATS.register("blocks")
+class BlockWeight(WeightFormat):
+    """Products are batch-invariant by construction: every row has scales of its own, and integer sums are exact."""
+
+    name = "blocks"
+    kv_dtype = torch.bfloat16  # rounding the cache to half its size loses less than rounding the weights
+    keeps_blocks = True
+
+    def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
+        super().__init__(weight, shared=shared)
+        self._parts: list[tuple[str, np.ndarray]] = []  # the kind and the panels of each part, in order
+        self._panels: PanelWeight | None = None
+
+    @classmethod
+    def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
+        found = []
+        if device.type != "cpu":
+            found.append(f"it is for the CPU, not for {device.type}")
+        if dtype is not torch.float32:
+            found.append(f"activations are float32 with it, not {dtype}")
+        if importlib.util.find_spec("numba") is None:
+            found.append("numba is not installed")
+        return found
+
+    @classmethod
+    def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
+        whole = all(part.shape[0] % PANEL == 0 for part in parts[:-1])
+        return whole and not cls.obstacles(dtype, device) and all(map(_fits, parts))
+
+    def load(self, parts: Sequence[StoredWeight]) -> None:
+        for part in parts:
+            if isinstance(part, GGUFWeight) and part.kind in _kinds():
+                self._add(part.kind, part.stored_rows(), part.row_order())
+            elif isinstance(part, GroupedIntegers):
+                self._add(*_rows_of_integers(part))
+            else:
+                self._add("Q8_0", _rows_of_8_bits(part.dequantized().numpy()))
+        self._join()
+
+    def pack(self) -> None:
+        if self.plain is not None:
+            self._add("Q8_0", _rows_of_8_bits(self.plain.float().numpy()))
+            self._join()
+
+    def _add(self, kind: str, rows: np.ndarray, order: np.ndarray | None = None) -> None:
+        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.panels import pack
+
+        self._parts.append((kind, pack(KINDS[kind], rows, order)))
+
+    def _join(self) -> None:
+        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.product import PanelWeight
+
+        tables = [PanelWeight.of(KINDS[kind], panels, self.in_features).panels for kind, panels in self._parts]
+        self._panels = PanelWeight(np.concatenate(tables))
+        self.plain = None
+
+    @property
+    def panels(self) -> PanelWeight:
+        assert self._panels is not None
+        return self._panels
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self._parts]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(panels.nbytes for _, panels in self._parts)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of the weight [indices, in_features], in float32; of a weight that was stored in one part."""
+        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.panels import unpack
+
+        ((kind, panels),) = self._parts
+        return torch.from_numpy(unpack(KINDS[kind], panels, indices.numpy(), self.in_features))
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from chairlift.kernels.cpu.blocks.product import linear_panels
+        from chairlift.kernels.cpu.blocks.rows import BlockRows
+        from chairlift.kernels.cpu.threads import the_team
+
+        flat = x.reshape(-1, x.shape[-1]).float().contiguous().numpy()
+        out = torch.empty(len(flat), self.out_features)
+        added = np.empty(0, dtype=np.float32) if bias is None else bias.float().numpy()
+        the_team().run(linear_panels, flat, BlockRows.empty(*flat.shape), self.panels, added, out.numpy())
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _kinds() -> frozenset[str]:
+    from chairlift.kernels.cpu.blocks.kinds import KINDS
+
+    return frozenset(KINDS)
+
+
+def _fits(part: StoredWeight) -> bool:
+    """Whether its rows consist of whole blocks."""
+    if isinstance(part, GroupedIntegers):
+        return part.bits == 4 and part.group_of is None and part.group_size % GROUP == 0
+    return isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0
+
+
+def _rows_of_integers(part: GroupedIntegers) -> tuple[str, np.ndarray]:
+    """Blocks Q4_0 or Q4_1 [rows, bytes] of 4-bit integers in groups of 32 or a multiple."""
+    rows = part.shape[0]
+    numbers = part.numbers.numpy().reshape(rows, -1, GROUP)
+    nibbles = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
+    repeated = part.group_size // GROUP
+    scales = [part.scales] if part.offsets is None else [part.scales, part.offsets]
+    halves = [np.repeat(each.numpy().astype(np.float16), repeated, axis=1)[..., None].view(np.uint8) for each in scales]
+    kind = "Q4_0" if part.offsets is None else "Q4_1"
+    return kind, np.concatenate([*halves, nibbles], axis=-1).reshape(rows, -1)
+
+
+def _rows_of_8_bits(weight: np.ndarray) -> np.ndarray:
+    """Round [rows, columns] to blocks Q8_0 [rows, bytes]."""
+    rows, columns = weight.shape
+    padded = np.zeros((rows, -(-columns // GROUP) * GROUP), dtype=np.float32)
+    padded[:, :columns] = weight
+    groups = padded.reshape(rows, -1, GROUP)
+    scales = (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float16)
+    wide = scales.astype(np.float32)
+    factors = np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
+    numbers = np.rint(groups * factors).clip(-127, 127).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1).reshape(rows, -1)

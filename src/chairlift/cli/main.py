@@ -11,6 +11,7 @@ from chairlift.cli import (  # noqa: F401 (importing a command's module register
     compile,
     explain,
     generate,
+    make_model,
     models,
     profile,
     record,

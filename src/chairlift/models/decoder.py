@@ -59,8 +59,14 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
-        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embedding = Embedding(table, config.embedding_scale / config.residual_multiplier, dtype)
+        scale = config.embedding_scale / config.residual_multiplier
+        self.embedding: Embedding
+        if format.keeps_blocks and device.type == "cpu":
+            weight = format.empty(config.vocab_size, config.hidden_size, dtype, device)
+            self.embedding = StoredEmbedding(weight, scale, dtype)
+        else:
+            table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+            self.embedding = Embedding(table, scale, dtype)
         self.layers = [DecoderLayer(config, layer, dtype, device, format) for layer in config.layers]
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}

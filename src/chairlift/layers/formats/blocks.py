@@ -151,4 +151,5 @@ def _rows_of_8_bits(weight: np.ndarray) -> np.ndarray:
     wide = scales.astype(np.float32)
     factors = np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
     numbers = np.rint(groups * factors).clip(-127, 127).astype(np.int8)
-    return np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1).reshape(rows, -1)
+    blocks: np.ndarray = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1)
+    return blocks.reshape(rows, -1)

@@ -51,6 +51,9 @@ from chairlift.text.tokenizer import Tokenizer
 log = logging.getLogger("chairlift")
 
 MIN_INT8_PARAMETERS = 20_000_000  # of models that are quantized by default: smaller ones fit into a CPU's caches
+# Of GGUF files whose blocks a CPU computes with by default. With 135 million, 8 bits are as fast for one request and
+# faster for several; with 1.1 billion, one request reads half as much (docs/notes/cpu.md).
+MIN_BLOCK_PARAMETERS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,8 @@ def _use_of_weights(model: CausalLM, quantization: str) -> str:
 
 
 def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
-    """The configured quantization; by default that of the checkpoint on a GPU, and on a CPU int8 where it is faster,
-    unless a dtype is configured."""
+    """The configured quantization. By default that of the checkpoint on a GPU; on a CPU that of a large GGUF file, or
+    int8 where it is faster, unless a dtype is configured."""
     if config.quantization not in (None, "auto"):
         return config.quantization
     if checkpoint.quantization is not None and torch_device(config).type == "cuda":
@@ -143,7 +146,14 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
     if find_instruction_set() is PLAIN:
         log.info("weights are not quantized: this CPU has no instructions for fast 8-bit products")
         return "none"
-    return "int8"
+    return "checkpoint" if _computes_blocks(checkpoint, num_parameters) else "int8"
+
+
+def _computes_blocks(checkpoint: Checkpoint, num_parameters: int) -> bool:
+    """Whether a CPU computes with the blocks of a GGUF file by default. Small models are faster in 8 bits: they are
+    bound by arithmetic, not by reading weights."""
+    is_large = num_parameters >= MIN_BLOCK_PARAMETERS
+    return is_large and checkpoint.format == "gguf" and checkpoint.quantization is not None
 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:

@@ -1,0 +1,83 @@
+"""Models in blocks of GGUF files on a CPU: as stored, next to their dequantized weights in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import load_model
+from chairlift.lab.make_model.gguf_file import write_random_gguf
+from chairlift.layers.embedding import StoredEmbedding
+from chairlift.layers.formats.blocks import BlockWeight
+from chairlift.models.stacks.fused_cpu import FusedCPUStack
+
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 49_152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 512,
+}
+PROMPTS = [[7, 300, 21, 9], list(range(40, 110)), [5] * 33]
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def make(tmp_path: Path, format: str, **more: Any) -> Path:
+    path = tmp_path / f"{format}.gguf"
+    write_random_gguf(SHAPE | more, format, path, lambda note: None)
+    return path
+
+
+def tokens(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
+
+
+@pytest.mark.parametrize("format", ["q4_k_m", "q4_1", "iq4_xs", "q5_k_m"])
+def test_logits_are_near_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
+    path = make(tmp_path, format, tie_word_embeddings=format == "q4_1")
+    stored = LLM(str(path), quantization="checkpoint", kv_dtype="float32", max_model_len=256)
+    exact = LLM(str(path), quantization="none", dtype="float32", kv_dtype="float32", max_model_len=256)
+    scoring = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    sides = [llm.generate(PROMPTS, scoring) for llm in (stored, exact)]
+    for ours, reference in zip(*sides, strict=True):
+        found, expected = (
+            torch.tensor([next(iter(each.values())).logprob for each in side.prompt_logprobs[1:]])
+            for side in (ours, reference)
+        )
+        difference = (found - expected).abs()  # logits have a standard deviation of about one
+        assert difference.mean() < 0.03
+        assert difference.max() < 0.15
+
+
+def test_weights_stay_in_blocks_and_run_fused(tmp_path: Path) -> None:
+    path = make(tmp_path, "q4_k_m")
+    model: Any = load_model(str(path), EngineConfig(quantization="checkpoint"), progress=False).model
+    assert isinstance(model.embedding, StoredEmbedding)
+    assert isinstance(model.stack, FusedCPUStack)
+    assert model.stack.has_own_threads
+    kinds = {kind for layer in model.layers for linear in layer.linears() for kind in linear.weight.kinds}
+    assert kinds == {"Q4_K", "Q6_K"}
+    assert isinstance(model.head.weight, BlockWeight)
+    assert model.num_weight_bytes() < 1.06 * path.stat().st_size
+
+
+def test_tokens_do_not_depend_on_batches_and_chunks(tmp_path: Path) -> None:
+    path, options = str(make(tmp_path, "q4_0")), {"quantization": "checkpoint", "batch_invariant": True}
+    llm = LLM(path, max_model_len=256, prefix_caching=False, **options)
+    alone = [tokens(llm, [prompt])[0] for prompt in PROMPTS]
+    assert tokens(llm, PROMPTS) == alone
+    for chunk in (1, 7, 64):
+        chunked = LLM(path, max_model_len=256, max_prefill_tokens=chunk, **options)
+        assert tokens(chunked, PROMPTS) == alone
+        assert tokens(chunked, PROMPTS) == alone  # with prefixes from the cache

@@ -34,6 +34,11 @@ COMMANDS = [
     ["profile"],
     ["models"],
     ["compile"],
+    ["make-model"],
+    ["cluster"],
+    ["cluster", "serve"],
+    ["cluster", "status"],
+    ["cluster", "stop"],
     ["bench"],
     *(["bench", name] for name in BENCHES.names()),
 ]

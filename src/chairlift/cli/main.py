@@ -7,7 +7,6 @@ from io import TextIOWrapper
 
 from chairlift.cli import (  # noqa: F401 (importing a command's module registers it)
     batch,
-    chat,
     compile,
     explain,
     generate,
@@ -21,6 +20,7 @@ from chairlift.cli import (  # noqa: F401 (importing a command's module register
 )
 from chairlift.cli.app import RUN, UNDERSTAND, app
 from chairlift.cli.bench import bench_app
+from chairlift.cli.chat import command as chat  # noqa: F401
 from chairlift.cli.cluster.commands import cluster_app
 
 app.add_typer(cluster_app, name="cluster", rich_help_panel=RUN)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.cli.app import RUN, app
-from chairlift.cli.chat_backends import ChatBackend, LocalChat, RemoteChat
+from chairlift.cli.chat.backends import ChatBackend, LocalChat, RemoteChat
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter

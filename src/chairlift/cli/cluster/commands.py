@@ -123,7 +123,7 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-@cluster_app.command(examples=["chairlift cluster stop"])
+@cluster_app.command(examples=["chairlift cluster stop", "chairlift cluster stop --address ray-head:6379"])
 def stop(name: Name = DEFAULT_NAME, address: Address = None) -> None:
     """Stop a fleet once its requests in flight are answered. Ray itself goes on."""
     from chairlift.cluster.ray_runtime import connect

@@ -12,9 +12,9 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
-from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.blocks.rows import BlockRows
+from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
@@ -196,6 +196,7 @@ class FusedCPULayers:
             taps=np.full(len(layers), -1),
         )
         self._layer = attentions[0].layer
+        self._row_type = Rows if isinstance(tiles, LayerTiles) else BlockRows
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
         self._team = the_team()  # sized by torch's threads, which are reduced to one later
@@ -245,7 +246,14 @@ class FusedCPULayers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
             layer = self._layer
             self._buffers = Buffers.empty(
-                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner, self._gated, self._row_type
+                rows,
+                hidden,
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                self._inner,
+                self._gated,
+                self._row_type,
             )
         return self._buffers
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.loading.gguf.blocks import GGUFWeight
-from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
+from chairlift.loading.stored_weight import StoredWeight
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.blocks.product import PanelWeight
 
 PANEL = 16  # output channels that are stored together
-GROUP = 32  # columns with a scale in blocks of 4 and 8 bits
+GROUP = 32  # columns of the smallest blocks
 
 
 @FORMATS.register("blocks")
@@ -58,8 +58,6 @@ class BlockWeight(WeightFormat):
         for part in parts:
             if isinstance(part, GGUFWeight) and part.kind in _kinds():
                 self._add(part.kind, part.stored_rows(), part.row_order())
-            elif isinstance(part, GroupedIntegers):
-                self._add(*_rows_of_integers(part))
             else:
                 self._add("Q8_0", _rows_of_8_bits(part.dequantized().numpy()))
         self._join()
@@ -124,21 +122,7 @@ def _kinds() -> frozenset[str]:
 
 def _fits(part: StoredWeight) -> bool:
     """Whether its rows consist of whole blocks."""
-    if isinstance(part, GroupedIntegers):
-        return part.bits == 4 and part.group_of is None and part.group_size % GROUP == 0
     return isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0
-
-
-def _rows_of_integers(part: GroupedIntegers) -> tuple[str, np.ndarray]:
-    """Blocks Q4_0 or Q4_1 [rows, bytes] of 4-bit integers in groups of 32 or a multiple."""
-    rows = part.shape[0]
-    numbers = part.numbers.numpy().reshape(rows, -1, GROUP)
-    nibbles = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
-    repeated = part.group_size // GROUP
-    scales = [part.scales] if part.offsets is None else [part.scales, part.offsets]
-    halves = [np.repeat(each.numpy().astype(np.float16), repeated, axis=1)[..., None].view(np.uint8) for each in scales]
-    kind = "Q4_0" if part.offsets is None else "Q4_1"
-    return kind, np.concatenate([*halves, nibbles], axis=-1).reshape(rows, -1)
 
 
 def _rows_of_8_bits(weight: np.ndarray) -> np.ndarray:

@@ -138,7 +138,7 @@ def test_states_and_blocks_share_the_memory() -> None:
 
 def test_the_log_shows_states_as_documented() -> None:
     attention = [AttentionLayer(i, num_heads=16, num_kv_heads=2, head_dim=256, scale=1.0) for i in range(12)]
-    specs = StateSpec("conv", (8192, 3), torch.bfloat16), StateSpec("recurrent", (32, 128, 128), torch.float32)
+    specs = StateSpec("conv", (8192, 3), torch.float32), StateSpec("recurrent", (32, 128, 128), torch.float32)
     found = plan_memory(
         attention,
         weight_bytes=0,

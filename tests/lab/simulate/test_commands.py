@@ -62,7 +62,7 @@ def test_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
     result = tmp_path / "plan.json"
     text = run("plan", *options, "--json", str(result))
     (row,) = json.loads(result.read_text())["rows"]
-    convolution, recurrent = (2 * 64 + 4 * 64) * 3 * 2, 4 * 64 * 64 * 4
+    convolution, recurrent = (2 * 64 + 4 * 64) * 3 * 4, 4 * 64 * 64 * 4
     assert row["state_bytes"] == 3 * (convolution + recurrent)
     left = 0.9 * 0.01e9 - row["weight_bytes"]
     assert row["largest_batch"] == left // 2 // row["state_bytes"]

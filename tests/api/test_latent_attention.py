@@ -14,6 +14,7 @@ from chairlift.core.events import DraftsVerified, StepDone, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, StartedEngine, start_engine
+from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.models import describe
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
@@ -110,12 +111,22 @@ def test_the_cache_holds_one_latent_per_token(checkpoint: Checkpoint) -> None:
     assert stored == (started.memory.num_blocks + 1) * 4 * started.memory.bytes_per_token
 
 
-def test_bytes_per_token_of_published_models() -> None:
-    v3 = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 129_280}
-    v3 |= {"num_attention_heads": 128, "intermediate_size": 18_432, "max_position_embeddings": 163_840}
-    info = describe(v3)
-    assert round(info.num_parameters / 1e9) == 671
-    assert bytes_per_token(info.attention_layers, torch.bfloat16) == 61 * 576 * 2  # instead of 61 * 40,960 * 2
+V3: dict[str, Any] = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 129_280}
+V3 |= {"num_attention_heads": 128, "intermediate_size": 18_432, "max_position_embeddings": 163_840}
+K2 = V3 | {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "vocab_size": 163_840}
+K2 |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(V3, 671.0), (K2, 1026.0), (SHAPES["deepseek-v2-lite"], 15.7)],
+    ids=["v3", "kimi k2", "v2 lite"],
+)
+def test_sizes_of_published_models(config: dict[str, Any], billions: float) -> None:
+    """The cache of V3 holds 576 numbers per token and layer instead of 40,960."""
+    info = describe(config)
+    assert info.num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert bytes_per_token(info.attention_layers, torch.bfloat16) == config["num_hidden_layers"] * 576 * 2
 
 
 def test_tokens_do_not_depend_on_the_batch_in_invariant_mode(tmp_path: Path) -> None:

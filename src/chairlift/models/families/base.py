@@ -109,9 +109,11 @@ class Family:
 
 # By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).
 FAMILIES: dict[str, Family] = {}
+# Model types that are another name of a family, and that transformers does not have.
+SAME_AS: dict[str, str] = {}
 
 
 def find_family(model_type: object) -> Family | None:
     """The family of this name, also from plugins."""
     load_plugins()
-    return FAMILIES.get(str(model_type))
+    return FAMILIES.get(SAME_AS.get(str(model_type), str(model_type)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chairlift.models.experts import ExpertNames, ExpertsFamily
-from chairlift.models.families.base import FAMILIES, Family
+from chairlift.models.families.base import FAMILIES, SAME_AS, Family
 
 _SHARED = ExpertNames(shared="shared_experts")
 _DEFAULTS: dict[str, Any] = {
@@ -19,6 +19,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _BIASED = ExpertsFamily(names=_SHARED, scores="sigmoid", correction_bias=True, group_best=2, float32=True)
 
+SAME_AS["kimi_k2"] = "deepseek_v3"
 FAMILIES |= {
     "deepseek_v2": Family(
         title="DeepSeek V2, V2-Lite, V2.5",

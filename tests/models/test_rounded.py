@@ -16,6 +16,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
+from chairlift.runner.kv_storage import allocate_storage
 from tests.api.conftest import run_greedy
 from tests.models.checkpoints import CPU, VOCAB, load, make_reference, save
 from tests.models.test_families import CONFIGS
@@ -41,15 +42,12 @@ FUSED = [
     "phi",
     "apertus",
 ]
-NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3"]
+NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3", "gemma4"]
 BLOCK = 4
 
 
 def empty_storage(model: Any, num_blocks: int, dtype: torch.dtype = torch.float32) -> KVStorage:
-    layer = model.attention_layers[0]
-    shape = (len(model.attention_layers), num_blocks, BLOCK, layer.num_kv_heads, layer.head_dim)
-    stacked = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-    return KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+    return allocate_storage(model.attention_layers, num_blocks - 1, BLOCK, dtype, CPU)
 
 
 def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -151,7 +151,7 @@ class DecoderLayer:
         return None
 
     def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
-        normed = _normed(self.before_mlp, x).clone() if self.parallel else None
+        normed = self.before_mlp(x) if self.parallel and self.before_mlp is not None else None
         delta: Tensor | None = None
         for mixer, inner in zip(self.mixers, mixed, strict=True):
             if delta is not None:

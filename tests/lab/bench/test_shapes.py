@@ -16,6 +16,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
 from chairlift.lab.common import cpu_ceilings, floor
 from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
+from chairlift.lab.common.model_shapes import SHAPES, config_file
+from chairlift.models import describe
 from tests.kernels.tiny_config import CONFIG
 
 
@@ -109,3 +111,22 @@ def test_a_tiny_shape_from_the_command_line(tmp_path: Path) -> None:
     assert rows["prefill-1"]["prompt_tokens"] == 2048 // 32
     assert 0 < rows["decode-2"]["share_of_floor"] < 1
     assert plot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_with_fewer_layers_is_a_model(shape: str) -> None:
+    with config_file(shape) as path:
+        whole = describe(json.loads(Path(path).read_text()))
+    with config_file(shape, layers=5) as path:
+        shorter = describe(json.loads(Path(path).read_text()))
+    assert 1 <= len(shorter.attention_layers) <= 5 < len(whole.attention_layers)
+    assert shorter.num_parameters < whole.num_parameters
+
+
+@pytest.mark.parametrize("layers", [0, 1000])
+def test_layers_that_a_shape_does_not_have_are_refused(layers: int) -> None:
+    with (
+        pytest.raises(InvalidParameter, match="layers: must be between 1 and"),
+        config_file("llama3-8b", layers=layers),
+    ):
+        pass

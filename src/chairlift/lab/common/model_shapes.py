@@ -248,13 +248,15 @@ def config_file(shape: str, parameter: str = "shape", *, layers: int | None = No
 
 
 def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config with the first layers only; of layers that share keys and values the same part."""
+    """The config with the first layers only; of layers that share keys and values the same part at most."""
     before = config["num_hidden_layers"]
     if not 1 <= layers <= before:
         raise InvalidParameter("layers", f"must be between 1 and {before}, got {layers}")
     shorter = config | {"num_hidden_layers": layers}
+    types = config.get("layer_types", ["full_attention"] * before)[:layers]
     if "layer_types" in config:
-        shorter["layer_types"] = config["layer_types"][:layers]
-    if "num_kv_shared_layers" in config:
-        shorter["num_kv_shared_layers"] = config["num_kv_shared_layers"] * layers // before
+        shorter["layer_types"] = types
+    if "num_kv_shared_layers" in config:  # every type needs a layer that stores them
+        own = max(types.index(kind) for kind in set(types)) + 1
+        shorter["num_kv_shared_layers"] = min(config["num_kv_shared_layers"] * layers // before, layers - own)
     return shorter

@@ -48,7 +48,7 @@ class PartTimer:
         self._inside = False  # inside a timed part
         self._stamps: Any = None
         self._layers = len(model.layers) if isinstance(model, Decoder) else 0
-        if isinstance(model, Decoder) and model.has_own_threads:
+        if isinstance(model, Decoder) and model.stack.is_one_kernel:
             from chairlift.lab.profile.kernel_stamps import KernelStamps
 
             self._stamps = KernelStamps()

@@ -42,6 +42,7 @@ class LayerStack(ABC):
     """Runs a decoder from tokens to hidden states: embedding, layers, final norm."""
 
     has_own_threads = False  # it runs on threads of its own instead of torch's
+    is_one_kernel = False  # all layers are one call of a CPU kernel
 
     def __init__(self, parts: StackParts) -> None:
         self.parts = parts

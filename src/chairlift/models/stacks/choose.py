@@ -28,6 +28,7 @@ def choose_stack(
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
+        return PlainStack(parts, has_own_threads=True)
     if format.most_fused_rows and not batch_invariant:
         from chairlift.models.stacks import fused_gpu
 

@@ -71,6 +71,7 @@ class FusedCPUStack(LayerStack):
     """Runs steps whose attention is a HostAttend in one call, and all others layer by layer."""
 
     has_own_threads = True
+    is_one_kernel = True
 
     def __init__(self, parts: StackParts, tiles: LayerTiles | None = None) -> None:
         """`tiles`: where the weights will be packed, or are already; None if the checkpoint may have blocks."""

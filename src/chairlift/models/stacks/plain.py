@@ -12,12 +12,17 @@ from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.decoder_layer import add_
 from chairlift.models.self_attention import KeptKV
-from chairlift.models.stacks.base import LayerStack, picked
+from chairlift.models.stacks.base import LayerStack, StackParts, picked
 
 
 class PlainStack(LayerStack):
+    def __init__(self, parts: StackParts, *, has_own_threads: bool = False) -> None:
+        """`has_own_threads`: products run on threads of their own, as the attention does."""
+        super().__init__(parts)
+        self.has_own_threads = has_own_threads
+
     def first(self, count: int) -> PlainStack:
-        return PlainStack(self.parts.first(count))
+        return PlainStack(self.parts.first(count), has_own_threads=self.has_own_threads)
 
     def __call__(
         self,

@@ -263,7 +263,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
 def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     """Norms with the addition to the residual stream; a decoder whose layers are one kernel has none."""
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
-    if model.has_own_threads or not norms:
+    if model.stack.is_one_kernel or not norms:
         return
     size = len(norms[0].weight)
     for count in rows:

@@ -43,7 +43,7 @@ FUSED = [
     "phi",
     "apertus",
 ]
-NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3", "gemma4"]
+NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3"]
 BLOCK = 4
 
 

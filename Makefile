@@ -35,7 +35,7 @@ test: install lint typecheck  ## run what CI runs: style, types and tests
 	$(PYTEST)
 
 $(CLIENTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,clients,ray-data]'
 	@# aiperf pins versions that other tools do not work with.
 	$(BIN)/python -m venv --without-pip $(VENV)/aiperf
 	$(BIN)/python -m pip --python $(VENV)/aiperf/bin/python install --quiet --disable-pip-version-check 'aiperf>=0.13'

@@ -6,8 +6,10 @@ import inspect
 import json
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_engine
 from chairlift.errors import InvalidParameter
-from chairlift.kernels.cpu.decoder import decode_layer, decode_step, store_layer
+from chairlift.kernels.cpu.decoder import _add_product, decode_layer, decode_step, store_layer
 from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
 from chairlift.lab.profile.gpu_timeline import (
     FIRST_KERNEL,
@@ -29,7 +31,7 @@ from chairlift.lab.profile.gpu_timeline import (
     launch_seconds,
     read_timeline,
 )
-from chairlift.lab.profile.kernel_stamps import LAST_PIECE, LAYER_PIECES
+from chairlift.lab.profile.kernel_stamps import LAST_PIECE, layer_pieces
 from chairlift.lab.profile.step_profile import Batch, ProfileSettings
 from chairlift.layers.linear import Linear
 from tests.kernels.tiny_config import CONFIG
@@ -114,10 +116,18 @@ def test_kernels_are_grouped_by_name() -> None:
     assert {kind: [name for name in each if kind_of(name) == kind] for kind, each in names.items()} == names
 
 
+def named_norms(size: int) -> Any:
+    """As much of a network as decides its phases; with size 0 it has no norms behind its blocks."""
+    norms = SimpleNamespace(weight=np.ones((1, size)))
+    return SimpleNamespace(after_attention=norms, after_mlp=norms, parallel=False)
+
+
 def test_every_phase_of_the_kernel_has_a_name() -> None:
     """The profile names one phase per barrier of the kernel, except the one only a draft head uses."""
-    sources = "".join(inspect.getsource(kernel.py_func) for kernel in (store_layer, decode_layer, decode_step))
-    assert sources.count(" barrier(") == len([*LAYER_PIECES, LAST_PIECE]) + 1
+    kernels = (store_layer, decode_layer, decode_step, _add_product)
+    barriers = "".join(inspect.getsource(kernel.py_func) for kernel in kernels).count(" barrier(")
+    # The norm before the MLP has two places; `_add_product` is called twice and ends at one or two barriers.
+    assert barriers - 1 - 3 + 2 * 2 == len([*layer_pieces(named_norms(8)), LAST_PIECE]) + 1
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -141,7 +151,7 @@ def test_a_tiny_model_from_the_command_line(tmp_path: Path, quantization: str) -
         assert gemm["seconds"] == pytest.approx(sum(products))
         assert gemm["flops"] == 2 * row["batch"] * number_of_weights()
         if quantization == "int8":
-            assert set(row["pieces"]) == {*LAYER_PIECES, LAST_PIECE, "product head"}
+            assert set(row["pieces"]) == {*layer_pieces(named_norms(0)), LAST_PIECE, "product head"}
     check_nesting(json.loads(trace.read_text())["traceEvents"], num_steps=8)
 
 

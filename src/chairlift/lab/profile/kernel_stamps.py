@@ -20,27 +20,27 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu import decoder as cpu_decoder
+from chairlift.kernels.cpu.decoder import Network
 from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import ROUND, barrier
 from chairlift.models.stacks import fused_cpu
 
 # The phases of a layer, each followed by a barrier.
-LAYER_PIECES = (
-    "norm before attention",
-    "product qkv",
-    "rotate and store",
-    "attention",
-    "merge and round",
-    "product output",
-    "norm before MLP",
-    "product gate, up",
-    "activation",
-    "product down",
-)
+FIRST_PIECES = ("norm before attention", "product qkv", "rotate and store", "attention", "merge and round")
+NORM_BEFORE_MLP = "norm before MLP"
+MLP_PIECES = ("product gate, up", "activation", "product down")
 LAST_PIECE = "final norm"
 MOST_STAMPS = 1 << 16  # bounds the buffer
 _I64 = ir.IntType(64)
 _CLOCK = time.CLOCK_MONOTONIC
+
+
+def layer_pieces(net: Network) -> list[str]:
+    """The phases of one layer, each of which ends at a barrier."""
+    after_attention, after_mlp = (norms.weight.shape[1] > 0 for norms in (net.after_attention, net.after_mlp))
+    pieces = [*FIRST_PIECES, *[NORM_BEFORE_MLP] * net.parallel, "product output"]
+    pieces += [*["norm after attention"] * after_attention, *[NORM_BEFORE_MLP] * (not net.parallel), *MLP_PIECES]
+    return [*pieces, *["norm after MLP"] * after_mlp]
 
 
 class KernelStamps:
@@ -50,6 +50,7 @@ class KernelStamps:
         # Start of the call, then the time of each barrier, in nanoseconds of the monotonic clock.
         self._times = np.zeros(MOST_STAMPS, dtype=np.int64)
         self._kernel = _with_clock(self._times.ctypes.data)
+        self._network: Network | None = None
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -60,11 +61,13 @@ class KernelStamps:
     def _timed(self, shared: Any, members: int, *arguments: Any) -> None:
         """The kernel with stamps, run by each thread of the team."""
         self._times[0] = self._times[0] or time.monotonic_ns()
+        self._network = arguments[0]
         self._kernel(shared, members, *arguments)
 
     def take(self, layers: int) -> list[tuple[str, float, float]]:
         """Phases of the last call with start and end in seconds."""
-        names = [*LAYER_PIECES * layers, LAST_PIECE]
+        assert self._network is not None, "no step has run"
+        names = [*layer_pieces(self._network) * layers, LAST_PIECE]
         times = self._times[: len(names) + 1] * 1e-9
         if not times[-1] or self._times[len(times)]:
             raise RuntimeError("decode_step has other phases than those listed here")
@@ -112,4 +115,5 @@ def _with_clock(address: int) -> Any:
         names = kernel.__globals__ | {"barrier": stamped_barrier} | others
         return compiled(FAST)(FunctionType(kernel.__code__, names, kernel.__name__))
 
-    return timed(cpu_decoder.decode_step.py_func, decode_layer=timed(cpu_decoder.decode_layer.py_func))
+    parts = {name: timed(getattr(cpu_decoder, name).py_func) for name in ("store_layer", "_add_product")}
+    return timed(cpu_decoder.decode_step.py_func, decode_layer=timed(cpu_decoder.decode_layer.py_func, **parts))

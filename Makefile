@@ -7,7 +7,7 @@ CLIENTS := $(VENV)/.clients
 # Two workers take whole files, so that each file sets up its model or server once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test test-all lint typecheck format bench options-page clean
+.PHONY: help install serve chat test test-all lint typecheck format bench options-page models-page clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +61,9 @@ bench: install  ## output tokens/s, beside one-at-a-time and transformers
 
 options-page: install  ## write docs/options.md from the declared options
 	$(BIN)/python -m chairlift.cli.options_page > docs/options.md
+
+models-page: install  ## write docs/models.md from docs/models.json
+	$(BIN)/python -m chairlift.lab.report.models_page docs/models.json > docs/models.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

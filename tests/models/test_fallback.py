@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import HiddenStates
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.fallback.adapters.base import with_bias
-from chairlift.models.fallback.model import FallbackInfo, TransformersModel, _require_isolated_tokens
+from chairlift.models.fallback.model import (
+    FallbackInfo,
+    TransformersModel,
+    _require_isolated_tokens,
+    can_be_captured,
+)
 from chairlift.models.fallback.transformers_classes import read_transformers_config
 from tests.models.checkpoints import (
     CPU,
@@ -272,3 +279,22 @@ def test_dummy_weights_fit(model_type: str) -> None:
     config = tiny_config(model_type).to_dict()
     model = build_model(config, dummy_tensors(config, CPU), dtype=torch.float32, device=CPU)
     assert model.num_weight_bytes() == 4 * describe(config).num_parameters
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_capturing_is_tried(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises if a forward pass waits for the device while it is captured means that there are no graphs."""
+
+    @contextmanager
+    def graph(captured: object) -> Iterator[None]:
+        yield
+        if waits:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    save(make_reference(tiny_config("gpt_neox")), tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, TransformersModel)
+    for name, stand_in in {"graph": graph, "CUDAGraph": object, "current_stream": object}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    assert can_be_captured(model) is not waits

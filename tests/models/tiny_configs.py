@@ -131,15 +131,17 @@ _GEMMA3N: dict[str, Any] = {
     "intermediate_size": 96,
 }
 _HYBRID: dict[str, Any] = {"layer_types": [LINEAR, FULL, LINEAR, FULL]}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}  # with a tied head these repeat one token
 # By model type: fields in the place of those in TINY. None leaves the field to its class.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, "head_dim": 16},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "bloom": UNTIED,
     "cohere": {"logit_scale": 0.8},
     "cohere2": {"logit_scale": 0.8},
     "cohere2_moe": {"logit_scale": 0.8},
     "cpmant": {"dim_ff": 96, "dim_head": 16, "segment_types": 4, "prompt_types": 4},
-    "ctrl": {"dff": 96},
+    "ctrl": {"dff": 96} | UNTIED,
     "dots1": {"n_shared_experts": 1},
     "falcon": {"new_decoder_architecture": True, "alibi": False},
     "gemma3n_text": _GEMMA3N,
@@ -158,6 +160,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID,
     "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8},
+    "xglm": UNTIED,
     "xlnet": {"d_head": 16, "d_inner": 96},
     "xmod": {"default_language": "en_XX"},
     "youtu": {"pad_token_id": None},  # transformers clears the row of this token when it loads a checkpoint

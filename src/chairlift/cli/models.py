@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.byte_sizes import format_bytes
 from chairlift.cli.app import RUN, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, known_models
+
+if TYPE_CHECKING:
+    from chairlift.engine.model_check import ModelCheck
 
 FORMATS = {
     "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many; also quantized by "
@@ -20,11 +26,30 @@ FORMATS = {
 }
 
 
-@app.command(group=RUN, examples=["chairlift models", "chairlift models --json"])
+@app.command(
+    group=RUN,
+    examples=[
+        "chairlift models",
+        "chairlift models --check Qwen/Qwen3-8B",
+        "chairlift models --check path/to/config.json --json",
+    ],
+)
 def models(
+    check: Annotated[
+        str | None,
+        typer.Option(
+            "--check",
+            metavar="MODEL",
+            help="Say whether this model runs, how, and how much memory it needs, without loading weights: a folder, "
+            "a config.json, a GGUF file or a Hugging Face id. The exit status is 1 if it cannot run.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the models known by name, the families and the file formats that can be run."""
+    """List the models known by name, the families and the file formats that can be run; or check one model."""
+    if check is not None:
+        _check(check, as_json=as_json)
+        return
     from chairlift.models import supported_families
 
     if as_json:
@@ -38,6 +63,52 @@ def models(
     console.print("[bold]Formats[/bold] for --model")
     for name, meaning in FORMATS.items():
         console.print(f"  {name:<12} {meaning}")
+
+
+def _check(name: str, *, as_json: bool) -> None:
+    from chairlift.engine.model_check import REFUSED, check_model
+
+    found = check_model(name)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        grid = Table.grid("key", "value", padding=(0, 2))
+        for key, value in _check_rows(found):
+            grid.add_row(key, value)
+        Console(highlight=False).print(grid)
+    if found.path == REFUSED:
+        raise typer.Exit(1)
+
+
+def _check_rows(found: ModelCheck) -> Iterator[tuple[str, str]]:
+    from chairlift.engine.model_check import FALLBACK, REFUSED
+
+    yield "model", f"{found.model} ({found.model_type})"
+    if found.path == REFUSED:
+        yield "runs", f"no: {found.reason}"
+        return
+    if found.path == FALLBACK:
+        from chairlift.models.fallback.model import NOTICE
+
+        yield "runs", f"by the fallback: its code is {NOTICE}"
+    else:
+        yield "runs", "natively"
+    yield "size", f"{found.num_parameters:,} weights, up to {found.max_model_len:,} tokens"
+    if found.stored or found.stored_bytes:
+        files = "" if found.stored_bytes is None else f", {format_bytes(found.stored_bytes)}"
+        yield "stored", f"{found.stored or 'not quantized'}{files}"
+    for kind, size in found.weight_bytes.items():
+        yield f"{kind}", f"{format_bytes(size)} of weights"
+    for kind, each in found.formats.items():
+        if each.weight_bytes is None:
+            yield kind, f"not possible: {'; '.join(each.obstacles)}"
+        else:
+            yield kind, f"{format_bytes(each.weight_bytes)} of weights, on a {each.device}"
+    tokens = found.max_model_len
+    per_token = found.kv_bytes_per_token["bfloat16"]
+    yield "KV cache", f"{per_token:,} bytes per token in bfloat16: {format_bytes(tokens * per_token)} for {tokens:,}"
+    if found.state_bytes_per_sequence:
+        yield "state", f"{format_bytes(found.state_bytes_per_sequence)} per sequence"
 
 
 def _describe(model: KnownModel) -> dict[str, Any]:

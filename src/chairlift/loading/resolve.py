@@ -20,19 +20,28 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     for model in known_models():
         if model.name == name:
             return fetch(model, progress=progress)
-    path = _existing_path(name)
+    path = existing_path(name)
     if path is not None:
         return path
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+    if is_hub_id(name):
         return _from_hub(name, progress)
+    raise unknown_model(name)
+
+
+def is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def unknown_model(name: str) -> ModelNotFound:
     known = ", ".join(model.name for model in known_models())
-    raise ModelNotFound(
+    return ModelNotFound(
         f"no model {name!r}: give a known name ({known}), the path of a .gguf file or of a folder with "
         "config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 
 
-def _existing_path(name: str) -> Path | None:
+def existing_path(name: str) -> Path | None:
+    """The path that `name` is, if there is something."""
     try:
         path = Path(name).expanduser()
         return path if name and path.exists() else None  # the empty path would be the current folder
@@ -52,16 +61,30 @@ def _from_hub(repository: str, progress: bool) -> Path:
     try:
         folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES))
     except Exception as error:  # the hub's errors and those of its HTTP library
-        raise ModelNotFound(
-            f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
-            f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"
-        ) from error
+        raise _not_on_hub(repository, error) from error
     finally:
         if silence:
             enable_progress_bars()
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFound(f"{repository!r} has no safetensors; if it has GGUF files, download one and give its path")
     return folder
+
+
+def config_from_hub(repository: str) -> Path:
+    """The path of a model's config.json, which is all that is downloaded."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, "config.json"))
+    except Exception as error:  # the hub's errors and those of its HTTP library
+        raise _not_on_hub(repository, error) from error
+
+
+def _not_on_hub(repository: str, error: Exception) -> ModelNotFound:
+    return ModelNotFound(
+        f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
+        f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"
+    )
 
 
 def _first_line(error: Exception) -> str:

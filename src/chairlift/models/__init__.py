@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from chairlift.layers.formats.base import WeightFormat
     from chairlift.loading.stored_weight import StoredWeight
     from chairlift.models.base import CausalLM, ModelInfo
 
@@ -100,17 +101,21 @@ def format_obstacles(
 ) -> list[str]:
     """Why this model cannot have weights in this format there; empty if it can."""
     from chairlift.layers.formats import FORMATS
-    from chairlift.models.read_config import decoder_config
 
     format = FORMATS.get(quantization)
+    return model_obstacles(config, format, device.type) or format.obstacles(dtype, device)
+
+
+def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], device: str) -> list[str]:
+    """Why this model cannot have weights in this format on any `device` of that type; empty if it can."""
+    from chairlift.models.read_config import decoder_config
+
     if not is_native(config):
         from chairlift.models.fallback.model import fallback_obstacles
 
-        return fallback_obstacles(config, format, dtype, device)
-    found = format.obstacles(dtype, device)
-    if not format.stores_experts and any(layer.experts is not None for layer in decoder_config(config).layers):
-        found.append("this model has experts")
-    return found
+        return fallback_obstacles(config, format, device)
+    has_experts = any(layer.experts is not None for layer in decoder_config(config).layers)
+    return ["this model has experts"] if has_experts and not format.stores_experts else []
 
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:

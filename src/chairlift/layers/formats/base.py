@@ -40,6 +40,7 @@ class WeightFormat(ABC):
     stores_head: ClassVar[bool] = True  # the language-model head and draft heads are stored in it, too
     stores_experts: ClassVar[bool] = False  # models with experts can use it; it is not that of the experts themselves
     keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # where it can be used
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
     keeps_blocks: ClassVar[bool] = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
@@ -67,6 +68,11 @@ class WeightFormat(ABC):
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Why a model in `dtype` on `device` cannot have this format; empty if it can."""
         return []
+
+    @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        """About the bytes that a weight takes in this format, for estimates without weights."""
+        return out_features * in_features * dtype.itemsize
 
     @staticmethod
     def embedding(table: Tensor) -> Tensor:

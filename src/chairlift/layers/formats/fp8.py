@@ -26,6 +26,7 @@ MANY_ROWS = 256  # from which cuBLAS is faster than our products
 class FP8Weight(WeightFormat):
     name = "fp8"
     stores_head = False
+    devices = ("cuda",)
     most_fused_rows = FEW_ROWS
     rounds_rows = True
 
@@ -39,6 +40,10 @@ class FP8Weight(WeightFormat):
         if dtype not in (torch.bfloat16, torch.float16):
             found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
         return found
+
+    @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        return out_features * (in_features + 4)  # a scale for each output channel
 
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:

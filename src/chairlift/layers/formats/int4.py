@@ -43,6 +43,13 @@ class Int4Weight(WeightFormat):
         return []
 
     @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        if not can_store(out_features, in_features, GROUP):
+            return super().stored_bytes(out_features, in_features, dtype)
+        scales = 2 * _scale_dtype(dtype).itemsize  # a scale and an offset for each group
+        return out_features * in_features * (0.5 + scales / GROUP)
+
+    @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         return not cls.obstacles(dtype, device) and _merged(parts) is not None
 

@@ -22,6 +22,7 @@ class Int8Weight(WeightFormat):
     name = "int8"
     kv_dtype = torch.bfloat16  # rounding the cache to half its size loses less than rounding the weights
     packs_tiles = True
+    devices = ("cpu",)
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -33,6 +34,10 @@ class Int8Weight(WeightFormat):
         if importlib.util.find_spec("numba") is None:
             found.append("numba is not installed")
         return found
+
+    @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        return out_features * (in_features + 4)  # a scale for each output channel
 
     @staticmethod
     def embedding(table: Tensor) -> Tensor:

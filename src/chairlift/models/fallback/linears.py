@@ -36,6 +36,17 @@ def linear_maps(shell: Any) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield parent, name, module
 
 
+def linear_shape(module: Any) -> tuple[int, int]:
+    """(out, in) of a linear map; GPT-2's have their weights transposed."""
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, nn.Linear) else (second, first)
+
+
+def embedding_tables(shell: Any) -> set[int]:
+    """The identities of the embedding tables, one of which may also be the head's weight."""
+    return {id(module.weight) for module in shell.modules() if isinstance(module, nn.Embedding)}
+
+
 def has_experts(shell: Any) -> bool:
     """Whether the model has experts, whose weights transformers stacks into tensors of three dimensions."""
     return any(parameter.ndim == 3 for parameter in shell.parameters())
@@ -49,7 +60,7 @@ def num_weight_bytes(shell: Any) -> int:
 
 def convert_linears(shell: Any, format: type[WeightFormat]) -> None:
     """Store the linear maps in a format, one after the other."""
-    tables = {id(module.weight) for module in shell.modules() if isinstance(module, nn.Embedding)}
+    tables = embedding_tables(shell)
     converted: dict[int, FormattedLinear] = {}
     for parent, name, module in linear_maps(shell):
         if id(module) not in converted:

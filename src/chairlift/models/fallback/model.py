@@ -12,6 +12,7 @@ What cannot run is refused with the reason.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,14 @@ from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.fallback.adapters.base import AttentionAdapter
-from chairlift.models.fallback.linears import convert_linears, has_experts, linear_maps, num_weight_bytes
+from chairlift.models.fallback.linears import (
+    convert_linears,
+    embedding_tables,
+    has_experts,
+    linear_maps,
+    linear_shape,
+    num_weight_bytes,
+)
 from chairlift.models.fallback.plugged import PluggedModel, SeparateHead
 from chairlift.models.fallback.probe import AskedMask, AttentionRecorder, CannotPlug
 from chairlift.models.fallback.transformers_classes import (
@@ -38,6 +46,8 @@ from chairlift.models.fallback.transformers_classes import (
     read_transformers_config,
     refusal,
 )
+
+log = logging.getLogger("chairlift")
 
 MOST_FEW = 32  # rows of a step for which one thread is as fast as two that wait for ours
 # What a model loses here, for the startup log.
@@ -57,7 +67,8 @@ class FallbackInfo:
     max_len: int
     attention_layers: tuple[AttentionLayer, ...]
     num_parameters: int
-    num_linear_parameters: int  # of the linear maps that a weight format can store
+    linear_shapes: tuple[tuple[int, int], ...]  # (out, in) of the linear maps that a weight format can store
+    num_shared_parameters: int  # of these, those that are also an embedding table
     has_experts: bool
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
 
@@ -72,7 +83,9 @@ def _describe(config: str) -> FallbackInfo:
     hf_config = read_transformers_config(json.loads(config))
     plugged = build_without_weights(hf_config)
     num_parameters = sum(parameter.numel() for parameter in plugged.shell.parameters())
-    num_linear_parameters = sum(module.weight.numel() for _, _, module in linear_maps(plugged.shell))
+    tables = embedding_tables(plugged.shell)
+    maps = [module for _, _, module in linear_maps(plugged.shell)]
+    num_shared_parameters = sum(module.weight.numel() for module in maps if id(module.weight) in tables)
     experts = has_experts(plugged.shell)
     recorder = AttentionRecorder()
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
@@ -96,21 +109,19 @@ def _describe(config: str) -> FallbackInfo:
         max_len=_max_len(text_config, plugged.adapter),
         attention_layers=layers,
         num_parameters=num_parameters,
-        num_linear_parameters=num_linear_parameters,
+        linear_shapes=tuple(sorted(map(linear_shape, maps))),
+        num_shared_parameters=num_shared_parameters,
         has_experts=experts,
     )
 
 
-def fallback_obstacles(
-    config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    """Why a model on transformers' code cannot have weights in this format there; empty if it can."""
+def fallback_obstacles(config: Mapping[str, Any], format: type[WeightFormat], device: str) -> list[str]:
+    """Why a model on transformers' code cannot have weights in this format; empty if it can."""
     if format is PlainWeight:
         return []
-    if device.type != "cpu" or format.name == "checkpoint":
+    if device != "cpu" or format.name == "checkpoint":
         return ["this model runs on transformers' code, where weights are only rounded on a CPU"]
-    found = format.obstacles(dtype, device)
-    return [*found, "this model has experts"] if describe_fallback(config).has_experts else found
+    return ["this model has experts"] if describe_fallback(config).has_experts else []
 
 
 def load_fallback(
@@ -124,12 +135,15 @@ def load_fallback(
 ) -> TransformersModel:
     """Like `build_model`; the tensors of the stream become the model's own where no conversion is needed."""
     info = describe_fallback(config, max_len)
-    plugged = load_with_weights(read_transformers_config(config), tensors, dtype)
+    plugged = load_with_weights(read_transformers_config(config), tensors, dtype, device)
     if format is not PlainWeight:
         convert_linears(plugged.shell, format)
     plugged.shell.to(device)
     model = TransformersModel(plugged, info, dtype=dtype, device=device, format=format)
     _require_isolated_tokens(model, info)
+    if device.type == "cuda" and not can_be_captured(model):
+        model.allows_capture = False
+        log.info("graphs     none: the forward pass of transformers waits for the device, so steps are not captured")
     return model
 
 
@@ -153,6 +167,7 @@ class TransformersModel:
         self.dtype, self.kv_dtype = dtype, format.kv_dtype or dtype
         self.quantization = format.name
         self.has_own_threads = format.packs_tiles  # else the linear maps run on torch's threads
+        self.allows_capture = True  # as CUDA graphs
         self.device = device
         self._weight_bytes = num_weight_bytes(plugged.shell)
         self._plugged = plugged
@@ -232,6 +247,27 @@ def _checked_len(limit: int, requested: int) -> int:
     return requested
 
 
+def _attend_to_itself(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+    """Stands in for the attention where no token may see another one."""
+    return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+
+
+@torch.inference_mode()
+def can_be_captured(model: TransformersModel) -> bool:
+    """Whether a CUDA graph can capture the forward pass, found out by trying: some read values back to the host."""
+    rows = torch.arange(4, device=model.device)
+    stream = torch.cuda.current_stream()
+    model.logits(model.hidden_states(rows, rows, _attend_to_itself).last)  # what is made on first use
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model.logits(model.hidden_states(rows, rows, _attend_to_itself).last)
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_stream(stream)  # torch does not restore it if a capture fails at its end
+    return True
+
+
 @torch.inference_mode()
 def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> None:
     """Check that without attention a token's result does not depend on its neighbours or its row.
@@ -239,15 +275,10 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
     This finds convolutions, recurrences, and positions that are counted by row instead of read from the input.
     """
 
-    def attend_to_itself(
-        layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
-        return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
-
     def run(tokens: list[int], positions: list[int]) -> Tensor:
         rows = torch.tensor(tokens, device=model.device) % model.vocab_size
         where = torch.tensor(positions, device=model.device) % model.max_len
-        return model.hidden_states(rows, where, attend_to_itself).last.float()
+        return model.hidden_states(rows, where, _attend_to_itself).last.float()
 
     forward = run([5, 6, 7, 8, 9], [0, 3, 1, 4, 2])[1:]
     backward = run([9, 8, 7, 6, 5], [2, 4, 1, 3, 1])[:-1].flip(0)

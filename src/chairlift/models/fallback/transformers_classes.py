@@ -78,7 +78,9 @@ def checkpoint_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]
             yield name, tensor
 
 
-def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> PluggedModel:
+def load_with_weights(
+    hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+) -> PluggedModel:
     """Load through transformers, which handles the names and layouts of older checkpoints."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
@@ -94,7 +96,7 @@ def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dty
             state_dict=state,
             dtype=dtype,
             attn_implementation=_first_implementation(model_class),
-            experts_implementation="eager",
+            experts_implementation=_experts_implementation(dtype, device),
             output_loading_info=True,
             local_files_only=True,
         )
@@ -113,6 +115,12 @@ def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dty
 def _first_implementation(model_class: Any) -> str:
     """The attention that a class is built with: ours, unless it only knows its own ones by name."""
     return REGISTERED_NAME if model_class._supports_attention_backend else "eager"
+
+
+def _experts_implementation(dtype: torch.dtype, device: torch.device) -> str | None:
+    """How transformers computes experts: one after the other, or by its own choice on a GPU, where a loop over them
+    would wait for the device and could not be captured."""
+    return None if device.type == "cuda" and dtype is torch.bfloat16 else "eager"
 
 
 def _plug(shell: Any) -> PluggedModel:

@@ -88,7 +88,7 @@ class GPURunner(ModelRunner):
         self.slots = Slots(max_batch_requests, -(-max_model_len // storage.block_size), storage.block_size)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
-        use_graphs = graphs and can_capture(self.device)
+        use_graphs = graphs and can_capture(self.device) and getattr(model, "allows_capture", True)
         self.shapes = Shapes(
             max_batch_requests,
             max_batch_requests + max_drafts,

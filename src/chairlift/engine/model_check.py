@@ -1,0 +1,107 @@
+"""What can be said about a model before its weights are loaded: whether and how it runs, and the memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.errors import UnsupportedModel
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.none import PlainWeight
+from chairlift.loading.model_config import ModelConfig, read_model_config
+from chairlift.models import describe, is_native, model_obstacles
+from chairlift.models.read_config import text_config
+from chairlift.models.weight_sizes import weight_bytes
+
+NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
+PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEVICE_TYPES = {"cpu": ("float32", "CPU"), "cuda": ("bfloat16", "GPU")}  # the type of the rest, and its usual name
+
+
+@dataclass(frozen=True, slots=True)
+class FormatCheck:
+    """A weight format for a model: the memory of all weights where it is possible, or the reason why it is not."""
+
+    device: str  # "CPU" or "GPU"
+    weight_bytes: int | None = None
+    obstacles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """The answer of `chairlift models --check`."""
+
+    model: str
+    model_type: str
+    path: str  # NATIVE, FALLBACK or REFUSED
+    reason: str | None = None  # why it is refused
+    num_parameters: int = 0
+    max_model_len: int = 0
+    stored: str | None = None  # what its checkpoint is quantized by, in words
+    stored_bytes: int | None = None  # of the checkpoint's files, where they are here
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)  # not quantized, by type
+    formats: Mapping[str, FormatCheck] = field(default_factory=dict)
+    kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # by type
+    state_bytes_per_sequence: int = 0  # of recurrent layers
+
+    @property
+    def quantizable(self) -> list[str]:
+        return [name for name, check in self.formats.items() if not check.obstacles]
+
+
+def check_model(name: str) -> ModelCheck:
+    """Check a folder, a config.json, a GGUF file, a known model or an id of the Hugging Face hub; loads no weights."""
+    try:
+        found = read_model_config(name)
+    except UnsupportedModel as refusal:
+        return ModelCheck(name, "unknown", REFUSED, _reason(refusal))
+    model_type = str(text_config(found.config).get("model_type"))
+    try:
+        return _check(name, model_type, found)
+    except UnsupportedModel as refusal:
+        return ModelCheck(
+            name, model_type, REFUSED, _reason(refusal), stored=found.quantization, stored_bytes=found.num_bytes
+        )
+
+
+def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
+    config = found.config
+    info = describe(config)
+    return ModelCheck(
+        name,
+        model_type,
+        NATIVE if is_native(config) else FALLBACK,
+        num_parameters=info.num_parameters,
+        max_model_len=info.max_len,
+        stored=found.quantization,
+        stored_bytes=found.num_bytes,
+        weight_bytes={
+            kind: weight_bytes(config, PlainWeight, dtype, "cpu" if kind == "float32" else "cuda")
+            for kind, dtype in PLAIN_TYPES.items()
+        },
+        formats=_formats(config),
+        kv_bytes_per_token={kind: bytes_per_token(info.attention_layers, dtype) for kind, dtype in PLAIN_TYPES.items()},
+        state_bytes_per_sequence=sum(layer.num_bytes for layer in info.recurrent_layers),
+    )
+
+
+def _formats(config: Mapping[str, Any]) -> dict[str, FormatCheck]:
+    checks = {}
+    for name in FORMATS.names():
+        format = FORMATS.get(name)
+        if name in ("none", "checkpoint"):
+            continue
+        device = format.devices[-1]
+        kind, title = DEVICE_TYPES[device]
+        obstacles = tuple(model_obstacles(config, format, device))
+        size = None if obstacles else weight_bytes(config, format, PLAIN_TYPES[kind], device)
+        checks[name] = FormatCheck(title, size, obstacles)
+    return checks
+
+
+def _reason(refusal: UnsupportedModel) -> str:
+    return str(refusal).partition(". Supported:")[0]

@@ -1,0 +1,49 @@
+"""The memory that a model's weights take in a format, from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.none import PlainWeight
+from chairlift.models import describe, is_native
+from chairlift.models.decoder import Decoder
+from chairlift.models.fallback.model import FallbackInfo
+from chairlift.models.read_config import decoder_config
+
+
+def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: str) -> int:
+    """About the bytes of the weights in a format, where all that it does not store is in `dtype`."""
+    info = describe(config)
+    if isinstance(info, FallbackInfo):
+        in_format, shared = list(info.linear_shapes), info.num_shared_parameters
+        if format is PlainWeight:  # as transformers keeps them, a tied head once
+            in_format, shared = [], 0
+    else:
+        in_format, shared = _decoder_linears(config, format, device)
+    stored = sum(format.stored_bytes(out, size, dtype) for out, size in in_format)
+    others = info.num_parameters - sum(out * size for out, size in in_format) + shared
+    table = info.vocab_size * info.hidden_size
+    saved = table * (dtype.itemsize - _table_itemsize(format, dtype)) if is_native(config) else 0
+    return round(stored + others * dtype.itemsize - saved)
+
+
+def _decoder_linears(
+    config: Mapping[str, Any], format: type[WeightFormat], device: str
+) -> tuple[list[tuple[int, int]], int]:
+    """The shapes of the linear maps that the format stores, and how many of their weights are also in the table."""
+    decoder = Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta"))
+    linears = [linear for layer in decoder.layers for linear in layer.linears()]
+    table = decoder.vocab_size * decoder.hidden_size
+    tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
+    if format.stores_head and packs_head:
+        linears.append(decoder.head)
+        return [(linear.out_features, linear.in_features) for linear in linears], table if tied else 0
+    return [(linear.out_features, linear.in_features) for linear in linears], 0
+
+
+def _table_itemsize(format: type[WeightFormat], dtype: torch.dtype) -> int:
+    return format.embedding(torch.empty(0, dtype=dtype)).dtype.itemsize

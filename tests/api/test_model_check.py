@@ -1,0 +1,127 @@
+"""`chairlift models --check`: what runs, how, and the memory that it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.engine.model_check import check_model
+from tests.api.cli_runner import run
+from tests.loading.gguf_writing import write_gguf
+from tests.models.checkpoints import CPU, load, make_reference, save
+from tests.models.tiny_configs import tiny_config
+
+pytest.importorskip("transformers")
+
+# Multiples of the tiles of 8-bit weights, whose padding the estimate leaves out.
+SIZES = {"hidden_size": 192, "intermediate_size": 384, "vocab_size": 576, "head_dim": 48}
+
+
+def _sizes(model_type: str) -> dict[str, int]:
+    return {name: size for name, size in SIZES.items() if name != "head_dim" or model_type == "llama"}
+
+
+def write(folder: Path, model_type: str, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(tiny_config(model_type, **changes).to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "bloom", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_is_what_the_loaded_model_takes(model_type: str, tied: bool, tmp_path: Path) -> None:
+    save(make_reference(tiny_config(model_type, **_sizes(model_type), tie_word_embeddings=tied)), tmp_path)
+    found = check_model(str(tmp_path))
+    plain, rounded = load(tmp_path, device=CPU), load(tmp_path, device=CPU, quantization="int8")
+    assert found.weight_bytes["float32"] == plain.num_weight_bytes()
+    assert found.formats["int8"].weight_bytes == pytest.approx(rounded.num_weight_bytes(), rel=0.005)
+    layers = plain.attention_layers
+    assert found.kv_bytes_per_token["float32"] == 4 * sum(2 * each.num_kv_heads * each.head_dim for each in layers)
+    assert found.max_model_len == plain.max_len
+    assert found.stored_bytes == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_4_bit_weights_are_estimated(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    save(make_reference(tiny_config("llama", **sizes)), tmp_path)
+    found = check_model(str(tmp_path)).formats["int4"]
+    model = load(tmp_path, quantization="int4", dtype=torch.bfloat16)
+    assert found.weight_bytes == pytest.approx(model.num_weight_bytes(), rel=0.02)
+
+
+def test_the_paths_are_native_fallback_and_refused(tmp_path: Path) -> None:
+    native = run("models", "--check", str(write(tmp_path / "a", "llama")), COLUMNS="80")
+    assert native.exit_code == 0
+    assert "natively" in native.stdout
+    fallback = run("models", "--check", str(write(tmp_path / "b", "gpt_neox") / "config.json"), COLUMNS="80")
+    assert fallback.exit_code == 0
+    assert "that of transformers" in fallback.stdout
+    refused = run("models", "--check", str(write(tmp_path / "c", "mamba")), COLUMNS="80")
+    assert refused.exit_code == 1
+    assert "recurrent state" in " ".join(refused.stdout.split())
+    for result in (native, fallback, refused):
+        assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_json(tmp_path: Path) -> None:
+    experts = json.loads(run("models", "--check", str(write(tmp_path / "a", "mixtral")), "--json").stdout)
+    assert (experts["model_type"], experts["path"], experts["reason"]) == ("mixtral", "native", None)
+    assert experts["formats"]["int8"] == {
+        "device": "CPU",
+        "weight_bytes": None,
+        "obstacles": ["this model has experts"],
+    }
+    refused = run("models", "--check", str(write(tmp_path / "b", "mamba")), "--json")
+    assert refused.exit_code == 1
+    assert json.loads(refused.stdout)["path"] == "refused"
+
+
+def test_gguf_file(tmp_path: Path) -> None:
+    save(make_reference(tiny_config("llama")), tmp_path)
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    (tmp_path / "config.json").unlink()
+    found = check_model(str(tmp_path / "model.gguf"))
+    assert (found.model_type, found.path) == ("llama", "native")
+    assert check_model(str(tmp_path)).num_parameters == found.num_parameters
+
+
+def test_quantized_checkpoint(tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+    folder = write(tmp_path, "llama", quantization_config=settings)
+    assert "AWQ" in str(check_model(str(folder)).stored)
+    folder = write(tmp_path, "llama", quantization_config={"quant_method": "unheard_of"})
+    found = check_model(str(folder))
+    assert (found.path, "unheard_of" in str(found.reason)) == ("refused", True)
+
+
+def test_hub_id_fetches_only_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str]] = []
+
+    def download(repository: str, file: str) -> str:
+        asked.append((repository, file))
+        return str(write(tmp_path, "qwen3") / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert check_model("someone/some-model").model_type == "qwen3"
+    assert asked == [("someone/some-model", "config.json")]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("no_such_model", "no model 'no_such_model'"), ("smollm2-135m", "is not fetched yet")]
+)
+def test_models_that_are_not_here(name: str, problem: str, tmp_path: Path) -> None:
+    result = run("models", "--check", name, CHAIRLIFT_CACHE=str(tmp_path))
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    result = run("models", "--check", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has no config.json" in result.stderr

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,6 +17,7 @@ import pytest
 
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
+from chairlift.server.workers.config_codec import encode_config
 from tests.cluster.fake_replica import KEY, FakeReplica, die, ingress, stream, whole
 from tests.server.running_server import HTTP, wait_for
 
@@ -174,6 +178,33 @@ def test_a_client_that_does_not_read_stops_the_replica() -> None:
             time.sleep(0.3)
         assert sent < 300, "24 MB do not fit into the buffers of sockets"
         connection.close()
+
+
+def test_an_ingress_that_stops_answers_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.cluster.serving.ingress import Ingress
+
+    release = threading.Event()
+
+    async def until_released(writer: asyncio.StreamWriter) -> None:
+        while not release.is_set():
+            await asyncio.sleep(0.02)
+
+    replica = FakeReplica(stream(EVENT, then=until_released))
+    with ingress(replica) as (_, table), ThreadPoolExecutor(2) as pool, httpx.Client() as idle:
+        monkeypatch.setattr("chairlift.cluster.serving.ingress.routing_table", lambda _: table)
+        handle = SimpleNamespace(options=lambda: None)
+        own = Ingress(handle, encode_config(ServerConfig("tiny", port=0)), "round-robin", "1", shared=False)
+        url = own.status()["address"]
+        assert idle.get(f"{url}/health").status_code == 200
+        answer = pool.submit(post, url, body={"prompt": "hello", "stream": True})
+        wait_for(lambda: replica.requests, 10, "the request")
+        stopped = pool.submit(own.__del__)
+        time.sleep(2.5)  # a server that has drained gives uvicorn 2 s
+        with pytest.raises(httpx.ConnectError):
+            idle.get(f"{url}/health")  # on its open connection, which is closed too
+        release.set()
+        assert answer.result(10).text == EVENT
+        stopped.result(10)
 
 
 def _send(url: str, body: object) -> socket.socket:

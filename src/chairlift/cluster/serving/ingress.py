@@ -82,9 +82,11 @@ class Ingress:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _drain(self, server: UvicornServer) -> None:
-        """Accept no more connections, and wait for the requests in flight."""
+        """Accept no more connections or requests, and wait for the requests in flight."""
         for listening in server.servers:
             listening.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()  # after the response in flight; clients with open connections would send more requests
         deadline = asyncio.get_running_loop().time() + self._config.drain_timeout
         while self._relay.num_open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS)

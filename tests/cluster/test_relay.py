@@ -53,6 +53,22 @@ def test_a_request_is_relayed_with_the_replicas_key_and_the_clients_name(tmp_pat
     assert json.loads(request.body) == {"prompt": "hello", "model": "tiny"}
 
 
+def test_headers_of_a_connection_and_the_path_are_relayed_as_a_proxy_should() -> None:
+    replica = FakeReplica(whole(200))
+    headers = {"connection": "close, X-Hop", "x_hop": "1", "proxy_authorization": "x", "accept_encoding": "gzip"}
+    with ingress(replica) as (url, _):
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+            head = "\r\n".join(["GET /v1/./x/../models%2Fa?b=%41+c HTTP/1.1", "host: localhost", *lines])
+            connection.sendall(f"{head}\r\n\r\n".encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    (request,) = replica.requests
+    assert request.head.startswith("GET /v1/./x/../models%2Fa?b=%41+c HTTP/1.1")
+    assert [request.header(name) for name in ("x-hop", "proxy-authorization")] == [None, None]
+    assert request.head.lower().count("accept-encoding: identity") == request.head.lower().count("accept-encoding") == 1
+
+
 @pytest.mark.parametrize("first", [die, whole(503)], ids=["died", "draining"])
 def test_a_replica_that_fails_before_its_first_byte_is_replaced_by_another(first: object) -> None:
     bad, good = FakeReplica(first), FakeReplica(whole(200))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
+from yarl import URL
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
@@ -37,8 +38,8 @@ USAGE_BYTES = 2048  # at the end of a whole response, where its usage is
 # Of one connection only, or set anew here.
 _OWN_HEADERS = frozenset(
     (
-        b"host connection keep-alive transfer-encoding te trailer upgrade proxy-connection expect content-length "
-        b"authorization x-api-key x-request-id"
+        b"host connection keep-alive transfer-encoding te trailer upgrade proxy-connection proxy-authorization expect "
+        b"content-length accept-encoding authorization x-api-key x-request-id"
     ).split()
 ) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER}
 _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split())
@@ -187,7 +188,7 @@ class _Exchange:
         try:
             response = await session.request(
                 request.method,
-                replica.address + request.target,
+                URL(replica.address + request.target, encoded=True),  # as the client wrote it
                 headers=[*request.headers, *_credentials(replica.key, request.key)],
                 data=request.body or None,
                 allow_redirects=False,
@@ -262,7 +263,13 @@ def _start(response: aiohttp.ClientResponse) -> Message:
 
 
 def _request_headers(scope: Scope) -> list[tuple[str, str]]:
-    kept = [(name, value) for name, value in scope["headers"] if name not in _OWN_HEADERS]
+    own = _OWN_HEADERS | {
+        name.strip().lower()
+        for header, value in scope["headers"]
+        if header == b"connection"
+        for name in value.split(b",")
+    }
+    kept = [(name, value) for name, value in scope["headers"] if name not in own]
     found = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
     return [*found, ("x-request-id", scope["state"]["request_id"]), ("accept-encoding", "identity")]
 

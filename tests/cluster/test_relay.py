@@ -69,6 +69,17 @@ def test_headers_of_a_connection_and_the_path_are_relayed_as_a_proxy_should() ->
     assert request.head.lower().count("accept-encoding: identity") == request.head.lower().count("accept-encoding") == 1
 
 
+def test_only_generated_responses_count_for_the_expected_output() -> None:
+    answer = '{"usage": {"prompt_tokens": 2, "completion_tokens": 1000}}'
+    with ingress(FakeReplica(whole(200, answer))) as (url, table):
+        expected = table._router._mean_output
+        assert [HTTP.get(f"{url}/v1/models").status_code for _ in range(3)] == [200] * 3
+        assert post(url, "/v1/embeddings", {"input": "hello"}).status_code == 200
+        assert table._router._mean_output == expected
+        assert post(url).status_code == 200
+        wait_for(lambda: table._router._mean_output > expected, 10, "the output to be counted")
+
+
 @pytest.mark.parametrize("first", [die, whole(503)], ids=["died", "draining"])
 def test_a_replica_that_fails_before_its_first_byte_is_replaced_by_another(first: object) -> None:
     bad, good = FakeReplica(first), FakeReplica(whole(200))  # type: ignore[arg-type]

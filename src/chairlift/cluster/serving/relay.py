@@ -64,6 +64,7 @@ class _Request:
     routed: RoutedRequest
     streams: bool
 
+    generates: bool
 
 class RelayedUsage(NamedTuple):
     prompt_tokens: int
@@ -121,7 +122,8 @@ class Relay:
             headers=_request_headers(scope),
             body=body,
             key=key,
-            routed=found.request,
+            routed=found.request if generates else found.request._replace(max_output=0),
+            generates=generates,
             streams=generates and found.streams,
         )
 
@@ -180,7 +182,7 @@ class _Exchange:
         try:
             await self._run(session, may_retry)
         finally:
-            usage = self.usage()
+            usage = self.usage() if self._request.generates else None  # other responses say nothing of output lengths
             self._table.ended(self._route, None if usage is None else usage.completion_tokens)
 
     async def _run(self, session: aiohttp.ClientSession, may_retry: bool) -> None:

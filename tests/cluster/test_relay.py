@@ -80,6 +80,15 @@ def test_only_generated_responses_count_for_the_expected_output() -> None:
         wait_for(lambda: table._router._mean_output > expected, 10, "the output to be counted")
 
 
+def test_connections_to_replicas_are_probed() -> None:
+    from chairlift.cluster.serving.relay import _probing_socket
+
+    with _probing_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as found:
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+
 @pytest.mark.parametrize("first", [die, whole(503)], ids=["died", "draining"])
 def test_a_replica_that_fails_before_its_first_byte_is_replaced_by_another(first: object) -> None:
     bad, good = FakeReplica(first), FakeReplica(whole(200))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
-
 from yarl import URL
+
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
@@ -34,6 +35,7 @@ ATTEMPTS = 2
 LARGE_BODY = 200_000  # bytes; parsing more than a millisecond would delay all streams
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30.0  # less than the servers': they must not close a connection that is about to be used
+PROBE_SECONDS, MAX_PROBES = 5, 4  # of idle connections: the machine of a replica may vanish without closing them
 USAGE_BYTES = 2048  # at the end of a whole response, where its usage is
 # Of one connection only, or set anew here.
 _OWN_HEADERS = frozenset(
@@ -62,9 +64,9 @@ class _Request:
     body: bytes
     key: APIKey | None
     routed: RoutedRequest
+    generates: bool
     streams: bool
 
-    generates: bool
 
 class RelayedUsage(NamedTuple):
     prompt_tokens: int
@@ -155,7 +157,9 @@ class Relay:
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_probing_socket
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -278,6 +282,22 @@ def _request_headers(scope: Scope) -> list[tuple[str, str]]:
 
 def _credentials(proxy_key: str, key: APIKey | None) -> list[tuple[str, str]]:
     return [("x-api-key", proxy_key), *(() if key is None else client_headers(key).items())]
+
+
+def _probing_socket(address: Any) -> socket.socket:
+    """A socket on which reads and writes fail after some seconds if the other machine does not answer."""
+    family, kind, protocol, _, _ = address
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", PROBE_SECONDS),
+        ("TCP_KEEPINTVL", PROBE_SECONDS),
+        ("TCP_KEEPCNT", MAX_PROBES),
+        ("TCP_USER_TIMEOUT", 1000 * PROBE_SECONDS * MAX_PROBES),
+    ):
+        if hasattr(socket, name):  # not on every system
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return found
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,26 @@ def test_load_that_others_cause_counts() -> None:
     assert [table.route(SMALL)[0].id for _ in range(5)] == ["b"] * 5
     table.update([("a", INFO, ReplicaLoad()), ("b", INFO, ReplicaLoad(pending_tokens=5000))])
     assert table.route(SMALL)[0].id == "a"
+
+
+def test_a_replica_reads_its_own_metrics_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.cluster.serving.replica import ReplicaActor
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.headers["x-api-key"].encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    replica = object.__new__(ReplicaActor)
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request).start()
+        replica._address, replica._key = f"http://127.0.0.1:{server.server_port}", "key"
+        assert replica._metrics() == "key"
 
 
 def exposition(**values: float) -> str:

@@ -23,6 +23,7 @@ log = logging.getLogger("chairlift.cluster")
 SERVER_MODULE = "chairlift.cluster.serving.server_process"
 STATS_TIMEOUT = 5.0  # seconds for the metrics of the own server
 UNREACHABLE_SECONDS = 60.0  # after which a server that does not answer is replaced
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # not through a proxy of the environment
 
 
 class ReplicaActor:
@@ -63,7 +64,7 @@ class ReplicaActor:
 
     def _metrics(self) -> str:
         request = urllib.request.Request(f"{self._address}/metrics", headers={"x-api-key": self._key})
-        with urllib.request.urlopen(request, timeout=STATS_TIMEOUT) as response:
+        with _open(request, timeout=STATS_TIMEOUT) as response:
             return str(response.read().decode())
 
     def _load(self) -> ReplicaLoad:

@@ -35,12 +35,18 @@ def connect(address: str | None = None, *, log_to_driver: bool = True) -> bool:
         return True
     except ValueError:
         pass  # there is a cluster, and these options are only for a new one
+    except ConnectionError as error:
+        raise _no_cluster(address, error) from None
     try:
         ray.init(**options)
         return False
     except ConnectionError as error:
-        wanted = address or os.environ.get("RAY_ADDRESS")
-        raise ChairliftError(f"there is no Ray cluster at {wanted}: {error}") from None
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str | None, error: Exception) -> ChairliftError:
+    wanted = "on this machine" if address == "auto" else f"at {address or os.environ.get('RAY_ADDRESS')}"
+    return ChairliftError(f"there is no Ray cluster {wanted}: {error}")
 
 
 def disconnect() -> None:

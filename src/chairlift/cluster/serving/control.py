@@ -54,10 +54,16 @@ def start_fleet(name: str, config: ServerConfig, options: ClusterOptions) -> str
     from ray import serve
 
     serve.start(proxy_location="Disabled")
+    is_update = is_running(name)
     _run(make_replicas(config, options), name)
     ingress, version = ingress_name(name), ingress_version(config, options)
-    if not is_running(ingress) or _ingress_status(ingress)["version"] != version:
-        _run(make_ingress(config, options, name), ingress)
+    if _running_version(ingress) != version:
+        try:
+            _run(make_ingress(config, options, name), ingress)
+        except ChairliftError:
+            if not is_update:
+                serve.delete(name)  # replicas that nothing can reach
+            raise
     return str(_ingress_status(ingress)["address"])
 
 
@@ -99,9 +105,23 @@ def fleet_status(name: str) -> dict[str, Any]:
 
 def _ingress_status(app: str) -> dict[str, Any]:
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
-    status: dict[str, Any] = serve.get_deployment_handle(INGRESS, app).status.remote().result(timeout_s=STATUS_SECONDS)
+    try:
+        handle = serve.get_deployment_handle(INGRESS, app)
+        status: dict[str, Any] = handle.status.remote().result(timeout_s=STATUS_SECONDS)
+    except (TimeoutError, RayServeException) as error:
+        problem = f"the ingress {app!r} does not answer ({type(error).__name__})"
+        raise ChairliftError(f"{problem}; see `serve status`, and start the fleet again") from None
     return status
+
+
+def _running_version(app: str) -> str | None:
+    """The version of an ingress; None if it is not there, or does not answer."""
+    try:
+        return str(_ingress_status(app)["version"]) if is_running(app) else None
+    except ChairliftError:
+        return None
 
 
 def is_running(name: str) -> bool:

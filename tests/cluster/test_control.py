@@ -1,0 +1,71 @@
+"""What happens to a fleet that cannot start or be updated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chairlift.cluster.options import ClusterOptions
+from chairlift.errors import ChairliftError
+from chairlift.server.config import ServerConfig
+
+serve = pytest.importorskip("ray.serve", reason="needs Ray: pip install 'chairlift[ray]'")
+
+CONFIG, OPTIONS = ServerConfig("tiny"), ClusterOptions()
+
+
+class FakeServe:
+    """Ray Serve with applications that start, except those in `broken`; ingresses answer with `status`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *running: str, broken: tuple[str, ...] = ()) -> None:
+        self.running, self.broken, self.started = set(running), broken, list[str]()
+        self.status: dict[str, str] | None = None  # None: no answer
+        monkeypatch.setattr(serve, "start", lambda **_: None)
+        monkeypatch.setattr(serve, "run", self._run)
+        monkeypatch.setattr(serve, "delete", self.running.discard)
+        monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=self.running))
+        remote = SimpleNamespace(remote=lambda: SimpleNamespace(result=self._result))
+        monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: SimpleNamespace(status=remote))
+
+    def _run(self, _: Any, *, name: str, route_prefix: None) -> None:
+        self.started.append(name)
+        self.running.add(name)
+        if name in self.broken:
+            raise RuntimeError("no")
+
+    def _result(self, timeout_s: float) -> dict[str, str]:
+        if self.status is None:
+            raise TimeoutError
+        return self.status
+
+
+@pytest.mark.parametrize("broken", ["a", "a-ingress"])
+def test_nothing_is_left_of_a_fleet_that_cannot_start(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    from chairlift.cluster.serving.control import start_fleet
+
+    fake = FakeServe(monkeypatch, broken=(broken,))
+    with pytest.raises(ChairliftError, match="cannot start: no"):
+        start_fleet("a", CONFIG, OPTIONS)
+    assert fake.running == set()
+
+
+@pytest.mark.parametrize("broken", ["a", "a-ingress"])
+def test_a_fleet_whose_update_fails_goes_on(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    from chairlift.cluster.serving.control import start_fleet
+
+    fake = FakeServe(monkeypatch, "a", "a-ingress", broken=(broken,))
+    fake.status = {"version": "old"}
+    with pytest.raises(ChairliftError, match="cannot start: no"):
+        start_fleet("a", CONFIG, OPTIONS)
+    assert fake.running == {"a", "a-ingress"}
+
+
+def test_an_ingress_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.cluster.serving.control import start_fleet
+
+    fake = FakeServe(monkeypatch, "a", "a-ingress")
+    with pytest.raises(ChairliftError, match="'a-ingress' does not answer"):
+        start_fleet("a", CONFIG, OPTIONS)
+    assert fake.started == ["a", "a-ingress"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from chairlift.cluster.options import ClusterOptions
 from chairlift.errors import ChairliftError
+from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
+from chairlift.server.http.listener import Certificate
 
 serve = pytest.importorskip("ray.serve", reason="needs Ray: pip install 'chairlift[ray]'")
 
@@ -69,3 +72,17 @@ def test_an_ingress_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyP
     with pytest.raises(ChairliftError, match="'a-ingress' does not answer"):
         start_fleet("a", CONFIG, OPTIONS)
     assert fake.started == ["a", "a-ingress"]
+
+
+def test_new_keys_and_certificates_in_the_same_files_need_new_ingresses(tmp_path: Path) -> None:
+    from chairlift.cluster.serving.app import ingress_version
+
+    keys, certificate = tmp_path / "keys", tmp_path / "cert.pem"
+    config = ServerConfig("tiny", keys=KeySources(file=keys), certificate=Certificate(certificate))
+    versions = []
+    for contents in (("alice one", "x"), ("alice one", "x"), ("alice two", "x"), ("alice two", "y")):
+        for file, text in zip((keys, certificate), contents, strict=True):
+            file.write_text(text)
+        versions.append(ingress_version(config, OPTIONS))
+    assert versions[0] == versions[1]
+    assert len(set(versions)) == 3

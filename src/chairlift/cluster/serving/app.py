@@ -78,7 +78,11 @@ def make_ingress(config: ServerConfig, options: ClusterOptions, replicas: Any) -
 def ingress_version(config: ServerConfig, options: ClusterOptions) -> str:
     """Changes with everything that needs new ingresses."""
     placement = f"{options.router} {options.ingresses} {options.ingress_location} ".encode()
-    return config_version(placement + encode_config(ingress_config(config)))
+    files = repr(config.keys.read()).encode()  # the same files may have other contents
+    if config.certificate is not None:
+        found = (config.certificate.certfile, config.certificate.keyfile)
+        files += b"".join(file.read_bytes() for file in found if file is not None and file.is_file())
+    return config_version(placement + files + encode_config(ingress_config(config)))
 
 
 def _supervision(config: ServerConfig) -> dict[str, Any]:

@@ -270,6 +270,8 @@ def test_limits_of_keys_hold_for_the_whole_fleet(tmp_path: Path) -> None:
         body = {"prompt": "hello", "max_tokens": 100}
         statuses = [post(url, body=body, authorization="Bearer other").status_code for _ in range(2)]
         assert statuses == [200, 429]
+        page = HTTP.get(f"{url}/metrics", headers={"x-api-key": "other"}).text
+        assert 'chairlift_requests_rate_limited_total{replica="ingress",key="alice",limit="requests"} 1.0' in page
 
 
 def test_prompts_with_equal_prefixes_go_to_one_replica() -> None:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from chairlift.cluster.serving.fleet import FleetView
 from chairlift.cluster.serving.routing_table import KnownReplica
+from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.cluster")
 
@@ -21,16 +22,30 @@ AT_ONCE = 64
 MAX_BYTES = 4 * 2**20  # of one replica
 
 
-async def fleet_exposition(fleet: FleetView) -> bytes:
-    """Return the fleet in Prometheus' text format. A replica that does not answer in time has only `…_replica_up` 0."""
+async def fleet_exposition(fleet: FleetView, own: Metrics | None = None) -> bytes:
+    """Return the fleet in Prometheus' text format. A replica that does not answer in time has only `…_replica_up` 0.
+
+    `own` are the metrics of the ingress, which refuses requests before any replica sees them.
+    """
     replicas, free = fleet.replicas(), asyncio.Semaphore(AT_ONCE)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         texts = await asyncio.gather(*(_read(session, free, replica) for replica in replicas))
     answers = list(zip(replicas, texts, strict=True))
-    series = merge_expositions((replica.id, text) for replica, text in answers if text is not None)
+    texts_by_name = [(replica.id, text) for replica, text in answers if text is not None]
+    if own is not None:
+        texts_by_name.append(("ingress", _refusals(own)))
+    series = merge_expositions(texts_by_name)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Fleet(answers))
     return generate_latest(registry) + series
+
+
+def _refusals(own: Metrics) -> bytes:
+    """Return the metrics of an ingress; all others describe an engine."""
+    registry = CollectorRegistry(auto_describe=False)
+    for counter in (own.refused, own.rate_limited):
+        registry.register(counter)
+    return generate_latest(registry)
 
 
 async def _read(session: aiohttp.ClientSession, free: asyncio.Semaphore, replica: KnownReplica) -> bytes | None:
@@ -84,7 +99,7 @@ def merge_expositions(expositions: Iterable[tuple[str, bytes]]) -> bytes:
             if line.startswith(b"#"):
                 if is_first:
                     heads[name].append(line)
-            elif line:
+            elif line and name:  # other texts must not fail the page
                 samples[name].append(_labelled(line, label))
     return b"".join(line + b"\n" for name, head in heads.items() for line in (*head, *samples[name]))
 

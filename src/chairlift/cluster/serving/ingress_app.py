@@ -43,7 +43,7 @@ def make_ingress_app(
         return JSONResponse({"version": chairlift.__version__, "router": fleet.router, "replicas": fleet.describe()})
 
     async def metrics_page(_: Request) -> Response:
-        return Response(await fleet_exposition(fleet), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await fleet_exposition(fleet, metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()

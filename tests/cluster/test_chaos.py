@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.load import COMPLETE, CUT, ERROR_EVENT, Load
 from tests.cluster.running_fleet import RunningFleet, start_fleet
-from tests.server.running_server import wait_for
+from tests.server.running_server import NAME, wait_for
 from tests.tiny import write_tiny_checkpoint
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
@@ -112,3 +112,16 @@ def test_a_rolling_update_costs_no_request(fleet: RunningFleet, folder: Path) ->
     print("\n", dict(load.whole), dict(load.streams))
     assert set(load.whole) == {"200"}, load.details
     assert set(load.streams) == {COMPLETE}, load.details
+
+
+def test_an_idle_fleet_shrinks_to_nothing_and_the_next_request_wakes_it(folder: Path) -> None:
+    sizes = ["--min-replicas", "0", "--max-replicas", "1", "--down-delay", "1", "--cold-start", "5"]
+    fleet = start_fleet(folder, folder.parent / "zero", *sizes, replicas=1)
+    try:
+        wait_for(lambda: not fleet.replicas(), 90, "the fleet to shrink")
+        assert fleet.get("/health").status_code == 503
+        response = fleet.client().completions.create(model=NAME, prompt="hello", max_tokens=2)
+        assert response.usage is not None
+        assert response.usage.completion_tokens == 2
+    finally:
+        assert fleet.stop() == 0, fleet.tail()

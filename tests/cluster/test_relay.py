@@ -234,21 +234,27 @@ def test_an_ingress_that_stops_answers_what_it_has_accepted(monkeypatch: pytest.
         assert idle.get(f"{url}/health").status_code == 200
         answer = pool.submit(post, url, body={"prompt": "hello", "stream": True})
         wait_for(lambda: replica.requests, 10, "the request")
+        late = _send(url, {"prompt": "late"}, part=5)
+        wait_for(lambda: own._relay.num_open == 2, 10, "the beginning of the other request")
         stopped = pool.submit(own.__del__)
         time.sleep(2.5)  # a server that has drained gives uvicorn 2 s
         with pytest.raises(httpx.ConnectError):
             idle.get(f"{url}/health")  # on its open connection, which is closed too
         release.set()
         assert answer.result(10).text == EVENT
+        late.sendall(json.dumps({"prompt": "late"}).encode()[5:])
+        assert late.recv(100).startswith(b"HTTP/1.1 200")
+        late.close()
         stopped.result(10)
 
 
-def _send(url: str, body: object) -> socket.socket:
+def _send(url: str, body: object, part: int | None = None) -> socket.socket:
+    """Send a request; with `part`, only so many bytes of its body."""
     address = urlsplit(url)
     data = json.dumps(body).encode()
     connection = socket.create_connection((address.hostname, address.port))
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data[:part])
     return connection
 
 

@@ -84,18 +84,23 @@ class Relay:
         self.num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_open += 1
+        try:
+            await self._handle(scope, receive, send)
+        finally:
+            self.num_open -= 1
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await self._read(scope, receive)
         if (allowance := scope["state"].get("allowance")) is not None:
             await allowance.charge(request.routed.num_prompt + (request.routed.max_output or 0))
         answer = asyncio.create_task(self._answer(request, send, scope["state"]))
         gone = asyncio.create_task(_disconnected(receive))
-        self.num_open += 1
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
         finally:
-            self.num_open -= 1
             gone.cancel()
             answer.cancel()
 

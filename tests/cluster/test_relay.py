@@ -280,6 +280,19 @@ def test_limits_of_keys_hold_for_the_whole_fleet(tmp_path: Path) -> None:
         assert 'chairlift_requests_rate_limited_total{replica="ingress",key="alice",limit="requests"} 1.0' in page
 
 
+def test_the_access_log_has_the_tokens_of_responses(tmp_path: Path) -> None:
+    log, usage = tmp_path / "access.jsonl", '{"usage": {"prompt_tokens": 2, "completion_tokens": 100}}'
+    with ingress(FakeReplica(whole(200, usage)), config=ServerConfig("tiny", access_log=log)) as (url, _):
+        assert post(url).status_code == 200
+        assert post(url, "/v1/embeddings", {"input": "hello"}).status_code == 200
+    with ingress(FakeReplica(whole(200)), config=ServerConfig("tiny", access_log=log)) as (url, _):
+        assert HTTP.get(f"{url}/v1/models").status_code == 200
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["status"] for line in lines] == [200] * 3
+    assert [line.get("prompt_tokens") for line in lines] == [2, 2, None]
+    assert [line.get("completion_tokens") for line in lines] == [100, 100, None]
+
+
 def test_prompts_with_equal_prefixes_go_to_one_replica() -> None:
     replicas = [FakeReplica(whole(200)) for _ in range(2)]
     with ingress(*replicas, policy="prefix-affine") as (url, _):

@@ -72,6 +72,10 @@ class RelayedUsage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
 
+    def counts(self) -> dict[str, int]:
+        """What the access log shows."""
+        return self._asdict()
+
 
 class Relay:
     """Sends requests to the replicas of `table`; `wait_for_replica` returns once there may be one."""
@@ -259,6 +263,8 @@ class _Exchange:
         if not self._complete or self._status >= 400:
             return None
         prompt, output = _PROMPT_TOKENS.findall(self._end), _OUTPUT_TOKENS.findall(self._end)
+        if not prompt and not self._request.generates:
+            return None
         return RelayedUsage(
             int(prompt[-1]) if prompt else self._request.routed.num_prompt, int(output[-1]) if output else self._events
         )

@@ -12,7 +12,7 @@ import pytest
 from chairlift.cluster.batch import driver
 from chairlift.cluster.batch.driver import MAX_DEATHS, RayBatch
 from chairlift.cluster.batch.resources import WorkerResources, choose_resources
-from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.server.batch.output import BatchCounts
 from chairlift.server.batch.run import BatchResponse, BatchRun
 from chairlift.server.batch.shards import Shard, shard_folder
@@ -102,6 +102,20 @@ def test_shards_of_a_dead_worker_are_continued_by_another(tmp_path: Path, monkey
     assert sorted(ids(tmp_path), key=int) == [str(index) for index in range(20)]
     assert run.counts.answered == 20
     assert ray.num_actors == 2 + 2
+
+
+def test_a_worker_whose_engine_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([EngineDead("the engine failed")])
+
+    def answer(user: str) -> BatchResponse:
+        if user == "7" and (failure := next(failures, None)) is not None:
+            raise failure
+        return OK
+
+    run, ray = run_batch(tmp_path, worker_class(answer), monkeypatch)
+    assert sorted(ids(tmp_path), key=int) == [str(index) for index in range(20)]
+    assert run.is_complete
+    assert ray.num_actors == 2 + 1
 
 
 def test_requests_that_kill_every_worker_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from chairlift import __version__
 from chairlift.cluster.batch.resources import WorkerResources
 from chairlift.cluster.batch.worker import BatchWorker
 from chairlift.cluster.ray_runtime import import_ray
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, EngineDead
 from chairlift.server.batch.output import BatchCounts, BatchOutput
 from chairlift.server.batch.run import BatchRun, ProgressCallback
 from chairlift.server.batch.shards import SUFFIX, Shard, plan_shards, shard_folder
@@ -124,6 +124,9 @@ class RayBatch:
             try:
                 self._ray.get(reference)
             except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, EngineDead) and worker.starting is None:
+                    self._replace(worker, error.cause)  # its machine may be the cause
+                    continue
                 if isinstance(error.cause, ChairliftError):
                     raise error.cause from None
                 raise

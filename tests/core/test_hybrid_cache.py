@@ -143,6 +143,17 @@ def test_completions_of_one_prompt_start_one_token_behind() -> None:
     assert driver.run() == {"a": 104, "a#1": 5, "a#2": 5}
 
 
+def test_a_completion_that_has_to_wait_for_a_slot_still_shares_the_prompt() -> None:
+    driver = Driver(num_slots=4, prefix_caching=False)
+    driver.submit("other", SHARED[500:510], 6)
+    params, leader = SamplingParams(max_tokens=20, n=3), None
+    for name in ("a", "a#1", "a#2"):
+        request = driver.submit(name, SHARED[:100], 20, params=params, leader=leader)
+        leader = leader or request
+    computed = driver.run()
+    assert computed == {"other": 15, "a": 119, "a#1": 20, "a#2": 20}
+
+
 def test_a_preempted_request_resumes_from_its_newest_snapshot() -> None:
     driver = Driver(num_blocks=10)
     first = driver.submit("a", SHARED[:30], new=20)

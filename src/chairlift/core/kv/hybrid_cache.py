@@ -159,12 +159,9 @@ class HybridCache(KVCache):
         self._states[child.id] = RequestStates(current=slot)
         if slot != NO_SLOT:
             self.slots.share([slot])
-        states = self._states[parent.id]
-        if states.fork is not None and states.fork.num_tokens == num_tokens:
-            states.fork.forks_left -= 1
-            if not states.fork.forks_left:  # all siblings have it
-                self.slots.release(slot for slot in [states.fork.slot] if slot != NO_SLOT)
-                states.fork = None
+        kept = self._states[parent.id].fork
+        if kept is not None and kept.num_tokens == num_tokens:
+            self._states[child.id].forked_from = parent.id
 
     def _state_at(self, parent: Request, num_tokens: int) -> tuple[int, int]:
         """The last position up to `num_tokens` at which a state of `parent` is kept, and its slot."""
@@ -205,6 +202,8 @@ class HybridCache(KVCache):
         return plans
 
     def _plan_chunk(self, chunk: Chunk, states: RequestStates, unused: list[int]) -> ChunkStates:
+        if states.forked_from is not None:
+            self._count_fork(states, unused)
         num_drafts = len(chunk.drafts)
         unused += states.drafts[num_drafts:]
         del states.drafts[num_drafts:]
@@ -219,6 +218,21 @@ class HybridCache(KVCache):
         for num_tokens in [one for one in states.wanted if one < chunk.end and one not in states.pending]:
             self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
         return ChunkStates(read, (*kept, (chunk.count - 1, states.current)))
+
+    def _count_fork(self, states: RequestStates, unused: list[int]) -> None:
+        """Let the parent give up the state that it keeps for forks, once all of them have begun.
+
+        A fork counts when its first chunk is planned, because it is undone if the request cannot be admitted.
+        """
+        parent = self._states.get(states.forked_from or "")
+        states.forked_from = None
+        if parent is None or parent.fork is None:
+            return
+        parent.fork.forks_left -= 1
+        if not parent.fork.forks_left:
+            if parent.fork.slot != NO_SLOT:
+                unused.append(parent.fork.slot)
+            parent.fork = None
 
     def _keep_current(self, chunk: Chunk, states: RequestStates) -> None:
         """Keep the state that a chunk continues from, if it is needed later, by writing to another slot."""

@@ -26,6 +26,7 @@ class RequestStates:
     drafts: list[int] = field(default_factory=list)  # reserved for the states after draft tokens
     drafted_from: int | None = None  # with drafts in flight: the number of tokens before their chunk
     fork: ForkState | None = None
+    forked_from: str | None = None  # until its first chunk is planned: the request that keeps the state it starts with
     pending: dict[int, int] = field(default_factory=dict)  # number of tokens -> slot of a snapshot not yet indexed
     wanted: dict[int, bytes] = field(default_factory=dict)  # number of tokens -> digest, where to take a snapshot
     newest: int | None = None  # tokens before the last snapshot of its output, which the next one replaces

@@ -168,6 +168,16 @@ def test_a_preempted_request_resumes_from_its_newest_snapshot() -> None:
             alone.append(token)
 
 
+def test_slots_that_are_reserved_for_drafts_are_room_for_drafts() -> None:
+    driver = Driver(num_slots=6)
+    request = driver.submit("a", SHARED[:20], new=8)
+    driver.scheduler.apply(run_plan(driver.scheduler.schedule(0.0)), 0.0)
+    room = driver.cache.draft_room()
+    assert driver.cache.reserve(request, 1 + room) is not None
+    assert driver.cache.num_free_states == 0
+    assert driver.cache.draft_room() == room
+
+
 def test_beams_that_lack_state_slots_are_refused() -> None:
     driver = Driver(num_slots=8)
     with pytest.raises(InvalidParameter, match="4 beams need two state slots each"):

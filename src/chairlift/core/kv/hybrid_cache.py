@@ -94,7 +94,8 @@ class HybridCache(KVCache):
         return sum(self.slots.references(slot) == count for slot, count in held.items())
 
     def draft_room(self) -> int:
-        return self.slots.num_free
+        reserved = (len(states.drafts) for states in self._states.values() if states.drafted_from is None)
+        return self.slots.num_free + sum(reserved)
 
     # ---- prefix hits --------------------------------------------------------------------------------------------
 

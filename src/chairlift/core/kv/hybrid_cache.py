@@ -212,13 +212,14 @@ class HybridCache(KVCache):
         read, states.current, states.target = states.current, states.target, NO_SLOT
         if read not in (NO_SLOT, states.current):
             unused.append(read)
+        kept = [] if num_drafts else self._keep_within(chunk, states)
+        for num_tokens in [one for one in states.wanted if one < chunk.end and one not in states.pending]:
+            self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
         if num_drafts:
             states.drafted_from = chunk.start
             return ChunkStates(read, tuple(enumerate((states.current, *states.drafts))))
-        kept = [(num_tokens - chunk.start - 1, slot) for num_tokens, slot in self._keep_within(chunk, states)]
-        for num_tokens in [one for one in states.wanted if one < chunk.end and one not in states.pending]:
-            self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
-        return ChunkStates(read, (*kept, (chunk.count - 1, states.current)))
+        rows = ((num_tokens - chunk.start - 1, slot) for num_tokens, slot in kept)
+        return ChunkStates(read, (*rows, (chunk.count - 1, states.current)))
 
     def _count_fork(self, states: RequestStates, unused: list[int]) -> None:
         """Let the parent give up the state that it keeps for forks, once all of them have begun.

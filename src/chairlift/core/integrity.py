@@ -85,7 +85,10 @@ def check_states(scheduler: Scheduler, kv: HybridCache) -> None:
         own = states[request.id]
         assert (own.current == NO_SLOT) == (request.num_planned == 0), f"{request.id} has no state of its tokens"
     for digest, request_id in kv.expected_snapshots().items():
-        assert digest in states[request_id].wanted.values(), f"{request_id} will not take a snapshot that others expect"
+        owner, own = scheduler.get(request_id), states[request_id]
+        assert owner is not None
+        still_to_come = [one for place, one in own.wanted.items() if place >= owner.num_planned or place in own.pending]
+        assert digest in still_to_come, f"{request_id} will not take a snapshot that others expect"
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -110,10 +113,23 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
             assert block not in written
             written.add(block)
+    if isinstance(kv, HybridCache):
+        check_written_states(kv, plan)
     check_planned_states(plan)
     targets = [copy.target for copy in plan.copies]
     assert len(targets) == len(set(targets))
     assert set(targets) <= written, "a block is copied but not written to"
+
+
+def check_written_states(kv: HybridCache, plan: StepPlan) -> None:
+    """Check that each chunk has states, and writes only to slots that its request alone holds and that are no
+    snapshots."""
+    states = kv.states()
+    for chunk, planned in zip(plan.chunks, plan.states, strict=True):
+        held = Counter(states[chunk.request.id].held())
+        for _, slot in planned.writes:
+            assert not kv.slots.is_cached(slot), f"{chunk.request.id} writes state slot {slot}, which is a snapshot"
+            assert held[slot] == kv.slots.references(slot) > 0, f"{chunk.request.id} writes a slot that others hold"
 
 
 def check_planned_states(plan: StepPlan) -> None:

@@ -26,7 +26,7 @@ NO_SLOT = -1  # read: the state is zero; write: the state is not kept
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One tensor of a layer's state, of one sequence: such as conv [channels, width - 1] or recurrent [heads, k, v]."""
+    """One tensor of the state of a sequence, such as convolution [width - 1, channels] or recurrent [heads, k, v]."""
 
     name: str
     shape: tuple[int, ...]

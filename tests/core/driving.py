@@ -136,8 +136,11 @@ def events_of(scheduler: Scheduler, kind: type) -> list[Event]:
     return [event for event in scheduler.drain_events() if isinstance(event, kind)]
 
 
-def run_pipelined(scheduler: Scheduler, depth: int, limit: int = 10_000) -> int:
-    """Like run_to_end, but with `depth` steps planned before their results are read, as on a GPU."""
+def run_pipelined(
+    scheduler: Scheduler, depth: int, limit: int = 10_000, execute: Callable[[StepPlan], None] | None = None
+) -> int:
+    """Like run_to_end, but with `depth` steps planned before their results are read, as on a GPU; `execute` is called
+    with each plan before its result is applied."""
     in_flight: deque[StepPlan] = deque()
     steps = 0
     while scheduler.has_work or in_flight:
@@ -147,7 +150,10 @@ def run_pipelined(scheduler: Scheduler, depth: int, limit: int = 10_000) -> int:
             check_plan(scheduler, plan)
             in_flight.append(plan)
         if in_flight and (len(in_flight) > depth or not plan):
-            scheduler.apply(run_plan(in_flight.popleft()), float(steps))
+            done = in_flight.popleft()
+            if execute is not None:
+                execute(done)
+            scheduler.apply(run_plan(done), float(steps))
             check_accounting(scheduler)
             check_shared_prefixes(scheduler)
         steps += 1

@@ -25,7 +25,7 @@ class MemoryModel:
         sources = [dict(self._device.get(copy.source, {})) for copy in plan.copies]
         for copy, content in zip(plan.copies, sources, strict=True):
             self._device[copy.target] = content
-        self._run_states(plan)
+        self.run_states(plan)
         for chunk in plan.chunks:
             tokens = (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
             for position in range(chunk.end):
@@ -37,10 +37,10 @@ class MemoryModel:
                     found = self._device.get(block, {}).get(offset)
                     assert found == content, f"{chunk.request.id} reads something else at position {position}"
 
-    def _run_states(self, plan: StepPlan) -> None:
+    def run_states(self, plan: StepPlan) -> None:
         """Check the states that chunks continue from, then write those after their rows."""
         written: dict[int, Content] = {}
-        for chunk, states in zip(plan.chunks, plan.states, strict=False):
+        for chunk, states in zip(plan.chunks if plan.states else (), plan.states, strict=True):
             request, tokens = chunk.request, (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
             if chunk.start:
                 expected = (request.salt, tokens[: chunk.start])

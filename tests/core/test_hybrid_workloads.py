@@ -78,6 +78,6 @@ def test_planning_ahead_changes_no_token(seed: int, num_blocks: int, num_slots: 
     for scheduler in (plain, ahead):
         submit_all(scheduler, seed)
     run_to_end(plain)
-    run_pipelined(ahead, depth)
+    run_pipelined(ahead, depth, execute=MemoryModel(ahead.kv.block_size).run_states)
     assert outcome(plain)[:2] == outcome(ahead)[:2]
     check_quiescent(ahead)

@@ -102,7 +102,7 @@ class DraftHead:
 
     def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
         """Where the layer's weights are packed if all drafts of a step can be one call of the fused CPU kernel."""
-        if not self.target.stack.is_one_kernel:
+        if not (self.target.stack.is_one_kernel and self.target.head_format.packs_tiles):
             return None
         from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
 

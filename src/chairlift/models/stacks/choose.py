@@ -23,12 +23,12 @@ def choose_stack(
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts, fused_cpu.LayerTiles(parts.config, parts.layers))
+        return PlainStack(parts, has_own_threads=True)
     if format.keeps_blocks and device.type == "cpu" and dtype is torch.float32:
         from chairlift.models.stacks import fused_cpu
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
-        return PlainStack(parts, has_own_threads=True)
     if format.most_fused_rows and not batch_invariant:
         from chairlift.models.stacks import fused_gpu
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.decoder_layer import add_
@@ -20,6 +21,10 @@ class PlainStack(LayerStack):
         """`has_own_threads`: products run on threads of their own, as the attention does."""
         super().__init__(parts)
         self.has_own_threads = has_own_threads
+
+    def finalize(self) -> None:
+        linears = [linear for layer in self.parts.layers for linear in layer.linears()]
+        self.has_own_threads |= all(isinstance(linear.weight, BlockWeight) for linear in linears)
 
     def first(self, count: int) -> PlainStack:
         return PlainStack(self.parts.first(count), has_own_threads=self.has_own_threads)

@@ -42,6 +42,7 @@ class StoredEmbedding(Embedding):
     def __init__(self, weight: WeightFormat, scale: float, dtype: torch.dtype) -> None:
         super().__init__(torch.empty(0), scale, dtype)
         self.weight = weight
+        weight.looked_up = True
 
     def finalize(self) -> None:
         self.weight = self.weight.finalized()

@@ -48,6 +48,7 @@ class WeightFormat(ABC):
     rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
 
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
+    looked_up = False  # `rows` is called: the weight is an embedding table
     tiles: PackedWeight | None = None
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:

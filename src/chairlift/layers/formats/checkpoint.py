@@ -44,13 +44,15 @@ class CheckpointWeight(WeightFormat):
     def finalized(self) -> WeightFormat:
         parts = [self._parts[first] for first in sorted(self._parts)]
         format = _accepting(parts, self.dtype, self.device)
+        if self.looked_up and not format.keeps_blocks:
+            format = PlainWeight
         weight: WeightFormat
         if self.shared or not parts:  # a tied head: the embedding table was filled
             assert self.plain is not None
             weight = PlainWeight(self.plain, shared=self.shared)
         else:
             weight = format.empty(self.out_features, self.in_features, self.dtype, self.device)
-        weight.batch_invariant = self.batch_invariant
+        weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
         if format is PlainWeight:
             for first, part in self._parts.items():
                 weight.fill_rows(first, part)

@@ -42,7 +42,7 @@ class PlainWeight(WeightFormat):
         return cls(torch.empty(out_features, in_features, dtype=dtype, device=device))
 
     def pack(self) -> None:
-        if self.plain is not None and can_pack(self.plain):
+        if self.plain is not None and can_pack(self.plain) and not self.looked_up:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, EXPECTED_ROWS)
             self.plain = None
 

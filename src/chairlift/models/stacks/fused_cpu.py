@@ -84,7 +84,7 @@ class FusedCPUStack(LayerStack):
         layers = self.parts.layers
         tiles = self._tiles or LayerPanels.of(layers)
         if tiles is None:  # some weight is not in blocks
-            self.has_own_threads = False
+            self.has_own_threads = self.is_one_kernel = False
         else:
             self._fused = FusedCPULayers(self.parts.config, layers, self.parts.norm, tiles)
 

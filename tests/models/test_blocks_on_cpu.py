@@ -10,6 +10,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine import startup
 from chairlift.engine.startup import load_model
 from chairlift.lab.make_model.gguf_file import write_random_gguf
 from chairlift.layers.embedding import StoredEmbedding
@@ -70,6 +71,29 @@ def test_weights_stay_in_blocks_and_run_fused(tmp_path: Path) -> None:
     assert kinds == {"Q4_K", "Q6_K"}
     assert isinstance(model.head.weight, BlockWeight)
     assert model.num_weight_bytes() < 1.06 * path.stat().st_size
+
+
+def test_a_file_on_other_code_is_rounded_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
+    monkeypatch.setattr(startup, "MIN_BLOCK_PARAMETERS", 0)
+    path = str(make(tmp_path, "q4_0", num_hidden_layers=1))
+    formats = {
+        code: load_model(path, EngineConfig(device="cpu", model_impl=code), progress=False).model.quantization
+        for code in ("native", "transformers")
+    }
+    assert formats == {"native": "checkpoint", "transformers": "int8"}
+
+
+def test_a_table_that_is_not_in_blocks_is_looked_up(tmp_path: Path) -> None:
+    """Blocks are multiplied with float32 activations only; in bfloat16, 4-bit weights have another format."""
+    path = str(make(tmp_path, "q4_0", tie_word_embeddings=True, num_hidden_layers=1))
+    found = []
+    for quantization in ("checkpoint", "none"):
+        config = EngineConfig(device="cpu", dtype="bfloat16", quantization=quantization)
+        model: Any = load_model(path, config, progress=False).model
+        found.append(model.embed(torch.tensor([3, 49_151])))
+    torch.testing.assert_close(*found)
 
 
 def test_tokens_do_not_depend_on_batches_and_chunks(tmp_path: Path) -> None:

@@ -146,14 +146,15 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
     if find_instruction_set() is PLAIN:
         log.info("weights are not quantized: this CPU has no instructions for fast 8-bit products")
         return "none"
-    return "checkpoint" if _computes_blocks(checkpoint, num_parameters) else "int8"
+    return "checkpoint" if _computes_blocks(config, checkpoint, num_parameters) else "int8"
 
 
-def _computes_blocks(checkpoint: Checkpoint, num_parameters: int) -> bool:
+def _computes_blocks(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> bool:
     """Whether a CPU computes with the blocks of a GGUF file by default. Small models are faster in 8 bits: they are
     bound by arithmetic, not by reading weights."""
-    is_large = num_parameters >= MIN_BLOCK_PARAMETERS
-    return is_large and checkpoint.format == "gguf" and checkpoint.quantization is not None
+    if num_parameters < MIN_BLOCK_PARAMETERS or checkpoint.format != "gguf" or checkpoint.quantization is None:
+        return False
+    return not format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:

@@ -7,8 +7,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.gguf.names import Source
@@ -45,6 +47,24 @@ def test_blocks_are_integers_with_scales(kind: str, heads: int, tmp_path: Path) 
     assert integers is not None
     assert (integers.bits, integers.group_size) == (4, 32)
     np.testing.assert_allclose(integers.dequantized().double().numpy(), values, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+def test_selected_rows_stay_in_blocks(kind: str, tmp_path: Path) -> None:
+    """As families select them that rotate neighbours; the CPU then multiplies all of them as stored."""
+    whole, values = weight_of(tmp_path, GGMLQuantizationType[kind], HEADS)
+    rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[:16]
+    some = whole.select_rows(rows).select_rows(torch.arange(15, -1, -1))
+    expected = values[rows.flip(0).numpy()]
+    assert tuple(some.shape) == expected.shape
+    np.testing.assert_array_equal(some.dequantized().double().numpy(), expected)
+    integers = some.as_integers()
+    assert integers is not None
+    np.testing.assert_allclose(integers.dequantized().double().numpy(), expected, rtol=1e-6, atol=1e-7)
+    assert BlockWeight.accepts([some], torch.float32, torch.device("cpu"))
+    block = BlockWeight.empty(*some.shape, torch.float32, torch.device("cpu"))
+    block.load([some])
+    np.testing.assert_allclose(block.rows(torch.arange(16)).double().numpy(), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_other_kinds_have_no_integers(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,15 +17,21 @@ GROUP = 32  # columns with a scale of their own, in all three kinds
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeight(StoredWeight):
-    """A matrix of a GGUF file."""
+    """A matrix of a GGUF file, or some rows of it."""
 
     file: GGUFFile
     source: Source
+    selected: np.ndarray | None = None  # the rows of the matrix that these are; None: all
 
     @property
     def shape(self) -> torch.Size:
+        rows, *columns = self._whole_shape
+        return torch.Size((rows if self.selected is None else len(self.selected), *columns))
+
+    @property
+    def _whole_shape(self) -> tuple[int, ...]:
         shape = self.source.tensor.shape
-        return torch.Size(shape if self.source.expert is None else shape[1:])
+        return shape if self.source.expert is None else shape[1:]
 
     @property
     def kind(self) -> str:
@@ -33,15 +39,21 @@ class GGUFWeight(StoredWeight):
         return self.file.kind(self.source.tensor)
 
     def dequantized(self) -> Tensor:
-        return torch.from_numpy(self.source.read(self.file))
+        values = self.source.read(self.file)
+        return torch.from_numpy(values if self.selected is None else values[self.selected])
+
+    def select_rows(self, rows: Tensor) -> GGUFWeight:
+        chosen = rows.numpy()
+        return replace(self, selected=chosen if self.selected is None else self.selected[chosen])
 
     def stored_rows(self) -> np.ndarray:
-        """The bytes of its blocks [rows, bytes], in the order of the file."""
-        return self.file.blocks(self.source.tensor, self.source.expert).reshape(self.shape[0], -1)
+        """The bytes of the blocks of all rows of the matrix [rows, bytes], in the order of the file."""
+        return self.file.blocks(self.source.tensor, self.source.expert).reshape(self._whole_shape[0], -1)
 
     def row_order(self) -> np.ndarray:
         """The stored row of each row."""
-        return self.source.row_order(self.shape[0])
+        order = self.source.row_order(self._whole_shape[0])
+        return order if self.selected is None else order[self.selected]
 
     def as_integers(self) -> GroupedIntegers | None:
         unpack = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}.get(self.kind)
@@ -49,8 +61,7 @@ class GGUFWeight(StoredWeight):
             return None
         blocks = self.file.blocks(self.source.tensor, self.source.expert)
         numbers, scales, offsets = unpack(blocks)
-        rows = self.shape[0]
-        order = self.source.row_order(rows)
+        rows, order = self._whole_shape[0], self.row_order()
 
         def in_order(part: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(part.reshape(rows, -1)[order]))
@@ -63,9 +74,9 @@ class GGUFWeight(StoredWeight):
         blocks = self.file.blocks(self.source.tensor, self.source.expert)
         numbers = _nibbles(blocks[:, 1:])  # [blocks, 32]
         codes = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        rows = self.shape[0]
+        rows, order = self._whole_shape[0], self.row_order()
         return MicroscaledFloats(
-            torch.from_numpy(codes.reshape(rows, -1, 16)), torch.from_numpy(blocks[:, 0].reshape(rows, -1).copy())
+            torch.from_numpy(codes.reshape(rows, -1, 16)[order]), torch.from_numpy(blocks[:, 0].reshape(rows, -1)[order])
         )
 
 

@@ -45,6 +45,15 @@ def test_memory_is_what_the_loaded_model_takes(model_type: str, tied: bool, tmp_
     assert found.stored_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_are_for_cpus_and_hold_the_table(tied: bool, tmp_path: Path) -> None:
+    sizes = SIZES | {"head_dim": 64, "tie_word_embeddings": tied}
+    save(make_reference(tiny_config("llama", **sizes)), tmp_path)
+    found = check_model(str(tmp_path)).formats["blocks"]
+    assert found.device == "CPU"
+    assert found.weight_bytes == pytest.approx(load(tmp_path, quantization="blocks").num_weight_bytes(), rel=0.02)
+
+
 def test_4_bit_weights_are_estimated(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     save(make_reference(tiny_config("llama", **sizes)), tmp_path)

@@ -39,10 +39,12 @@ def _decoder_linears(
     linears = [linear for layer in decoder.layers for linear in layer.linears()]
     table = decoder.vocab_size * decoder.hidden_size
     tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    if format.keeps_blocks:  # of the table, too; a tied head shares it
+        return shapes + [(decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.stores_head and packs_head:
-        linears.append(decoder.head)
-        return [(linear.out_features, linear.in_features) for linear in linears], table if tied else 0
-    return [(linear.out_features, linear.in_features) for linear in linears], 0
+        return [*shapes, (decoder.vocab_size, decoder.hidden_size)], table if tied else 0
+    return shapes, 0
 
 
 def _table_itemsize(format: type[WeightFormat], dtype: torch.dtype) -> int:

@@ -30,6 +30,7 @@ class BlockWeight(WeightFormat):
     """Products are batch-invariant by construction: every row has scales of its own, and integer sums are exact."""
 
     name = "blocks"
+    devices = ("cpu",)
     kv_dtype = torch.bfloat16  # rounding the cache to half its size loses less than rounding the weights
     keeps_blocks = True
 
@@ -48,6 +49,10 @@ class BlockWeight(WeightFormat):
         if importlib.util.find_spec("numba") is None:
             found.append("numba is not installed")
         return found
+
+    @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        return out_features * in_features * (1 + 2 / GROUP)  # what is not in blocks yet gets 8 bits
 
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:

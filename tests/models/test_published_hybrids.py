@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.errors import CorruptCheckpoint
 from chairlift.models import describe
 
 transformers = pytest.importorskip("transformers")
@@ -186,3 +187,12 @@ def test_states_of_a_sequence() -> None:
     assert len(layers) == 36
     assert sum(layer.num_bytes for layer in layers) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
     assert len(describe(PUBLISHED["qwen3 next"]).attention_layers) == 12
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_too_many_layers_are_refused_before_anything_is_made_for_each(name: str) -> None:
+    config = {key: value for key, value in PUBLISHED[name].items() if key != "layer_types"}
+    if "hybrid_override_pattern" in config or "layers_block_type" in config:
+        pytest.skip("the list in the file has the number of layers")
+    with pytest.raises(CorruptCheckpoint, match="num_hidden_layers must be an integer between 1 and 4096"):
+        describe(config | {"num_hidden_layers": 2**30})

@@ -7,6 +7,7 @@ from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
 
+MAX_LAYERS = 4096
 MAX_SIZE = 2**31  # far above any dimension of a real model; a hostile config must not cause an allocation
 SMALLEST, LARGEST = 1e-30, 1e30  # numbers beyond would overflow what is computed with them
 

@@ -51,7 +51,9 @@ def latent_layer(shape: LatentShape, fields: Fields, rope: Mapping[str, Any], in
 
 def _yarn_scale(rope: Fields) -> float:
     """The part of yarn's attention factor that also multiplies the dimensions without rotation."""
-    weight, factor = rope.optional_number("mscale_all_dim"), rope.optional_number("factor") or 1.0
-    if weight is None or factor <= 1 or (rope.raw("rope_type") or rope.raw("type") or "default") == "default":
+    factor = rope.optional_number("factor") or 1.0
+    if not rope.raw("mscale_all_dim") or factor <= 1:
         return 1.0
-    return 0.1 * weight * math.log(factor) + 1.0
+    if (rope.raw("rope_type") or rope.raw("type") or "default") == "default":
+        return 1.0
+    return 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0

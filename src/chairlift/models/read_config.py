@@ -17,12 +17,11 @@ from chairlift.layers.rope import Rope
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
 from chairlift.models.families import Family, find_family
-from chairlift.models.fields import Fields
+from chairlift.models.fields import MAX_LAYERS, Fields
 from chairlift.models.latent import latent_layer, read_latent
 from chairlift.models.recurrent import LayerBlocks
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
-MAX_LAYERS = 4096
 MAX_HEAD_DIM = 2**14  # a rope has half as many frequencies
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 

@@ -13,7 +13,7 @@ from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
 from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
-from chairlift.models.fields import LARGEST, Fields
+from chairlift.models.fields import LARGEST, MAX_LAYERS, Fields
 
 _WHERE = "config.json"
 
@@ -45,9 +45,13 @@ _BY_TYPE = {
 }
 
 
+def _num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", high=MAX_LAYERS)
+
+
 def listed_blocks(fields: Fields) -> list[LayerBlocks]:
     """By `layer_types`, or attention in every nth layer."""
-    count = fields.integer("num_hidden_layers")
+    count = _num_layers(fields)
     if "layer_types" not in fields:
         interval = fields.integer("full_attention_interval")
         return [_RECURRENT if (index + 1) % interval else _ATTENTION for index in range(count)]
@@ -64,15 +68,15 @@ def indexed_blocks(fields: Fields) -> list[LayerBlocks]:
         return listed_blocks(fields)
     key = "attn_layer_indices" if "attn_layer_indices" in fields else "full_attn_idxs"
     attention = fields.items(key, int)
-    return [_ATTENTION if i in attention else _RECURRENT for i in range(fields.integer("num_hidden_layers"))]
+    return [_ATTENTION if i in attention else _RECURRENT for i in range(_num_layers(fields))]
 
 
 def both_blocks(fields: Fields) -> list[LayerBlocks]:
-    return [LayerBlocks(attention=True, recurrent=True)] * fields.integer("num_hidden_layers")
+    return [LayerBlocks(attention=True, recurrent=True)] * _num_layers(fields)
 
 
 def only_recurrent_blocks(fields: Fields) -> list[LayerBlocks]:
-    return [LayerBlocks(recurrent=True, mlp=False)] * fields.integer("num_hidden_layers")
+    return [LayerBlocks(recurrent=True, mlp=False)] * _num_layers(fields)
 
 
 def single_blocks(fields: Fields) -> list[LayerBlocks]:
@@ -136,7 +140,7 @@ def kimi_blocks(fields: Fields) -> list[LayerBlocks]:
     if "layer_types" in fields or "full_attn_layers" not in section:
         return listed_blocks(fields)
     attention = section.items("full_attn_layers", int)
-    return [_ATTENTION if i + 1 in attention else _RECURRENT for i in range(fields.integer("num_hidden_layers"))]
+    return [_ATTENTION if i + 1 in attention else _RECURRENT for i in range(_num_layers(fields))]
 
 
 def short_convolution(fields: Fields) -> ShortConvolutionShape:

@@ -13,7 +13,7 @@ from chairlift.loading.json_file import decode_special_floats
 from chairlift.models.fallback.adapters import find_adapter
 from chairlift.models.fallback.plugged import ADAPTED_NAME, REGISTERED_NAME, PluggedModel, register_attention
 from chairlift.models.families import FAMILIES
-from chairlift.models.read_config import MAX_LAYERS
+from chairlift.models.fields import MAX_LAYERS
 
 # Fields that only configs of sparse attention have: a small network chooses the keys that a token attends to.
 SPARSE_FIELDS = ("index_topk", "index_topk_blocks")

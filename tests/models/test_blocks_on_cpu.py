@@ -12,9 +12,11 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import startup
 from chairlift.engine.startup import load_model
+from chairlift.errors import InvalidParameter
 from chairlift.lab.make_model.gguf_file import write_random_gguf
 from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.blocks import BlockWeight
+from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.models.stacks.fused_cpu import FusedCPUStack
 
 SHAPE: dict[str, Any] = {
@@ -94,6 +96,22 @@ def test_a_table_that_is_not_in_blocks_is_looked_up(tmp_path: Path) -> None:
         model: Any = load_model(path, config, progress=False).model
         found.append(model.embed(torch.tensor([3, 49_151])))
     torch.testing.assert_close(*found)
+
+
+def test_shapes_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
+    missing = dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings"))
+    path = make(tmp_path, "q8_0", **missing, rope_parameters={"rope_theta": 5e5}, num_hidden_layers=1)
+    config = open_checkpoint(path).config
+    assert (config["num_key_value_heads"], config["rope_theta"]) == (4, 5e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"), [({"vocab_size": 32_000}, "must not be below the 49152 tokens"), ({"hidden_size": None}, "lacks")]
+)
+def test_shapes_that_cannot_be_files_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match=problem):
+        make(tmp_path, "q4_0", **changes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokens_do_not_depend_on_batches_and_chunks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder with random weights and the tokenizer of the default model."""
+"""Writes a checkpoint folder with random weights and without a tokenizer."""
 
 from __future__ import annotations
 

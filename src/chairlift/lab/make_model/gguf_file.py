@@ -20,6 +20,7 @@ MIXED = {"q4_k_m": ("Q4_K", "Q6_K"), "q5_k_m": ("Q5_K", "Q6_K")}
 FORMATS = (*(name.lower() for name in KINDS if name not in ("Q4_K", "Q5_K")), *MIXED)
 # Instead of kinds with 256 columns, where rows are not multiples of it.
 SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 UNUSED = 5  # the type of a token in GGUF files
 
 Matrix = tuple[str, int, int]
@@ -30,10 +31,11 @@ def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Cal
     """Write a file of `config`'s shape; `format` is one of FORMATS."""
     import gguf
 
-    model_type = config["model_type"]
+    model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         problem = f"a GGUF file can be made of {', '.join(ARCHITECTURES)} models, not of {model_type}"
         raise InvalidParameter("shape", problem)
+    config = _with_defaults(config)
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
     _add_shape(writer, config)
@@ -55,6 +57,17 @@ def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Cal
         note(name)
         writer.write_tensor_data(random_matrix(kind, rows, columns, random))
     writer.close()
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with what its file may leave out."""
+    given = {name: value for name, value in config.items() if value is not None}
+    lacking = [name for name in REQUIRED if name not in given]
+    if lacking:
+        raise InvalidParameter("shape", f"its config.json lacks {', '.join(lacking)}")
+    theta = (given.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
+    heads = {"num_key_value_heads": given["num_attention_heads"]}
+    return heads | {"rms_norm_eps": 1e-6, "rope_theta": theta, "max_position_embeddings": 2048} | given
 
 
 def _add_shape(writer: Any, config: dict[str, Any]) -> None:
@@ -82,6 +95,9 @@ def _add_tokenizer(writer: Any, vocab_size: int) -> None:
             continue
         value = field.contents()
         if name == "tokenizer.ggml.tokens":
+            if len(value) > vocab_size:
+                problem = f"vocab_size ({vocab_size}) must not be below the {len(value)} tokens of the default model"
+                raise InvalidParameter("shape", problem)
             value = [*value, *(f"<unused_{index}>" for index in range(len(value), vocab_size))]
         elif name == "tokenizer.ggml.token_type":
             value = [*value, *[UNUSED] * (vocab_size - len(value))]

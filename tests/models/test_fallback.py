@@ -195,6 +195,15 @@ def test_too_many_layers_are_refused() -> None:
         describe({"model_type": "gpt_neox", "num_hidden_layers": 10**7})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_biases_of_keys_survive_a_cache_in_16_bits(dtype: torch.dtype) -> None:
+    bias, scale = torch.arange(1990, 2000)[:, None] * torch.tensor([0.707, 0.01]), 0.25
+    q, k, v = torch.zeros(3, 1, 2, 10, 8, dtype=dtype)
+    q, k, v = with_bias(q, k, v, bias, scale)
+    scores = q.float() @ k.bfloat16().float().mT * scale
+    torch.testing.assert_close(scores[0, :, 0], bias.T, rtol=2**-15, atol=0)
+
+
 def test_dynamic_rope_stays_within_the_trained_length() -> None:
     longrope = {
         "rope_type": "longrope",

@@ -71,12 +71,13 @@ class AttentionAdapter(ABC):
 def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Widen the heads so that a key carries its bias: any attention kernel then adds it, without knowing of it.
 
-    The bias is split in two numbers, because one in 16 bits would be too coarse at far positions.
+    The bias is split in two numbers, because one in 16 bits, as the cache may have them, would be too coarse at far
+    positions.
     """
     if k.shape[1] != q.shape[1]:  # the bias differs between heads, so they cannot share their keys
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
     width = -(k.shape[-1] + 2) % BIAS_ALIGNMENT
-    high = bias.to(k.dtype)
+    high = bias.bfloat16().to(k.dtype)
     low = (bias - high.to(bias.dtype)).to(k.dtype)
     carried = torch.stack((high, low), dim=-1).transpose(0, 1)[None]  # [1, heads, T, 2]
     selecting = q.new_full((*q.shape[:-1], 2), 1 / scale)

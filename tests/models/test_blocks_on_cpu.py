@@ -18,6 +18,7 @@ from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.models.stacks.fused_cpu import FusedCPUStack
+from tests.runner.gpu_speculation import write_random_head
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
@@ -96,6 +97,15 @@ def test_a_table_that_is_not_in_blocks_is_looked_up(tmp_path: Path) -> None:
         model: Any = load_model(path, config, progress=False).model
         found.append(model.embed(torch.tensor([3, 49_151])))
     torch.testing.assert_close(*found)
+
+
+def test_a_draft_head_works_beside_blocks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
+    path = str(make(tmp_path, "q4_0", **sizes, num_hidden_layers=2, tie_word_embeddings=True))
+    options: dict[str, Any] = {"quantization": "checkpoint", "max_model_len": 256, "progress": False}
+    model: Any = load_model(path, EngineConfig(quantization="checkpoint"), progress=False).model
+    drafting = LLM(path, speculate=f"draft:{write_random_head(tmp_path, model)}", **options)
+    assert tokens(drafting, PROMPTS) == tokens(LLM(path, **options), PROMPTS)
 
 
 def test_shapes_may_leave_out_what_has_a_default(tmp_path: Path) -> None:

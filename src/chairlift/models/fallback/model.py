@@ -166,7 +166,7 @@ class TransformersModel:
         self.recurrent_layers = info.recurrent_layers
         self.dtype, self.kv_dtype = dtype, format.kv_dtype or dtype
         self.quantization = format.name
-        self.has_own_threads = format.packs_tiles  # else the linear maps run on torch's threads
+        self.has_own_threads = format.packs_tiles or format.keeps_blocks  # else the linear maps run on torch's threads
         self.allows_capture = True  # as CUDA graphs
         self.device = device
         self._weight_bytes = num_weight_bytes(plugged.shell)

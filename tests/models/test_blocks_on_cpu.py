@@ -116,7 +116,8 @@ def test_shapes_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"), [({"vocab_size": 32_000}, "must not be below the 49152 tokens"), ({"hidden_size": None}, "lacks")]
+    ("changes", "problem"),
+    [({"vocab_size": 32_000}, "must not be below the 49152 tokens"), ({"hidden_size": None}, "lacks")],
 )
 def test_shapes_that_cannot_be_files_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=problem):

@@ -76,7 +76,8 @@ class GGUFWeight(StoredWeight):
         codes = numbers[:, 0::2] | numbers[:, 1::2] << 4
         rows, order = self._whole_shape[0], self.row_order()
         return MicroscaledFloats(
-            torch.from_numpy(codes.reshape(rows, -1, 16)[order]), torch.from_numpy(blocks[:, 0].reshape(rows, -1)[order])
+            torch.from_numpy(codes.reshape(rows, -1, 16)[order]),
+            torch.from_numpy(blocks[:, 0].reshape(rows, -1)[order]),
         )
 
 

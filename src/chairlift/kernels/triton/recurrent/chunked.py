@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, shared_memory
 from chairlift.kernels.triton.recurrent.recurrence import StateRule
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
 
 ROWS = 64  # of a tile
+LEAST_SHARED_MEMORY = 131_072  # bytes that tiles of so many rows need; with less, they have half as many
 BLOCK = 16  # of rows whose inverse is a product of powers: more would lose digits
 COLUMNS = 64  # of the state in one program
 
@@ -232,6 +233,7 @@ def run_chunks(
     more_than: int,
 ) -> None:
     """Fill the rows of `out` that belong to sequences with more than `more_than` rows."""
+    rows = ROWS if shared_memory(v.device) >= LEAST_SHARED_MEMORY else ROWS // 2
     heads, values = v.shape[1:]
     key_heads, dim = q.shape[1:]
     block_dim, block_values = (max(16, next_power_of_2(size)) for size in (dim, values))
@@ -244,7 +246,7 @@ def run_chunks(
         "VALUES": values,
         "MORE_THAN": more_than,
         "NORMALIZE": rule.normalize,
-        "ROWS": ROWS,
+        "ROWS": rows,
         "BLOCK_DIM": block_dim,
         **overlapping(v.device),
     }
@@ -252,7 +254,7 @@ def run_chunks(
     if rule.delta:
         w = torch.empty(len(v), heads, dim, dtype=v.dtype, device=v.device)
         u = torch.empty(len(v), heads, values, dtype=v.dtype, device=v.device)
-        _solve_kernel[(num_tiles(batch, ROWS), heads)](
+        _solve_kernel[(num_tiles(batch, rows), heads)](
             k,
             v,
             decay,

@@ -50,6 +50,21 @@ def test_failing_restarting_and_avoided_replicas_are_the_last_choice() -> None:
     assert [one.state for one in table.replicas()] == ["failing", "restarting", "ready"]
 
 
+def test_a_replica_is_chosen_again_once_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("chairlift.cluster.serving.routing_table.time.monotonic", lambda: now)
+    table = table_of(a=ReplicaLoad(), b=ReplicaLoad(is_ready=False))
+    assert {table.route(SMALL)[0].id for _ in range(4)} == {"a"}
+    table.update([("a", INFO, ReplicaLoad()), ("b", INFO, ReplicaLoad())])
+    table.failed("a")
+    assert {table.route(SMALL)[0].id for _ in range(4)} == {"b"}
+    now += 1000
+    assert {table.route(SMALL)[0].id for _ in range(9)} == {"a", "b"}
+    table.failed("b")
+    table.update([("a", INFO, ReplicaLoad())])
+    assert table.route(SMALL)[0].id == "a"
+
+
 def test_load_that_others_cause_counts() -> None:
     table = table_of(a=ReplicaLoad(pending_tokens=5000), b=ReplicaLoad())
     assert [table.route(SMALL)[0].id for _ in range(5)] == ["b"] * 5

@@ -85,10 +85,17 @@ class ReplicaLoads:
             heapify(self._heap)
 
     def least(self, excluded: Container[ReplicaId] = ()) -> ReplicaId:
-        """The replica with the least to compute; of several, the one that was sent the least so far."""
-        if excluded:
-            return min((replica for replica in self._replicas if replica not in excluded), key=self.rank)
-        heap = self._heap
-        while heap[0][2] not in self._replicas or self.rank(heap[0][2]) != heap[0]:
-            heappop(heap)
-        return heap[0][2]
+        """The replica with the least to compute; of several, the one that was sent the least so far. At least one is
+        not in `excluded`."""
+        heap, skipped = self._heap, []
+        while True:
+            first = heap[0]
+            if first[2] not in self._replicas or self.rank(first[2]) != first:
+                heappop(heap)
+            elif first[2] in excluded:
+                skipped.append(heappop(heap))
+            else:
+                break
+        for rank in skipped:
+            heappush(heap, rank)
+        return first[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from chairlift.cluster.routing.request import RoutedRequest
@@ -38,6 +38,7 @@ class RoutingTable:
     def __init__(self, policy: str) -> None:
         self._router = Router(policy)
         self._replicas: dict[str, KnownReplica] = {}
+        self._doubtful: set[str] = set()  # may not be ready; all others are, so that a choice need not look at all
         self._lock = threading.Lock()
         self.reads_prefixes = self._router.policy.reads_prefixes
 
@@ -47,6 +48,7 @@ class RoutingTable:
             current = {replica: (info, load) for replica, info, load in seen}
             for replica in self._replicas.keys() - current.keys():
                 del self._replicas[replica]
+                self._doubtful.discard(replica)
                 self._router.remove(replica)
             for replica, (info, load) in current.items():
                 if replica not in self._replicas:
@@ -54,20 +56,23 @@ class RoutingTable:
                     self._router.add(replica, info.num_tokens)
                 if load is not None and load != self._replicas[replica].load:
                     self._replicas[replica].load = load
+                    if not load.is_ready:
+                        self._doubtful.add(replica)
                     self._router.loads.report(replica, load.pending_tokens, load.held_tokens)
 
     def replicas(self) -> list[KnownReplica]:
         with self._lock:
             return list(self._replicas.values())
 
-    def route(self, request: RoutedRequest, avoided: Container[str] = ()) -> tuple[KnownReplica, Route]:
+    def route(self, request: RoutedRequest, avoided: Collection[str] = ()) -> tuple[KnownReplica, Route]:
         """Choose a replica. One that is `avoided`, failing or restarting is only taken if there is no other."""
         with self._lock:
             if not self._replicas:
                 raise NoReplica
-            bad = {one.id for one in self._replicas.values() if one.id in avoided or one.state != "ready"}
+            self._doubtful = {one for one in self._doubtful if self._replicas[one].state != "ready"}
+            bad = self._doubtful | {one for one in avoided if one in self._replicas}
             if len(bad) == len(self._replicas):
-                bad = {replica for replica in self._replicas if replica in avoided}
+                bad = {one for one in avoided if one in self._replicas}
             if len(bad) == len(self._replicas):
                 bad = set()
             route = self._router.route(request, bad)
@@ -86,6 +91,7 @@ class RoutingTable:
         with self._lock:
             if replica in self._replicas:
                 self._replicas[replica].suspect_until = time.monotonic() + SUSPECT_SECONDS
+                self._doubtful.add(replica)
 
 
 _tables: dict[str, RoutingTable] = {}  # of this process, by policy

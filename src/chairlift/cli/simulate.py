@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -181,7 +184,7 @@ def simulate(
     size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
     engines = [make_replica(index) for index in range(fleet.replicas)]
     begun = time.perf_counter()
-    with watch(enabled=not quiet) as note:
+    with watch(enabled=not quiet) as note, _no_garbage_collection():
         outcome = run(
             coming, engines, Router(fleet.router), size=size, progress=lambda done: note(f"{done:,} requests")
         )
@@ -212,6 +215,16 @@ def simulate(
         "seed": seed,
     }
     report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Large fleets have millions of objects but few cycles: collections would take a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.kv.prefix_index import PrefixIndex
+from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch, TokenHolder
 from chairlift.core.request import Request
 from chairlift.lab.simulator.block_pool import CountingBlockPool
 
@@ -20,6 +20,7 @@ class LazyPrefixIndex(PrefixIndex):
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size, quick_digest)
+        self._digest_of: dict[int, bytes] = {}
         self._deferred: dict[bytes, Callable[[], None]] = {}  # digest -> callback that indexes the block
 
     def defer(self, digest: bytes, index_now: Callable[[], None]) -> None:
@@ -39,8 +40,35 @@ class LazyPrefixIndex(PrefixIndex):
             self._deferred[digest]()
         return super()._lookup(digest)
 
+    # Without the tokens of blocks and without the digests of evicted ones: fleets of 1,000 replicas fit into memory.
+
+    def find(self, request: TokenHolder) -> PrefixMatch:
+        blocks: list[int] = []
+        for position in range((request.num_known - 1) // self.block_size):
+            digest = self.digest(request, position)
+            block = self._lookup(digest)
+            if block is None:
+                return PrefixMatch(tuple(blocks), Miss.NEVER_SEEN, in_progress=digest in self._claims)
+            blocks.append(block)
+        return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
+
+    def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
+        digests = self.digests(request, first + len(blocks))
+        inserted = []
+        for position, block in enumerate(blocks, first):
+            digest = digests[position]
+            if self._lookup(digest) is None:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+                self._claims.pop(digest, None)
+                inserted.append(block)
+        return inserted
+
     def remove(self, blocks: Iterable[int]) -> None:
-        super().remove(block for block in blocks if block in self._entry_of)  # others: `leave_blocks`
+        for block in blocks:
+            digest = self._digest_of.pop(block, None)
+            if digest is not None:  # blocks with generated tokens are not indexed: `leave_blocks`
+                del self._block_of[digest]
 
 
 class SimulatedKVCache(KVCache):

@@ -66,6 +66,13 @@ class EngineConfig:
         check=at_least(1),
         default_text="the model's limit",
     )
+    weight_cache: str | None = option(
+        None,
+        help="Folder for packed weights of CPUs, which later starts map instead of packing them again; off: none.",
+        group=MODEL,
+        metavar="FOLDER",
+        default_text="weights, in the folder for fetched models",
+    )
     reasoning_parser: str | None = option(
         None,
         help="Format of the model's reasoning; none keeps it in the content.",
@@ -117,6 +124,13 @@ class EngineConfig:
         help="On a GPU, capture steps as CUDA graphs and replay them.",
         group=DEVICE,
         opposite_aliases=("enforce_eager",),
+    )
+    threads: int | None = option(
+        None,
+        help="Threads that compute on a CPU.",
+        group=DEVICE,
+        check=at_least(1),
+        default_text="one per physical core that the process may use",
     )
     batch_invariant: bool = option(
         False,
@@ -289,6 +303,8 @@ class EngineConfig:
         check_speculate(self.speculate, self.draft_length)
         self.make_policy()
         self.make_ordering()
+        if self.weight_cache == "":
+            raise InvalidParameter("weight_cache", "must be a folder, or off")
         if self.memory_share is not None and self.kv_memory is not None:
             raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         if self.max_batch_requests is not None and self.max_batch_tokens is not None:

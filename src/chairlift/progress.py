@@ -1,10 +1,17 @@
-"""A progress bar for generation, on standard error if that is a terminal."""
+"""Progress of generation and of loading, on standard error."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+log = logging.getLogger("chairlift")
+
+LOG_SECONDS = 10.0  # between two lines of a long load, where there is no terminal
 
 Advance = Callable[[int, int], None]
 """Called with the number of open requests and of tokens generated so far."""
@@ -37,3 +44,56 @@ def generation_progress(num_requests: int, *, enabled: bool) -> Iterator[Advance
             progress.update(task, completed=num_requests - num_open, speed=speed)
 
         yield advance
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> Any: ...
+
+
+Tensors = TypeVar("Tensors", bound=Shaped)
+Watch = Callable[[Iterable[tuple[str, Tensors]]], Iterator[tuple[str, Tensors]]]
+"""Passes a stream of named tensors on and shows how many of the weights are done."""
+
+
+@contextmanager
+def loading_progress(num_weights: int, *, enabled: bool) -> Iterator[Watch[Any]]:
+    """A bar on a terminal; elsewhere a line in the log every ten seconds."""
+    report, close = _bar(num_weights) if enabled and sys.stderr.isatty() else (_log_lines(num_weights), lambda: None)
+
+    def watch(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        done = 0
+        for name, tensor in tensors:
+            yield name, tensor
+            done += tensor.shape.numel()
+            report(min(done, num_weights))
+
+    try:
+        yield watch
+    finally:
+        close()
+
+
+def _bar(total: int) -> tuple[Callable[[int], None], Callable[[], None]]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    except ImportError:  # rich is an optional dependency
+        return _log_lines(total), lambda: None
+    columns = (TextColumn("loading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task("loading", total=total)
+    progress.start()
+    return lambda done: progress.update(task, completed=done), progress.stop
+
+
+def _log_lines(total: int) -> Callable[[int], None]:
+    last = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > LOG_SECONDS:
+            last = time.monotonic()
+            log.info(f"loading    {done / max(1, total):.0%} of the weights")
+
+    return report

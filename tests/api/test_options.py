@@ -83,6 +83,7 @@ def test_most_options_have_a_check() -> None:
         "api_key_file",
         "cors_origin",
         "allowed_host",
+        "weight_cache",  # any folder
     }
 
 

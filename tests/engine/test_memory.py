@@ -15,6 +15,7 @@ from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.layers.recurrent.interface import RecurrentLayer, StateSpec
+from chairlift.machine import cgroup
 from chairlift.runner import device_memory
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_the_log_shows_the_arithmetic_as_documented() -> None:
 
 def test_the_cache_gets_a_share_of_free_memory_limited_to_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4 * 1000 * per_block)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device, **_: 4 * 1000 * per_block)
     assert plan(None).num_blocks == 1000
     assert plan(None, memory_share=0.5).num_blocks == 2000
     assert plan(None, max_batch_requests=2).num_blocks == 2 * 2048 // 16
@@ -65,7 +66,7 @@ def test_the_cache_gets_a_share_of_free_memory_limited_to_a_full_batch(monkeypat
 
 def test_the_largest_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4000 * per_block)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device, **_: 4000 * per_block)
     beside = plan(None, step_bytes=400 * per_block)
     assert beside.num_blocks == 900
     assert "25% of free memory beside 281.2 MiB for the largest step" in beside.source
@@ -92,7 +93,7 @@ def test_invalid_sizes_are_refused(text: int | str) -> None:
 def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "MOUNT", tmp_path)
     monkeypatch.setattr(device_memory, "_available_to_machine", lambda: 1000)
     assert device_memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("max\n")

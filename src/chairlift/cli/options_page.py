@@ -53,7 +53,7 @@ OTHER_VARIABLES = """\
 | variable | meaning |
 |---|---|
 | `CHAIRLIFT_API_KEY` | for `serve` a key to require besides those of `--api-key`; for other commands the key to send |
-| `CHAIRLIFT_CACHE` | the folder for fetched models |
+| `CHAIRLIFT_CACHE` | the folder for fetched models and packed weights |
 | `CHAIRLIFT_DEBUG` | `1` shows errors with their traceback |
 | `CHAIRLIFT_PLUGINS` | modules or .py files with own policies, orderings, backends, …; separated by commas |
 """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
 from chairlift.config import EngineConfig, check_batch_requests
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, on_gpu
+from chairlift.machine.cores import default_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
@@ -44,7 +45,21 @@ def batch_tokens(config: EngineConfig) -> int:
         return config.max_batch_tokens
     if on_gpu(torch_device(config)):
         return BATCH_TOKENS_ON_GPU
-    return max(256, min(128 * (os.cpu_count() or 1), 2048))
+    return max(256, min(128 * num_threads(config), 2048))
+
+
+def num_threads(config: EngineConfig) -> int:
+    """`threads`: by default as many as there are cores that the process may use."""
+    return config.threads or default_threads()
+
+
+def use_threads(count: int) -> None:
+    """Let torch and our kernels compute with this number of threads."""
+    torch.set_num_threads(count)
+    if find_spec("numba") is not None:
+        from chairlift.kernels.cpu.threads import set_team_size
+
+        set_team_size(count)
 
 
 def prefill_tokens(config: EngineConfig) -> int:

@@ -92,6 +92,7 @@ class RunnerFactory:
             max_model_len=self.max_model_len,
             max_batch_requests=batch_requests(config),
             step_bytes=step_bytes,
+            mapped_bytes=self.model.num_mapped_bytes(),
             recurrent=self.model.recurrent_layers,
             state_memory=config.state_memory,
             states_per_request=1 + self._drafts_per_request + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),

@@ -25,10 +25,20 @@ from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.core.scheduler.work_forecast import WorkForecast
 from chairlift.engine.engine import Engine
 from chairlift.engine.kv_dtype import check_kv_dtype
-from chairlift.engine.machine_defaults import batch_requests, batch_tokens, prefill_tokens, torch_device, torch_dtype
+from chairlift.engine.load_memory import expected_weight_bytes, require_memory
+from chairlift.engine.machine_defaults import (
+    batch_requests,
+    batch_tokens,
+    num_threads,
+    prefill_tokens,
+    torch_device,
+    torch_dtype,
+    use_threads,
+)
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.recurrent_options import check_recurrent_options
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
+from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
@@ -36,9 +46,12 @@ from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.loading.weight_cache.store import WeightStore
+from chairlift.machine.numa import interleaved
 from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
+from chairlift.progress import loading_progress
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.option import drafts_per_request, proposer_factory
@@ -97,18 +110,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, info.num_parameters)
     quantization = _quantization(config, checkpoint, info.num_parameters)
-    as_stored = quantization == "checkpoint"
-    with torch.inference_mode():
-        model = build_model(
-            checkpoint.config,
-            read_ahead(checkpoint.stored() if as_stored else dequantized_matrices(checkpoint.stored())),
-            dtype=torch_dtype(config),
-            device=torch_device(config),
-            max_len=config.max_model_len,
-            quantization=quantization,
-            quantize_head=config.quantize_head,
-            batch_invariant=config.batch_invariant,
-        )
+    model = _build(checkpoint, quantization, info.num_parameters, config, progress=progress)
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     if not is_native(checkpoint.config):
@@ -118,6 +120,36 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     if checkpoint.quantization is not None:
         log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding)
+
+
+def _build(
+    checkpoint: Checkpoint, quantization: str, num_parameters: int, config: EngineConfig, *, progress: bool
+) -> CausalLM:
+    """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
+    device, dtype = torch_device(config), torch_dtype(config)
+
+    def build(store: WeightStore) -> CausalLM:
+        lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
+        stored = checkpoint.stored()
+        with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
+            return build_model(
+                checkpoint.config,
+                watched(read_ahead(stored if lazily else dequantized_matrices(stored))),
+                dtype=dtype,
+                device=device,
+                max_len=config.max_model_len,
+                quantization=quantization,
+                quantize_head=config.quantize_head,
+                batch_invariant=config.batch_invariant,
+                weight_store=store,
+            )
+
+    if device.type != "cpu" or config.load_format == "dummy":
+        return build(WeightStore())
+    use_threads(num_threads(config))
+    num_bytes = expected_weight_bytes(checkpoint, quantization, dtype)
+    require_memory(checkpoint, num_bytes, dtype, config)
+    return build_with_cache(build, checkpoint, quantization, num_bytes, config)
 
 
 def _use_of_weights(model: CausalLM, quantization: str) -> str:

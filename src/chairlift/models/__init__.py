@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from chairlift.layers.formats.base import WeightFormat
     from chairlift.loading.stored_weight import StoredWeight
+    from chairlift.loading.weight_cache.store import WeightStore
     from chairlift.models.base import CausalLM, ModelInfo
 
 
@@ -42,13 +43,15 @@ def build_model(
     quantization: str = "none",
     quantize_head: bool = False,
     batch_invariant: bool = False,
+    weight_store: WeightStore | None = None,
 ) -> CausalLM:
     """Build the model that `config` (a config.json) describes, with its weights from `tensors`.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each is copied
     and released. `max_len` promises that no sequence will be longer; by default the model's own limit. `quantization`
     is the format of the weights, with `quantize_head` also of the language-model head. `batch_invariant` makes a
-    token's numbers independent of the rest of the batch.
+    token's numbers independent of the rest of the batch. `weight_store` has packed weights, which are used instead of
+    those of `tensors`, or is given them.
     """
     from chairlift.layers.formats import FORMATS
     from chairlift.loading.stored_weight import dequantized
@@ -75,6 +78,7 @@ def build_model(
             format=FORMATS.get(quantization),
             quantize_head=quantize_head,
             batch_invariant=batch_invariant,
+            weight_store=weight_store,
         )
     except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU
         count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")

@@ -69,6 +69,10 @@ class CausalLM(Protocol):
 
     def num_weight_bytes(self) -> int: ...
 
+    def num_mapped_bytes(self) -> int:
+        """Bytes of weights that are mapped from a file, whose pages the system counts as free memory."""
+        ...
+
     @property
     def quantization(self) -> str:
         """The name of the weights' format; "none" if they are not quantized."""

@@ -19,6 +19,7 @@ from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.layers.rows import one_by_one
+from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -43,11 +44,15 @@ class Decoder:
         format: type[WeightFormat] = PlainWeight,
         quantize_head: bool = False,
         batch_invariant: bool = False,
+        weight_store: WeightStore | None = None,
     ) -> None:
         """`quantize_head`: store the head in `format`, too, also where the format leaves it plain by default.
 
         `batch_invariant`: make a token's numbers the same, bit for bit, whatever else is in the same step.
+
+        `weight_store`: has packed weights, or is given them.
         """
+        self._store = weight_store or WeightStore()
         self.config = config
         self.format = format
         self._quantize_head = quantize_head
@@ -102,6 +107,7 @@ class Decoder:
             device=device,
             batch_invariant=batch_invariant,
         )
+        self._restore()
         self._num_missing = [sum(1 for _ in layer.targets()) for layer in self.layers]  # targets still to be filled
 
     @property
@@ -156,24 +162,56 @@ class Decoder:
         self._num_missing[index] -= 1
         if self._num_missing[index] == 0:
             self.stack.before_packing(self.layers[index])
-            for linear in self.layers[index].linears():
+            for number, linear in enumerate(self.layers[index].linears()):
                 linear.finalize()
+                self._keep(f"layers.{index}.{number}", linear.weight)
 
     def finalize(self) -> None:
         """Called once every target is filled. One part after the other, so that memory never holds two models."""
         if isinstance(self.embedding, StoredEmbedding):
             self.embedding.finalize()
+            self._keep(EMBEDDING, self.embedding.weight)
             if self.config.tied_head:
                 self.head = Linear(self.embedding.weight)
         for part in self._parts():
             part.finalize()
+        if not self._shares_table:
+            self._keep(HEAD, self.head.weight)
         if not isinstance(self.embedding, StoredEmbedding):
             self.embedding.table = self.format.embedding(self.embedding.table)
         if self.per_layer is not None:
             self.per_layer.table = self.format.embedding(self.per_layer.table)
+        self.stack.keep(self._store)
         self.stack.finalize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory of replaced weights to the KV cache
+
+    @property
+    def _shares_table(self) -> bool:
+        """Whether the head multiplies with the embedding table itself."""
+        return self.config.tied_head and isinstance(self.embedding, StoredEmbedding)
+
+    def _restore(self) -> None:
+        """Use the packed weights that the store has; what a checkpoint holds for them is then ignored."""
+        for index, layer in enumerate(self.layers):
+            for number, linear in enumerate(layer.linears()):
+                linear.weight = self._found(f"layers.{index}.{number}", linear.weight)
+        if isinstance(self.embedding, StoredEmbedding):
+            self.embedding.weight = self._found(EMBEDDING, self.embedding.weight)
+            if self.config.tied_head:
+                self.head = Linear(self.embedding.weight)
+        if not self._shares_table:
+            self.head.weight = self._found(HEAD, self.head.weight)
+        self.stack.restore(self._store)
+
+    def _found(self, name: str, weight: WeightFormat) -> WeightFormat:
+        found = self._store.find(name)
+        return weight if found is None else weight.restored_from(found)
+
+    def _keep(self, name: str, weight: WeightFormat) -> None:
+        arrays = weight.packed_arrays()
+        if arrays and not weight.restored:
+            weight.use_arrays(self._store.keep(name, weight.name, arrays))
 
     def tap(self, layers: Iterable[int]) -> None:
         """Return the inputs of these layers as well, in addition to those tapped before."""
@@ -218,6 +256,8 @@ class Decoder:
         return (one_by_one(torch.tanh, shares) if self.batch_invariant else torch.tanh(shares)) * cap
 
     def num_weight_bytes(self) -> int:
-        shared = self.config.tied_head and isinstance(self.embedding, StoredEmbedding)
-        parts = sum(part.num_bytes for part in self._parts() if not (shared and part is self.head))
+        parts = sum(part.num_bytes for part in self._parts() if not (self._shares_table and part is self.head))
         return self.embedding.num_bytes + parts
+
+    def num_mapped_bytes(self) -> int:
+        return self._store.mapped_bytes

@@ -10,19 +10,21 @@ from pathlib import Path
 import torch
 
 from chairlift.kernels.gpu import gpu_of
+from chairlift.machine.cgroup import memory_left
 
-CGROUP = Path("/sys/fs/cgroup")
 
+def free_memory(device: torch.device, *, mapped: int = 0) -> int:
+    """Bytes that could still be allocated on `device`, a container's limit included.
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated on `device`, a container's limit included."""
+    `mapped` bytes of files are in use on a CPU, although the system could drop their pages.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "meta":
         gpu = gpu_of(device)
         return 0 if gpu is None else gpu.memory
-    left = _left_of_container_limit()
-    return _available_to_machine() if left is None else min(_available_to_machine(), left)
+    available, left = max(0, _available_to_machine() - mapped), memory_left(mapped=mapped)
+    return available if left is None else min(available, left)
 
 
 def memory_taken(run: Callable[[], object], device: torch.device) -> int:
@@ -52,18 +54,3 @@ def _available_to_machine() -> int:
             return int(found[1]) * 1024
     # Without a better source (macOS has none in the standard library), count half of what is installed.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _left_of_container_limit() -> int | None:
-    limit = _cgroup_text("memory.max").strip()
-    if not limit.isdigit():
-        return None
-    used = int(_cgroup_text("memory.current") or 0)
-    # Files that were read, such as the model's, count as used until the memory is needed.
-    reclaimable = re.search(r"^inactive_file (\d+)$", _cgroup_text("memory.stat"), re.MULTILINE)
-    return max(0, int(limit) - used + int(reclaimable[1] if reclaimable else 0))
-
-
-def _cgroup_text(name: str) -> str:
-    path = CGROUP / name
-    return path.read_text() if path.exists() else ""

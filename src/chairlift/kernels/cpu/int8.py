@@ -8,6 +8,7 @@ are added in order, so results do not depend on the tiling either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from chairlift.kernels.cpu.simd import (
     tile_finisher,
 )
 from chairlift.kernels.cpu.threads import claim
+from chairlift.loading.weight_cache.cache_file import PackedArray
 
 ISA = find_instruction_set()
 ROWS, PANELS = ISA.rows, ISA.panels
@@ -65,6 +67,18 @@ class PackedWeight(NamedTuple):
         groups = -(-depth // SPAN) * (SPAN // GROUP)
         numbers = aligned((layers, panels, groups, PANEL, GROUP))
         return cls(numbers, np.zeros((layers, panels * PANEL), dtype=np.float32))
+
+    def arrays(self) -> list[PackedArray]:
+        return [PackedArray("numbers", self.numbers), PackedArray("scales", self.scales)]
+
+    def replaced(self, arrays: Sequence[PackedArray]) -> PackedWeight:
+        """The same weight in other arrays; raises ValueError if they have another form."""
+        forms = [
+            [(each.label, each.values.dtype, each.values.shape) for each in side] for side in (arrays, self.arrays())
+        ]
+        if forms[0] != forms[1]:
+            raise ValueError("tiles do not fit")
+        return PackedWeight(*(array.values for array in arrays))
 
     def fill(self, weight: np.ndarray) -> None:
         """Quantize and pack `weight` [channels, depth] float32."""

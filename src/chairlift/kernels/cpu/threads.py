@@ -9,21 +9,19 @@ yields its core.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.scalar_math import compiled
+from chairlift.machine.cores import default_threads
 
 ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # byte offsets into the shared state, each on its own cache line
 NOTHING_LEFT = 2**62
@@ -178,15 +176,15 @@ _team: Team | None = None
 
 
 def the_team() -> Team:
-    """The team of this process, with as many threads as torch would use."""
+    """The team of this process; by default with a thread for every core that it may use."""
     global _team
     if _team is None:
-        _team = Team(min(torch.get_num_threads(), _cpu_quota()))
+        _team = Team(default_threads())
     return _team
 
 
-def _cpu_quota() -> int:
-    """Number of cores a container may use; more threads would only wait for each other."""
-    file = Path("/sys/fs/cgroup/cpu.max")
-    quota, period = file.read_text().split() if file.exists() else ("max", "")
-    return max(1, -(-int(quota) // int(period))) if quota != "max" else sys.maxsize
+def set_team_size(size: int) -> None:
+    """Make the next call of `the_team` return a team of this size; engines that have a team keep it."""
+    global _team
+    if _team is None or _team.size != size:
+        _team = Team(size)

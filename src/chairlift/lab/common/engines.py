@@ -12,7 +12,7 @@ import torch
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
-from chairlift.engine.machine_defaults import batch_tokens, torch_device, torch_dtype
+from chairlift.engine.machine_defaults import batch_tokens, num_threads, torch_device, torch_dtype
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.lab.report.progress import Note
@@ -89,7 +89,7 @@ class EngineMaker:
             "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "quantization": self.loaded.model.quantization,
             "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
+            "threads": num_threads(config),
             "block_size": config.block_size,
             "max_batch_tokens": batch_tokens(config),
         }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from chairlift.layers.parts import Targets
 from chairlift.loading.stored_weight import StoredWeight
+from chairlift.loading.weight_cache.cache_file import PackedArray, PackedWeightArrays, UnusableCache
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
@@ -49,6 +50,7 @@ class WeightFormat(ABC):
 
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
     looked_up = False  # `rows` is called: the weight is an embedding table
+    restored = False  # its packed arrays come from a weight cache: what a checkpoint fills is ignored
     tiles: PackedWeight | None = None
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
@@ -132,6 +134,27 @@ class WeightFormat(ABC):
         """The bytes of memory that no other part of the model counts."""
         return self.num_bytes
 
+    def packed_arrays(self) -> list[PackedArray]:
+        """What a weight cache keeps of the packed weight; empty if the format does not support that."""
+        return []
+
+    def restored_from(self, packed: PackedWeightArrays) -> WeightFormat:
+        """The weight that takes this one's place, with arrays of a weight cache; raises UnusableCache."""
+        from chairlift.layers.formats import FORMATS
+
+        try:
+            weight = FORMATS.get(packed.format).empty(self.out_features, self.in_features, self.dtype, self.device)
+            weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
+            weight.use_arrays(packed.arrays)
+        except ValueError as error:  # also for an unknown format
+            raise UnusableCache(str(error)) from None
+        weight.restored = True
+        return weight
+
+    def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
+        """Use these arrays as the packed weight; raises ValueError if they do not fit."""
+        raise ValueError(f"{self.name} weights cannot be restored")
+
     def adds_in_place(self, x: Tensor) -> bool:
         """Whether `add_to_` does the product with `x` in the same kernel as an addition."""
         return False
@@ -193,7 +216,8 @@ class WeightRows:
         self.shape = torch.Size((size, weight.in_features))
 
     def copy_(self, source: Tensor | StoredWeight, /) -> None:
-        self._weight.fill_rows(self._first, source)
+        if not self._weight.restored:
+            self._weight.fill_rows(self._first, source)
 
 
 def count_formats(weights: Sequence[WeightFormat]) -> str:

@@ -17,6 +17,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.loading.stored_weight import StoredWeight
+from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.blocks.product import PanelWeight
@@ -59,6 +60,14 @@ class BlockWeight(WeightFormat):
         whole = all(part.shape[0] % PANEL == 0 for part in parts[:-1])
         return whole and not cls.obstacles(dtype, device) and all(map(_fits, parts))
 
+    @staticmethod
+    def bytes_of(weight: GGUFWeight) -> int:
+        """The bytes of a weight's panels."""
+        from chairlift.kernels.cpu.blocks.kinds import KINDS
+
+        kind = KINDS.get(weight.kind, KINDS["Q8_0"])
+        return -(-weight.shape[0] // PANEL) * kind.panel_bytes(weight.shape[1])
+
     def load(self, parts: Sequence[StoredWeight]) -> None:
         for part in parts:
             if isinstance(part, GGUFWeight) and part.kind in _kinds():
@@ -85,6 +94,24 @@ class BlockWeight(WeightFormat):
         tables = [PanelWeight.of(KINDS[kind], panels, self.in_features).panels for kind, panels in self._parts]
         self._panels = PanelWeight(np.concatenate(tables))
         self.plain = None
+
+    def packed_arrays(self) -> list[PackedArray]:
+        return [PackedArray(kind, panels) for kind, panels in self._parts]
+
+    def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
+        from chairlift.kernels.cpu.blocks.kinds import KINDS
+
+        for array in arrays:
+            kind = KINDS.get(array.label)
+            size = None if kind is None else kind.panel_bytes(self.in_features)
+            if array.values.dtype != np.uint8 or array.values.shape[1:] != (size,):
+                raise ValueError(f"panels of {array.label} do not fit")
+        if sum(len(array.values) for array in arrays) != -(-self.out_features // PANEL):
+            raise ValueError("panels are missing")
+        if self.looked_up and len(arrays) != 1:
+            raise ValueError("an embedding table must be stored in one part")
+        self._parts = [(array.label, array.values) for array in arrays]
+        self._join()
 
     @property
     def panels(self) -> PanelWeight:

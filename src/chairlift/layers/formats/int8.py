@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
@@ -43,8 +45,19 @@ class Int8Weight(WeightFormat):
     def embedding(table: Tensor) -> Tensor:
         return table.half()  # far finer than 8 bits, and half the memory
 
+    _owns_tiles = True  # they are not part of the tiles of all layers
+
     def pack_into(self, tiles: PackedWeight) -> None:
-        self.tiles = tiles
+        self.tiles, self._owns_tiles = tiles, False
+
+    def packed_arrays(self) -> list[PackedArray]:
+        return [] if self.tiles is None or not self._owns_tiles else self.tiles.arrays()
+
+    def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
+        from chairlift.kernels.cpu.int8 import PackedWeight
+
+        self.tiles = PackedWeight.empty(1, self.out_features, self.in_features).layer(0).replaced(arrays)
+        self.plain = None
 
     def pack(self) -> None:
         if self.plain is None:

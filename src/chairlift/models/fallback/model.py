@@ -198,6 +198,9 @@ class TransformersModel:
         with _one_thread_for_few(hidden):
             return self._head(hidden)
 
+    def num_mapped_bytes(self) -> int:
+        return 0
+
     def num_weight_bytes(self) -> int:
         return self._weight_bytes
 

@@ -15,6 +15,7 @@ from chairlift.layers.norm import Norm
 from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
+from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -49,6 +50,14 @@ class LayerStack(ABC):
 
     def before_packing(self, layer: DecoderLayer) -> None:
         """Called once for each layer when all its weights are filled, before they are packed."""
+        return
+
+    def restore(self, store: WeightStore) -> None:
+        """Called once, before weights are filled: use those that the store has of all layers together."""
+        return
+
+    def keep(self, store: WeightStore) -> None:
+        """Called once all weights are packed, before `finalize`: give the store those of all layers together."""
         return
 
     def finalize(self) -> None:

@@ -23,6 +23,8 @@ from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, Rotation
+from chairlift.loading.weight_cache.cache_file import UnusableCache
+from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -80,6 +82,14 @@ class FusedCPUStack(LayerStack):
         self._tiles = tiles
         self._fused: FusedCPULayers | None = None
 
+    def restore(self, store: WeightStore) -> None:
+        if self._tiles is not None:
+            self._tiles.restore(store)
+
+    def keep(self, store: WeightStore) -> None:
+        if self._tiles is not None:
+            self._tiles.keep(store)
+
     def finalize(self) -> None:
         layers = self.parts.layers
         tiles = self._tiles or LayerPanels.of(layers)
@@ -112,6 +122,8 @@ class FusedCPUStack(LayerStack):
 class LayerTiles:
     """The 8-bit weights of all layers, one behind the other, as the kernel reads them."""
 
+    NAMES = ("qkv", "output", "gate_up", "down")
+
     def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer]) -> None:
         """The layers will be packed into these tiles."""
         layer, attention = config.layers[0], config.layers[0].only_attention
@@ -122,9 +134,37 @@ class LayerTiles:
         self.output = PackedWeight.empty(count, hidden, queries)
         self.gate_up = PackedWeight.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
         self.down = PackedWeight.empty(count, hidden, inner)
-        for index, each in enumerate(layers):
-            for linear, tiles in zip(each.linears(), (self.qkv, self.output, self.gate_up, self.down), strict=True):
-                linear.weight.pack_into(tiles.layer(index))
+        self._layers = layers
+        self._assign()
+
+    def _assign(self) -> None:
+        for index, each in enumerate(self._layers):
+            for linear, name in zip(each.linears(), self.NAMES, strict=True):
+                linear.weight.pack_into(getattr(self, name).layer(index))
+
+    def restore(self, store: WeightStore) -> None:
+        """Use the tiles of the store, if it has them; raises UnusableCache if they do not fit."""
+        found = {name: store.find(f"layers.{name}") for name in self.NAMES}
+        if None in found.values():
+            return
+        try:
+            for name, weight in found.items():
+                assert weight is not None
+                setattr(self, name, getattr(self, name).replaced(weight.arrays))
+        except ValueError as error:
+            raise UnusableCache(str(error)) from None
+        self._assign()
+        for layer in self._layers:
+            for linear in layer.linears():
+                linear.weight.restored, linear.weight.plain = True, None
+
+    def keep(self, store: WeightStore) -> None:
+        if any(linear.weight.restored for layer in self._layers for linear in layer.linears()):
+            return
+        for name in self.NAMES:
+            tiles = getattr(self, name)
+            setattr(self, name, tiles.replaced(store.keep(f"layers.{name}", "int8", tiles.arrays())))
+        self._assign()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,15 +64,19 @@ class ThroughputComparison:
 
     def settings(self) -> dict[str, Any]:
         """The settings with all defaults resolved."""
-        import torch
-
-        from chairlift.engine.machine_defaults import batch_requests, batch_tokens, torch_device, torch_dtype
+        from chairlift.engine.machine_defaults import (
+            batch_requests,
+            batch_tokens,
+            num_threads,
+            torch_device,
+            torch_dtype,
+        )
 
         config = self._config()
         return {
             "model": self.model,
             "engines": list(self.engines),
-            "threads": torch.get_num_threads(),
+            "threads": num_threads(config),
             "device": str(torch_device(config)),
             "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "quantization": config.quantization,

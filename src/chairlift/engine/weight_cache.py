@@ -1,0 +1,139 @@
+"""Uses packed weights of an earlier start, or writes them for the next."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chairlift.byte_sizes import format_bytes
+from chairlift.config import EngineConfig
+from chairlift.engine.machine_defaults import num_threads, torch_device
+from chairlift.layers.formats import FORMATS
+from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.known_models import cache_dir
+from chairlift.loading.weight_cache.cache_file import UnusableCache
+from chairlift.loading.weight_cache.identity import checkpoint_state
+from chairlift.loading.weight_cache.store import StoredWeights, WeightRecorder, WeightStore
+from chairlift.models import is_native
+from chairlift.models.base import CausalLM
+
+log = logging.getLogger("chairlift")
+
+OFF = "off"
+MIN_BYTES = 64 << 20  # of packed weights: packing fewer takes a fraction of a second
+DISK_RESERVE = 1 << 30  # bytes of the disk that stay free
+# What decides how weights are rounded and where their numbers lie.
+SOURCES = ("layers/formats", "layers/group_rounding.py", "kernels/cpu/int8.py", "kernels/cpu/blocks")
+
+Build = Callable[[WeightStore], CausalLM]
+"""Builds the model with the packed weights of a store, or gives them to it."""
+
+
+def build_with_cache(
+    build: Build, checkpoint: Checkpoint, quantization: str, num_bytes: int, config: EngineConfig
+) -> CausalLM:
+    """Build the model; its packed weights, of about `num_bytes`, are mapped from the cache where that is possible."""
+    folder = _folder(checkpoint, quantization, num_bytes, config)
+    if folder is None:
+        return build(WeightStore())
+    identity = _identity(checkpoint, quantization, config)
+    path = folder / f"{_name(identity)}.weights"
+    found = _from_cache(build, path, identity, config)
+    if found is not None:
+        return found
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_suffix(".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("another process is packing the same weights: waiting for it")
+            lock.acquire()
+    except OSError as error:  # a folder that cannot be written, or a file system without locks
+        log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
+        return build(WeightStore())
+    with lock:
+        found = _from_cache(build, path, identity, config)  # written by another process during the wait
+        return found or _build_and_write(build, path, identity, num_bytes, config)
+
+
+def _folder(checkpoint: Checkpoint, quantization: str, num_bytes: int, config: EngineConfig) -> Path | None:
+    """The folder of the cache, or None if this model is not cached."""
+    on_cpu = torch_device(config).type == "cpu"
+    packs = FORMATS.get(quantization).packs_tiles or FORMATS.get(quantization).keeps_blocks
+    if config.weight_cache == OFF or not (on_cpu and packs and is_native(checkpoint.config)):
+        return None
+    if checkpoint.format == "dummy" or num_bytes < MIN_BYTES:
+        return None
+    return cache_dir() / "weights" if config.weight_cache is None else Path(config.weight_cache).expanduser()
+
+
+def _identity(checkpoint: Checkpoint, quantization: str, config: EngineConfig) -> dict[str, Any]:
+    from chairlift.kernels.cpu.simd import find_instruction_set  # importing numba takes a while
+
+    return {
+        "checkpoint": checkpoint_state(checkpoint.path),
+        "quantization": quantization,
+        "quantize_head": config.quantize_head,
+        "tied": bool(checkpoint.config.get("tie_word_embeddings")),
+        "dtype": config.dtype,
+        "instruction_set": find_instruction_set().name,
+        "torch": torch.__version__,  # rounds the weights
+        "code": _code_version(),
+    }
+
+
+def _code_version() -> str:
+    """A hash of the code that packs weights."""
+    package = Path(__file__).parents[1]
+    files = [file for source in SOURCES for file in sorted((package / source).rglob("*.py")) or [package / source]]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _name(identity: dict[str, Any]) -> str:
+    """A name that stays the same when a checkpoint changes, so that its new weights replace the old ones."""
+    path = Path(identity["checkpoint"]["path"])
+    lasting = [str(path), *(str(identity[key]) for key in ("quantization", "quantize_head", "tied", "dtype"))]
+    return f"{path.stem}-{hashlib.sha256(repr(lasting).encode()).hexdigest()[:12]}"
+
+
+def _from_cache(build: Build, path: Path, identity: dict[str, Any], config: EngineConfig) -> CausalLM | None:
+    if not path.exists():
+        return None
+    try:
+        store = StoredWeights(path, identity, num_threads(config))
+        model = build(store)
+    except UnusableCache as problem:
+        log.info(f"the cached weights {path} are not used: {problem}")
+        return None
+    log.info(f"cache      {format_bytes(store.mapped_bytes)} of packed weights mapped from {path}")
+    return model
+
+
+def _build_and_write(
+    build: Build, path: Path, identity: dict[str, Any], num_bytes: int, config: EngineConfig
+) -> CausalLM:
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes + DISK_RESERVE:
+        needed = f"{format_bytes(num_bytes)} and {format_bytes(DISK_RESERVE)} in reserve"
+        log.warning(f"packed weights are not cached: {path.parent} has {format_bytes(free)} left, but needs {needed}")
+        return build(WeightStore())
+    try:
+        recorder = WeightRecorder(path, identity, num_threads(config))
+    except OSError as error:
+        log.warning(f"packed weights are not cached: {path}: {error.strerror or error}")
+        return build(WeightStore())
+    try:
+        model = build(recorder)
+        recorder.finish()
+    finally:
+        recorder.close()
+    return model

@@ -1,0 +1,209 @@
+"""The file of a weight cache: arrays on page boundaries, an index, and a trailer that finds and checks the index.
+
+    array | padding | array | ... | index (JSON) | magic, offset and length of the index, its SHA-256
+
+The arrays are mapped, so processes share their pages. A file is written under another name and renamed when it is
+complete. It may still be damaged or old: whatever does not fit raises `UnusableCache`, and the caller packs the weights
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"chairlift-pack-1"
+TRAILER = struct.Struct("<16sQQ32s")
+PAGE = mmap.ALLOCATIONGRANULARITY
+MAX_INDEX_BYTES = 1 << 26
+MAX_DIMENSIONS = 6
+DTYPES = ("uint8", "float32")
+CHUNK = 1 << 16  # bytes with a sum of their own, so that chunks cannot change places unnoticed
+SLICE = 1 << 26  # bytes summed by one task
+
+Identity = Mapping[str, Any]
+"""What the weights were packed from and by, as JSON: a file with another identity is not used."""
+
+
+class UnusableCache(Exception):
+    """The file is damaged, or was made from something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedArray:
+    """An array of a packed weight; the label is for the format of the weight."""
+
+    label: str
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeightArrays:
+    """The arrays of one weight, and the name of its format."""
+
+    format: str
+    arrays: Sequence[PackedArray]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.values.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    label: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    checksum: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, PackedWeightArrays]:
+    """Map the weights of a file and check every byte of them."""
+    try:
+        # Copy on write: pages are shared as long as they are only read, and arrays have the type of other arrays.
+        data = np.memmap(path, np.uint8, mode="c")
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise UnusableCache(str(error)) from None
+    index, end = _read_index(data)
+    if index.get("identity") != json.loads(json.dumps(identity)):
+        raise UnusableCache("it was made from another file or by another version")
+    entries = _read_entries(index.get("weights"), end)
+    weights = {
+        name: PackedWeightArrays(format, [PackedArray(entry.label, _view(data, entry)) for entry in found])
+        for name, (format, found) in entries.items()
+    }
+    expected = [entry.checksum for _, found in entries.values() for entry in found]
+    arrays = [array.values for weight in weights.values() for array in weight.arrays]
+    if checksums(arrays, num_threads) != expected:
+        raise UnusableCache("its content does not match its checksums")
+    return weights
+
+
+def _read_index(data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
+    """The index and where it begins."""
+    if len(data) < TRAILER.size:
+        raise UnusableCache("it is too short")
+    magic, offset, length, digest = TRAILER.unpack(data[-TRAILER.size :].tobytes())
+    if magic != MAGIC or length > MAX_INDEX_BYTES or offset + length + TRAILER.size != len(data):
+        raise UnusableCache("it has no valid end")
+    text = data[offset : offset + length].tobytes()
+    if hashlib.sha256(text).digest() != digest:
+        raise UnusableCache("its index is damaged")
+    try:
+        index = json.loads(text)
+    except ValueError:
+        raise UnusableCache("its index is not JSON") from None
+    if not isinstance(index, dict):
+        raise UnusableCache("its index is not a JSON object")
+    return index, offset
+
+
+def _read_entries(weights: Any, end: int) -> dict[str, tuple[str, list[_Entry]]]:
+    try:
+        return {
+            str(name): (str(weight["format"]), [_read_entry(entry, end) for entry in weight["arrays"]])
+            for name, weight in weights.items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnusableCache(f"its index lacks a field ({error})") from None
+
+
+def _read_entry(stored: Any, end: int) -> _Entry:
+    entry = _Entry(stored["label"], stored["dtype"], tuple(stored["shape"]), stored["offset"], stored["checksum"])
+    whole = all(type(number) is int and number >= 0 for number in (*entry.shape, entry.offset))
+    if entry.dtype not in DTYPES or not whole or not 1 <= len(entry.shape) <= MAX_DIMENSIONS:
+        raise UnusableCache("an array in its index is invalid")
+    if entry.offset % PAGE or entry.offset + entry.num_bytes > end:
+        raise UnusableCache("an array in its index is outside of the file")
+    return entry
+
+
+def _view(data: NDArray[np.uint8], entry: _Entry) -> NDArray[Any]:
+    piece = np.asarray(data[entry.offset : entry.offset + entry.num_bytes])
+    return piece.view(entry.dtype).reshape(entry.shape)
+
+
+class CacheWriter:
+    """Writes a file. Raises OSError, also where the disk is full."""
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self._path, self._identity = path, identity
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._weights: dict[str, Any] = {}
+        self._end = 0
+        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def add(self, name: str, weight: PackedWeightArrays, num_threads: int) -> PackedWeightArrays:
+        """Write the arrays of a weight; returns them as mapped from the file."""
+        entries = [self._write(array) for array in weight.arrays]
+        sums = checksums([array.values for array in weight.arrays], num_threads)
+        final = [asdict(entry) | {"checksum": checksum} for entry, checksum in zip(entries, sums, strict=True)]
+        self._weights[name] = {"format": weight.format, "arrays": final}
+        return PackedWeightArrays(weight.format, [PackedArray(entry.label, self._map(entry)) for entry in entries])
+
+    def _write(self, array: PackedArray) -> _Entry:
+        self._end = -(-self._end // PAGE) * PAGE
+        values = np.ascontiguousarray(array.values)
+        entry = _Entry(array.label, values.dtype.name, values.shape, self._end, "")
+        self._put(memoryview(values.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        return entry
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._file, data[:SLICE], self._end)
+            self._end += written
+            data = data[written:]
+
+    def _map(self, entry: _Entry) -> NDArray[Any]:
+        mapped = mmap.mmap(self._file, entry.num_bytes, access=mmap.ACCESS_COPY, offset=entry.offset)
+        return np.frombuffer(mapped, entry.dtype).reshape(entry.shape)
+
+    def finish(self) -> None:
+        """Write the index and give the file its name."""
+        index = json.dumps({"identity": self._identity, "weights": self._weights}).encode()
+        offset = self._end
+        self._put(memoryview(index))
+        self._put(memoryview(TRAILER.pack(MAGIC, offset, len(index), hashlib.sha256(index).digest())))
+        os.close(self._file)
+        self._partial.replace(self._path)
+
+    def abandon(self) -> None:
+        """Remove what was written; arrays that are mapped from it stay valid."""
+        os.close(self._file)
+        self._partial.unlink(missing_ok=True)
+
+
+def checksums(arrays: Sequence[NDArray[Any]], num_threads: int) -> list[str]:
+    """A sum of each array's chunks. It finds damage, not forgery; summing is as fast as reading memory."""
+    flat = [array.reshape(-1).view(np.uint8) for array in arrays]
+    slices = [(index, start) for index, data in enumerate(flat) for start in range(0, len(data), SLICE)]
+    digests = [hashlib.sha256() for _ in flat]
+    with ThreadPoolExecutor(num_threads) as pool:
+        sums = pool.map(lambda place: _chunk_sums(flat[place[0]][place[1] : place[1] + SLICE]), slices)
+        for (index, _), found in zip(slices, sums, strict=True):
+            digests[index].update(found)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _chunk_sums(data: NDArray[np.uint8]) -> bytes:
+    """The sum of the words of each chunk, and the bytes that do not fill a chunk."""
+    whole = len(data) // CHUNK * CHUNK
+    sums = data[:whole].view(np.uint64).reshape(-1, CHUNK // 8).sum(axis=1, dtype=np.uint64)
+    return bytes(sums.tobytes() + data[whole:].tobytes())

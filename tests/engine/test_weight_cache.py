@@ -1,0 +1,161 @@
+"""Models whose packed weights come from the cache of an earlier start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine import load_memory, weight_cache
+from chairlift.engine.startup import load_model
+from chairlift.errors import UnsupportedModel
+from chairlift.kernels.cpu import int8
+from chairlift.lab.make_model.gguf_file import write_random_gguf
+from chairlift.layers.formats import blocks
+from tests.models.test_blocks_on_cpu import SHAPE
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+PROMPTS = [[7, 300, 21, 9], list(range(40, 110))]
+
+
+@pytest.fixture(autouse=True)
+def _cached_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
+
+
+def make(tmp_path: Path, **more: Any) -> Path:
+    path = tmp_path / "model.gguf"
+    write_random_gguf(SHAPE | {"num_hidden_layers": 2} | more, "q4_k_m", path, lambda note: None)
+    return path
+
+
+def tokens(path: Path, folder: Path, quantization: str) -> list[tuple[int, ...]]:
+    llm = LLM(str(path), quantization=quantization, weight_cache=str(folder), max_model_len=256, progress=False)
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight was packed")
+
+    monkeypatch.setattr(blocks.BlockWeight, "_add", refuse)
+    monkeypatch.setattr(int8.PackedWeight, "fill", refuse)
+
+
+@pytest.mark.parametrize("quantization", ["checkpoint", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_second_start_packs_nothing(
+    quantization: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = make(tmp_path, tie_word_embeddings=tied), tmp_path / "cache"
+    first = tokens(path, folder, quantization)
+    assert [file.suffix for file in sorted(folder.iterdir())] == [".lock", ".weights"]
+    assert tokens(path, Path("off"), quantization) == first
+    no_packing(monkeypatch)
+    assert tokens(path, folder, quantization) == first
+    assert not Path("off").exists()
+
+
+def test_memory_counts_what_is_mapped(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    for _ in range(2):
+        config = EngineConfig(quantization="checkpoint", weight_cache=str(tmp_path / "cache"))
+        model = load_model(str(path), config, progress=False).model
+        assert 0.9 * model.num_weight_bytes() < model.num_mapped_bytes() <= model.num_weight_bytes()
+    (file,) = (tmp_path / "cache").glob("*.weights")
+    assert file.stat().st_size < 1.1 * path.stat().st_size
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other", "stale"])
+def test_unusable_files_are_replaced(damage: str, tmp_path: Path) -> None:
+    path, folder = make(tmp_path), tmp_path / "cache"
+    first = tokens(path, folder, "checkpoint")
+    (file,) = folder.glob("*.weights")
+    whole = file.read_bytes()
+    if damage == "stale":
+        os.utime(path, ns=(0, 0))
+    else:
+        flipped = whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]
+        file.write_bytes({"flip": flipped, "cut": whole[:-4096], "empty": b"", "other": b"x" * 10_000}[damage])
+    assert tokens(path, folder, "checkpoint") == first
+    assert abs(file.stat().st_size - len(whole)) < 100
+    assert (file.read_bytes() == whole) == (damage != "stale")
+
+
+def test_weights_of_another_shape_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the identity had not noticed that the checkpoint changed."""
+    monkeypatch.setattr(weight_cache, "checkpoint_state", lambda path: {"path": "model.gguf"})
+    folder = tmp_path / "cache"
+    tokens(make(tmp_path), folder, "checkpoint")
+    (tmp_path / "model.gguf").unlink()
+    path = make(tmp_path, hidden_size=512)
+    assert tokens(path, folder, "checkpoint") == tokens(path, Path("off"), "checkpoint")
+
+
+@pytest.mark.parametrize("obstacle", ["file", "disk"])
+def test_a_folder_that_cannot_be_used_costs_only_the_cache(
+    obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, folder = make(tmp_path), tmp_path / "cache"
+    if obstacle == "file":
+        folder.write_text("not a folder")
+    else:
+        monkeypatch.setattr(weight_cache, "DISK_RESERVE", 1 << 60)
+    with caplog.at_level(logging.WARNING):
+        assert tokens(path, folder, "checkpoint") == tokens(path, Path("off"), "checkpoint")
+    assert "packed weights are not cached" in caplog.text
+    assert not list(tmp_path.rglob("*.weights*"))
+
+
+def test_a_failing_start_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = make(tmp_path), tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.BlockWeight, "_join", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tokens(path, folder, "checkpoint")
+    assert not [file for file in folder.iterdir() if file.suffix != ".lock"]
+
+
+def test_only_one_of_two_processes_packs(tmp_path: Path) -> None:
+    """Threads here; the lock is the same."""
+    path, folder, found = make(tmp_path), tmp_path / "cache", []
+    threads = [threading.Thread(target=lambda: found.append(tokens(path, folder, "checkpoint"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
+def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path)
+    monkeypatch.setattr(load_memory, "free_memory", lambda device: 30 << 20)
+    with pytest.raises(UnsupportedModel, match=r"10[0-9.]+ MiB of weights, but 30.0 MiB are free.*--quantization int8"):
+        load_model(str(path), EngineConfig(quantization="none", weight_cache="off"), progress=False)
+    monkeypatch.setattr(load_memory, "free_memory", lambda device: 1 << 30)
+    both = r"of weights \+ 2.00 GiB of KV cache = 2.[0-9]+ GiB, but 1.00 GiB are free"
+    with pytest.raises(UnsupportedModel, match=both):
+        load_model(str(path), EngineConfig(quantization="int8", kv_memory="2GiB"), progress=False)
+
+
+def test_the_stated_memory_is_that_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make(tmp_path)
+    for quantization in ("checkpoint", "int8", "none"):
+        config = EngineConfig(quantization=quantization, weight_cache="off")
+        model = load_model(str(path), config, progress=False).model
+        checkpoint = load_memory_checkpoint(path)
+        stated = load_memory.expected_weight_bytes(checkpoint, quantization, model.dtype)
+        assert stated == pytest.approx(model.num_weight_bytes(), rel=0.03)
+
+
+def load_memory_checkpoint(path: Path) -> Any:
+    from chairlift.loading.checkpoint import open_checkpoint
+
+    return open_checkpoint(path)

@@ -1,0 +1,167 @@
+"""The file of packed weights: written whole, mapped, and refused if it is damaged or old."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.loading.weight_cache import cache_file
+from chairlift.loading.weight_cache.cache_file import (
+    TRAILER,
+    CacheWriter,
+    PackedArray,
+    PackedWeightArrays,
+    UnusableCache,
+    read_cache,
+)
+from chairlift.loading.weight_cache.identity import checkpoint_state
+from chairlift.loading.weight_cache.store import WeightRecorder
+
+IDENTITY = {"checkpoint": "a", "version": [1, 2]}
+
+
+def weights() -> dict[str, PackedWeightArrays]:
+    random = np.random.default_rng(0)
+    numbers = random.integers(0, 256, (3, 70_000), dtype=np.uint8)
+    scales = random.standard_normal(48).astype(np.float32)
+    tiles = [PackedArray("numbers", numbers), PackedArray("scales", scales)]
+    return {
+        "layers.0.0": PackedWeightArrays("int8", tiles),
+        "head": PackedWeightArrays("blocks", [PackedArray("Q4_0", numbers[:1])]),
+    }
+
+
+def write(path: Path) -> None:
+    writer = CacheWriter(path, IDENTITY)
+    for name, weight in weights().items():
+        mapped = writer.add(name, weight, 2)
+        assert all(np.array_equal(*pair) for pair in values(mapped, weight))
+    assert not path.exists()  # until it is complete
+    writer.finish()
+
+
+def values(*pair: PackedWeightArrays) -> list[tuple[Any, ...]]:
+    return list(zip(*([array.values for array in weight.arrays] for weight in pair), strict=True))
+
+
+def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "file.weights"
+    write(path)
+    assert os.listdir(tmp_path) == [path.name]
+    found = read_cache(path, IDENTITY, 2)
+    assert found.keys() == weights().keys()
+    for name, weight in weights().items():
+        assert found[name].format == weight.format
+        assert all(np.array_equal(*pair) for pair in values(found[name], weight))
+        assert all(array.values.flags.writeable for array in found[name].arrays)  # as compiled kernels expect them
+    found["head"].arrays[0].values[:] = 0  # a copy of the page, not the file
+    assert np.array_equal(read_cache(path, IDENTITY, 1)["head"].arrays[0].values, weights()["head"].arrays[0].values)
+
+
+def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+    """Except in the padding between arrays, which is never read."""
+    path = tmp_path / "file.weights"
+    write(path)
+    whole = path.read_bytes()
+    offset, length = TRAILER.unpack(whole[-TRAILER.size :])[1:3]
+    entries = [
+        entry
+        for weight in json.loads(whole[offset : offset + length])["weights"].values()
+        for entry in weight["arrays"]
+    ]
+    ends = [entry["offset"] + np.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize for entry in entries]
+    places = [entry["offset"] for entry in entries] + [end - 1 for end in ends] + [offset, offset + length // 2]
+    places += [len(whole) - 1 - place for place in (0, 31, 40, 63)] + [12_345, 70_000, 139_999]
+    for place in map(int, places):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UnusableCache):
+            read_cache(path, IDENTITY, 1)
+    for size in (0, 1, TRAILER.size, offset, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UnusableCache):
+            read_cache(path, IDENTITY, 1)
+    path.write_bytes(whole)
+    with pytest.raises(UnusableCache, match="another"):
+        read_cache(path, IDENTITY | {"version": [1, 3]}, 1)
+
+
+def forged(index: object) -> bytes:
+    import hashlib
+
+    text = index if isinstance(index, bytes) else json.dumps(index).encode()
+    return bytes(8192) + text + TRAILER.pack(cache_file.MAGIC, 8192, len(text), hashlib.sha256(text).digest())
+
+
+ENTRY = {"label": "Q4_0", "dtype": "uint8", "shape": [1, 64], "offset": 0, "checksum": ""}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ENTRY | {"offset": 4096 * 2},
+        ENTRY | {"offset": -4096},
+        ENTRY | {"offset": 1},
+        ENTRY | {"offset": 0.0},
+        ENTRY | {"shape": [1 << 40, 1 << 40]},
+        ENTRY | {"shape": [-1, -8]},
+        ENTRY | {"shape": []},
+        ENTRY | {"shape": [1] * 40},
+        ENTRY | {"shape": "ab"},
+        ENTRY | {"dtype": "object"},
+        ENTRY | {"dtype": "float16"},
+        ENTRY | {"dtype": [1]},
+        {"label": "Q4_0"},
+        7,
+        ENTRY,  # its checksum is wrong
+    ],
+)
+def test_forged_indexes_are_refused(entry: object, tmp_path: Path) -> None:
+    path = tmp_path / "file.weights"
+    path.write_bytes(forged({"identity": IDENTITY, "weights": {"head": {"format": "blocks", "arrays": [entry]}}}))
+    with pytest.raises(UnusableCache):
+        read_cache(path, IDENTITY, 1)
+
+
+@pytest.mark.parametrize("index", [b"{", b"[]", b"\xff", {"identity": IDENTITY, "weights": 3}, {"identity": IDENTITY}])
+def test_other_contents_are_refused(index: object, tmp_path: Path) -> None:
+    path = tmp_path / "file.weights"
+    path.write_bytes(forged(index))
+    with pytest.raises(UnusableCache):
+        read_cache(path, IDENTITY, 1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_full_disk_leaves_weights_in_memory(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.pwrite, iter(range(100))
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        if next(calls) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    recorder = WeightRecorder(tmp_path / "file.weights", IDENTITY, 1)
+    for name, weight in weights().items():
+        kept = PackedWeightArrays(weight.format, recorder.keep(name, weight.format, weight.arrays))
+        assert all(np.array_equal(*pair) for pair in values(kept, weight))
+    recorder.finish()
+    recorder.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_changed_checkpoint_has_another_state(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(1 << 20))
+    before, times = checkpoint_state(path), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    assert checkpoint_state(path) == before
+    os.utime(path, ns=(times[0], times[1] + 1))
+    assert checkpoint_state(path) != before
+    path.write_bytes(bytes(100) + b"x" + bytes((1 << 20) - 101))
+    os.utime(path, ns=times)
+    assert checkpoint_state(path) != before

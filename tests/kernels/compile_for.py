@@ -54,8 +54,10 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, routing, sampling
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling
 from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.experts import activation, few_rows, grouping, products, routing
+from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.latent import absorbed
@@ -159,29 +161,53 @@ def compile_layers() -> None:
 
 
 def compile_experts() -> None:
-    num_experts, top_k, x = 8, 2, torch.randn(4, HIDDEN).to(BF16)
+    num_experts, top_k, inner, x = 8, 2, 256, torch.randn(4, HIDDEN).to(BF16)
     experts = torch.zeros(4, top_k, dtype=torch.int64)
-    tiling = moe.tiling_for(8, num_experts, BF16, invariant=False)
-    grouping = moe.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
-    pairs = moe.grouped_linear(x, torch.randn(num_experts, 256, HIDDEN).to(BF16), grouping, tiling, top_k)
+    tiling = products.tiling_for(8, num_experts, BF16, invariant=False)
+    groups = grouping.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
+    pairs = products.grouped_linear(
+        x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, tiling, top_k
+    )
     share = torch.ones(8, dtype=BF16)
-    weight = torch.randn(num_experts, HIDDEN, 256).to(BF16)
+    down = ExpertMatrix(torch.randn(num_experts, HIDDEN, inner).to(BF16))
     for bias in (None, torch.zeros(num_experts, HIDDEN).to(BF16)):
-        found = moe.grouped_linear(pairs, weight, grouping, tiling, top_k, scatter=True, bias=bias, share=share)
-        moe.add_up(found, top_k)
-    codes, exponents = (torch.zeros(num_experts, HIDDEN, size, dtype=torch.uint8) for size in (128, 8))
-    moe.grouped_linear(pairs, codes, grouping, tiling, top_k, exponents=exponents, scatter=True, share=share)
-    moe.clamped_mul(torch.cat((pairs, pairs), dim=1), 1.702, 7.0)
+        found = products.grouped_linear(pairs, down, groups, tiling, top_k, scatter=True, bias=bias, share=share)
+        products.add_up(found, top_k)
+    packed = ExpertMatrix(*(torch.zeros(num_experts, HIDDEN, size, dtype=torch.uint8) for size in (128, 8)))
+    products.grouped_linear(pairs, packed, groups, tiling, top_k, scatter=True, share=share)
+    activation.clamped_mul(torch.cat((pairs, pairs), dim=1), 1.702, 7.0)
+    few: dict[str, Any] = {"scatter": True, "share": share, "sum_tokens": True}
+    forms = [(ExpertMatrix(torch.zeros(num_experts, 2 * inner, HIDDEN).to(BF16)), down)]
+    if capability >= 89:
+        forms.append((eight_bits(num_experts, 2 * inner, HIDDEN), eight_bits(num_experts, HIDDEN, inner)))
+        numbers, scales = fp8.round_rows(pairs, 448.0)
+        rounded: dict[str, Any] = {"x_scales": scales, "out_dtype": BF16, "scatter": True, "share": share}
+        wide = products.tiling_for(100 * num_experts, num_experts, BF16, invariant=False)
+        products.grouped_linear(numbers, forms[-1][1], groups, wide, top_k, **rounded)
+    for both, outer in forms:
+        for gate in (Gate(), Gate(1.702, 7.0)):
+            products.grouped_linear(x, both, groups, few_rows.few_rows_tiling(BF16), top_k, gate=gate)
+        products.grouped_linear(pairs, outer, groups, few_rows.few_rows_tiling(BF16), top_k, **few)
+
+
+def eight_bits(*shape: int) -> ExpertMatrix:
+    return ExpertMatrix(torch.zeros(shape).to(FP8), torch.ones(shape[:2]))
 
 
 def compile_routing() -> None:
-    rule = {"top_k": 8, "normalize": True, "normalize_eps": 1e-20, "scale": 2.5}
     bias = torch.zeros(160)
     for sigmoid, groups, best in ((True, 8, 2), (False, 1, 1)):
-        routing.route(
-            torch.zeros(4, 160), bias if sigmoid else None, BF16, **rule, sigmoid=sigmoid, num_groups=groups,
-            top_groups=min(groups, 3), group_best=best,
-        )  # fmt: skip
+        rule = routing.RouteRule(8, sigmoid, True, 1e-20, 2.5, groups, min(groups, 3), best)
+        routing.route(torch.zeros(4, 160), bias if sigmoid else None, BF16, rule)
+        kind = torch.float32 if sigmoid else BF16
+        few_rows.route_and_group(
+            torch.zeros(4, HIDDEN).to(BF16),
+            torch.zeros(160, HIDDEN).to(kind),
+            None,
+            bias if sigmoid else None,
+            rule,
+            torch.zeros(4, dtype=torch.int32),
+        )
 
 
 def compile_latent() -> None:

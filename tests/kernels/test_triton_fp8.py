@@ -304,4 +304,5 @@ def test_refused_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bfloat16 or float16" in format_obstacles(CONFIG, "fp8", torch.float32, cuda)[0]
     mixture = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     mixture |= {"moe_intermediate_size": 8}
-    assert format_obstacles(mixture, "fp8", torch.bfloat16, cuda) == ["this model has experts"]
+    assert format_obstacles(mixture, "fp8", torch.bfloat16, cuda) == []
+    assert format_obstacles(mixture, "int4", torch.bfloat16, cuda) == ["this model has experts"]

@@ -10,7 +10,7 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.kernels.triton import moe as triton_moe
+from chairlift.kernels.triton.experts import activation, grouping
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -36,16 +36,16 @@ def routing(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
 def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: torch.device) -> None:
     """Every pair is in exactly one tile of its expert."""
     experts = routing(kind, tokens, num_experts, top_k)
-    grouping = triton_moe.group_by_expert(experts.to(device), num_experts, 16)
-    assert grouping.order.tolist() == experts.flatten().argsort(stable=True).tolist()
-    assert covered(grouping, experts) == list(range(tokens * top_k))
+    groups = grouping.group_by_expert(experts.to(device), num_experts, 16)
+    assert groups.order.tolist() == experts.flatten().argsort(stable=True).tolist()
+    assert covered(groups, experts) == list(range(tokens * top_k))
 
 
-def covered(grouping: triton_moe.Grouping, experts: Tensor) -> list[int]:
+def covered(groups: grouping.Grouping, experts: Tensor) -> list[int]:
     """Indices in `order` that tiles cover, each checked to be of the tile's expert."""
-    order, places = grouping.order.tolist(), []
-    for expert, begin, end in zip(*(tensor.tolist() for tensor in grouping[1:]), strict=True):
-        if expert != triton_moe.NO_EXPERT.value:
+    order, places = groups.order.tolist(), []
+    for expert, begin, end in zip(*(tensor.tolist() for tensor in groups[1:]), strict=True):
+        if expert != grouping.NO_EXPERT.value:
             assert 0 < end - begin <= 16
             assert all(experts.flatten()[pair] == expert for pair in order[begin:end])
             places += range(begin, end)
@@ -57,11 +57,11 @@ def test_padding_rows_are_left_out(kind: str, device: torch.device) -> None:
     experts = routing(kind, 37, 5, 3)
     positions = torch.arange(37, dtype=torch.int32)
     positions[5::2] = -1
-    grouping = triton_moe.group_by_expert(experts.to(device), 5, 16, positions.to(device))
+    groups = grouping.group_by_expert(experts.to(device), 5, 16, positions.to(device))
     (live,) = (positions >= 0).repeat_interleave(3).nonzero(as_tuple=True)
     expected = live[experts.flatten()[live].argsort(stable=True)]
-    assert grouping.order[: len(live)].tolist() == expected.tolist()
-    assert covered(grouping, experts) == list(range(len(live)))
+    assert groups.order[: len(live)].tolist() == expected.tolist()
+    assert covered(groups, experts) == list(range(len(live)))
 
 
 def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +71,12 @@ def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypat
     model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
     seen: list[Tensor] = []
 
-    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor) -> triton_moe.Grouping:
+    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor) -> grouping.Grouping:
         seen.append(positions.cpu())
         return group(experts, num_experts, rows, positions)
 
-    group = triton_moe.group_by_expert
-    monkeypatch.setattr(triton_moe, "group_by_expert", spied)
+    group = grouping.group_by_expert
+    monkeypatch.setattr(grouping, "group_by_expert", spied)
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self.router(x), where))
     storage = allocate_storage(model.attention_layers, 4, 8, model.dtype, device)
@@ -169,7 +169,7 @@ def test_the_clamped_gate(device: torch.device) -> None:
     gate_up = 3 * torch.randn(7, 2 * 1100, device=device)
     gate_up[0, :2] = torch.tensor([float("inf"), -200.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
-    found = triton_moe.clamped_mul(gate_up, 1.702, 2.0)
+    found = activation.clamped_mul(gate_up, 1.702, 2.0)
     gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
     expected = (up + 1) * gate * (1.702 * gate).sigmoid()
     for each in (found, ClampedGate(1.702, 2.0)(*gate_up.chunk(2, dim=-1))):

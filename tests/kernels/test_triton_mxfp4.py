@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton import moe as triton_moe
+from chairlift.kernels.triton.experts import grouping, products
 from chairlift.layers.expert_weights import ExpertWeights, reordered, restored
+from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -34,7 +35,7 @@ def filled(device: torch.device) -> tuple[MixtureOfExperts, list[Tensor], list[T
         Routing(num_experts=EXPERTS, top_k=2),
         bias=True,
         activation=ClampedGate(1.702, 7.0),
-        keeps_stored=True,
+        format=CheckpointWeight,
         dtype=torch.float32,
         device=device,
     )
@@ -53,10 +54,9 @@ def filled(device: torch.device) -> tuple[MixtureOfExperts, list[Tensor], list[T
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_products(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.layers.moe.on_gpu", lambda device: True)
+    monkeypatch.setattr("chairlift.layers.expert_weights.on_gpu", lambda device: True)
     block, inner, outer = filled(device)
-    assert block.gate_up.codes is not None
-    assert block.down.codes is not None
+    assert block.gate_up.form == block.down.form == "mxfp4"
     # Half a byte per number, and a byte for 32 of them.
     assert block.gate_up.num_bytes == EXPERTS * 2 * INNER * HIDDEN * 17 // 32
     assert block.gate_up_bias is not None
@@ -79,16 +79,14 @@ def test_products(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyP
 
 def test_every_number_is_multiplied(device: torch.device) -> None:
     """The product with the identity is the weight itself, bit by bit."""
-    weights = ExpertWeights(2, 48, 64, dtype=torch.float32, device=device, keeps_stored=True)
+    weights = ExpertWeights(2, 48, 64, dtype=torch.float32, device=device, keeps=frozenset({"mxfp4"}))
     each = [stored(48, 64, seed=expert) for expert in range(2)]
     for expert, weight in enumerate(each):
         weights.fill(expert, 0, weight)
     experts = torch.arange(2, device=device).repeat(64, 1)
-    tiling = triton_moe.tiling_for(128, 2, torch.float32, invariant=False)
-    grouping = triton_moe.group_by_expert(experts, 2, tiling.rows)
-    identity = torch.eye(64, device=device)
-    assert weights.codes is not None
-    found = triton_moe.grouped_linear(identity, weights.codes, grouping, tiling, 2, exponents=weights.exponents)
+    tiling = products.tiling_for(128, 2, torch.float32, invariant=False)
+    groups = grouping.group_by_expert(experts, 2, tiling.rows)
+    found = products.grouped_linear(torch.eye(64, device=device), weights.matrix, groups, tiling, 2)
     for expert, weight in enumerate(each):  # the result is sorted by expert
         assert found[64 * expert : 64 * (expert + 1)].T.cpu().equal(weight.dequantized())
 
@@ -99,16 +97,16 @@ def test_what_is_kept_in_4_bits() -> None:
     assert restored(reordered(codes.codes)).equal(codes.codes)
     plain = ExpertWeights(1, 8, 128, **kind)
     plain.fill(0, 0, codes)
-    assert plain.codes is None
+    assert plain.form == "plain"
     assert plain.plain[0].equal(codes.dequantized())
-    odd = ExpertWeights(1, 8, 96, **kind, keeps_stored=True)
+    odd = ExpertWeights(1, 8, 96, **kind, keeps=frozenset({"mxfp4"}))
     odd.fill(0, 0, stored(8, 96, seed=1))
-    assert odd.codes is None, "rows that are not whole runs of 64"
-    mixed = ExpertWeights(2, 8, 128, **kind, keeps_stored=True)
+    assert odd.form == "plain", "rows that are not whole runs of 64"
+    mixed = ExpertWeights(2, 8, 128, **kind, keeps=frozenset({"mxfp4"}))
     mixed.fill(1, 0, codes)
-    assert mixed.codes is not None
+    assert mixed.form == "mxfp4"
     values = torch.randn(8, 128)
     mixed.fill(0, 0, values)
-    assert mixed.codes is None
+    assert mixed.form == "plain"
     assert mixed.plain[0].equal(values)
     assert mixed.plain[1].equal(codes.dequantized())

@@ -1,21 +1,34 @@
-"""The weights of one product of all experts: plain, or 4-bit floats as their checkpoint stores them."""
+"""The weights of one product of all experts: plain, 8-bit floats, or 4-bit floats as their checkpoint stores them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, StoredWeight
+from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.fp8 import FP8, FP8Weight, round_rows
+from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, ScaledFloats, StoredWeight
+
+if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.experts.products import ExpertMatrix
 
 CHUNK = 2 * GROUP  # columns in a run of bytes: the first half in their lower bits, the second in their upper bits
+
+Form = Literal["plain", "fp8", "mxfp4"]
 
 
 class ExpertWeights:
     """[experts, out, in]; memory is allocated when the first rows come.
 
-    `keeps_stored`: keep rows that are stored as 4-bit floats with a power of two per 32 columns (MXFP4) as they are.
-    Bytes are reordered: byte i of a run of 32 has column i of a group in its lower bits and column i of the next group
-    in its upper bits. A kernel that reads a tile of bytes gets two tiles of neighbouring columns, each with its scale.
+    `keeps`: the forms in which rows stay if a checkpoint stores them so; `rounds`: all rows become 8-bit floats. Every
+    row of 8-bit floats has a scale; rows that a checkpoint stores with scales per block are rounded again.
+
+    Bytes of 4-bit floats with a power of two per 32 columns (MXFP4) are reordered: byte i of a run of 32 has column i
+    of a group in its lower bits and column i of the next group in its upper bits. A kernel that reads a tile of bytes
+    gets two tiles of neighbouring columns, each with its scale.
     """
 
     def __init__(
@@ -26,28 +39,41 @@ class ExpertWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        keeps_stored: bool = False,
+        keeps: frozenset[Form] = frozenset(),
+        rounds: bool = False,
     ) -> None:
         self.shape = torch.Size((num_experts, out_features, in_features))
         self.dtype = dtype
         self.device = device
-        self.codes: Tensor | None = None  # [experts, out, in / 2] uint8
-        self.exponents: Tensor | None = None  # [experts, out, in / 32] uint8
-        self._plain: Tensor | None = None
-        self._keeps_stored = keeps_stored and in_features % CHUNK == 0
+        self.form: Form = "fp8" if rounds else "plain"  # of the rows that were filled
+        self._numbers: Tensor | None = None
+        self._scales: Tensor | None = None
+        self._keeps, self._rounds = keeps, rounds
 
     @property
     def plain(self) -> Tensor:
-        """[experts, out, in], if the weights are not kept in 4 bits."""
-        if self._plain is None:
-            assert self.codes is None
-            self._plain = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return self._plain
+        """[experts, out, in], if the weights are plain."""
+        assert self.form == "plain"
+        if self._numbers is None:
+            self._numbers = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self._numbers
+
+    @property
+    def matrix(self) -> ExpertMatrix:
+        """What the kernels multiply."""
+        from chairlift.kernels.triton.experts.products import ExpertMatrix
+
+        if self._numbers is None:
+            self._allocate(self.form)
+        assert self._numbers is not None
+        return ExpertMatrix(self._numbers, self._scales)
 
     @property
     def num_bytes(self) -> int:
-        if self.codes is not None and self.exponents is not None:
-            return self.codes.nbytes + self.exponents.nbytes
+        if self._numbers is not None:
+            return self._numbers.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        if self._rounds:
+            return self.shape.numel() + 4 * self.shape[:2].numel()  # a scale for each row
         return self.shape.numel() * self.dtype.itemsize
 
     def rows(self, expert: int, first: int, count: int) -> ExpertRows:
@@ -55,33 +81,73 @@ class ExpertWeights:
         return ExpertRows(self, expert, first, count)
 
     def fill(self, expert: int, first: int, source: Tensor | StoredWeight) -> None:
-        stored = None if isinstance(source, Tensor) else source.as_microscaled()
-        if stored is not None and self._keeps_stored and self._plain is None:
-            self._fill_codes(expert, first, stored)
-            return
-        if self.codes is not None:  # other rows came in 4 bits, these do not
+        form = self._form_of(source)
+        if self._numbers is None:
+            self._allocate(form)
+        elif form != self.form:
             self._become_plain()
-        values = source if isinstance(source, Tensor) else source.dequantized()
-        self.plain[expert, first : first + len(values)].copy_(values)
+        rows = slice(first, first + source.shape[0])
+        if self.form == "mxfp4":
+            assert isinstance(source, StoredWeight)
+            stored = source.as_microscaled()
+            assert stored is not None
+            self._put(expert, rows, reordered(stored.codes.to(self.device)), stored.exponents)
+        elif self.form == "fp8":
+            self._put(expert, rows, *_rounded(source, self.device))
+        else:
+            self.plain[expert, rows].copy_(source if isinstance(source, Tensor) else source.dequantized())
 
-    def _fill_codes(self, expert: int, first: int, stored: MicroscaledFloats) -> None:
+    def _form_of(self, source: Tensor | StoredWeight) -> Form:
+        """The form in which rows are kept if no others were filled yet."""
+        if self._rounds:
+            return "fp8"
+        if isinstance(source, Tensor):
+            return "plain"
+        form: Form = "plain"
+        if source.as_microscaled() is not None and self.shape[2] % CHUNK == 0:
+            form = "mxfp4"
+        elif isinstance(source, ScaledFloats) and source.numbers.dtype is FP8:
+            form = "fp8"
+        return form if form in self._keeps else "plain"
+
+    def _allocate(self, form: Form) -> None:
         experts, out_features, in_features = self.shape
-        if self.codes is None or self.exponents is None:
-            self.codes, self.exponents = (
+        self.form = form
+        if form == "plain":
+            self._numbers = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        elif form == "fp8":
+            self._numbers = torch.zeros(self.shape, dtype=torch.uint8, device=self.device).view(FP8)
+            self._scales = torch.zeros(experts, out_features, device=self.device)
+        else:
+            self._numbers, self._scales = (
                 torch.zeros(experts, out_features, columns, dtype=torch.uint8, device=self.device)
                 for columns in (in_features // 2, in_features // GROUP)
             )
-        rows = slice(first, first + stored.shape[0])
-        self.codes[expert, rows] = reordered(stored.codes.to(self.device))
-        self.exponents[expert, rows] = stored.exponents.to(self.device)
+
+    def _put(self, expert: int, rows: slice, numbers: Tensor, scales: Tensor) -> None:
+        assert self._numbers is not None
+        assert self._scales is not None
+        # As bytes: not every operation of torch takes 8-bit floats.
+        self._numbers.view(torch.uint8)[expert, rows] = numbers.view(torch.uint8).to(self.device)
+        self._scales[expert, rows] = scales.to(self.device)
 
     def _become_plain(self) -> None:
-        codes, exponents = self.codes, self.exponents
-        assert codes is not None
-        assert exponents is not None
-        self.codes = self.exponents = None
+        """Rows came in different forms."""
+        form, numbers, scales = self.form, self._numbers, self._scales
+        if scales is None:
+            return
+        assert numbers is not None
+        self._numbers = self._scales = None
+        self._allocate("plain")
         for expert, plain in enumerate(self.plain):
-            plain.copy_(MicroscaledFloats(restored(codes[expert]), exponents[expert]).dequantized())
+            plain.copy_(_values(form, numbers[expert], scales[expert]))
+
+    def dequantized(self, expert: int) -> Tensor:
+        """[out, in]: the values of an expert's weights."""
+        if self._scales is None:
+            return self.plain[expert]
+        assert self._numbers is not None
+        return _values(self.form, self._numbers[expert], self._scales[expert])
 
 
 class ExpertRows:
@@ -95,6 +161,30 @@ class ExpertRows:
 
     def copy_(self, source: Tensor | StoredWeight, /) -> None:
         self._weights.fill(self._expert, self._first, source)
+
+
+def kept_forms(format: type[WeightFormat], dtype: torch.dtype, device: torch.device) -> frozenset[Form]:
+    """The forms in which a checkpoint's weights stay, if the layers have this format."""
+    if not format.keeps_stored or not on_gpu(device):
+        return frozenset()
+    return frozenset({"mxfp4"} if FP8Weight.obstacles(dtype, device) else {"mxfp4", "fp8"})
+
+
+def _values(form: Form, numbers: Tensor, scales: Tensor) -> Tensor:
+    """[out, in] in float32, of rows in 8- or 4-bit floats."""
+    if form == "mxfp4":
+        return MicroscaledFloats(restored(numbers), scales).dequantized()
+    return numbers.float() * scales[:, None]
+
+
+def _rounded(source: Tensor | StoredWeight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows in 8-bit floats, and the scale of each."""
+    if isinstance(source, ScaledFloats) and source.numbers.dtype is FP8 and source.row_scales is not None:
+        return source.numbers, source.row_scales
+    values = (source if isinstance(source, Tensor) else source.dequantized()).to(device)
+    if values.is_meta:  # a GPU that is only described: there is nothing to round
+        return torch.empty_like(values, dtype=torch.uint8), values.new_empty(len(values), dtype=torch.float32)
+    return round_rows(values)
 
 
 def reordered(codes: Tensor) -> Tensor:

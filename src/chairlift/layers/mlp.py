@@ -95,7 +95,7 @@ def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
 
         return silu_mul(gate_up)
     if on_gpu(gate_up.device) and isinstance(activation, ClampedGate):
-        from chairlift.kernels.triton.moe import clamped_mul
+        from chairlift.kernels.triton.experts.activation import clamped_mul
 
         return clamped_mul(gate_up, activation.alpha, activation.limit)
     gate, up = gate_up.chunk(2, dim=-1)

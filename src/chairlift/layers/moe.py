@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.expert_weights import ExpertWeights
+from chairlift.layers.expert_weights import ExpertWeights, kept_forms
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.fp8 import round_rows
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, gated
 from chairlift.layers.parts import Targets, prefixed
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
+
+if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.experts.products import Gate
 
 
 class SharedExpert:
@@ -84,18 +88,18 @@ class MixtureOfExperts:
         has_gates: bool = True,
         latent_size: int = 0,
         activation: str | ClampedGate,
-        keeps_stored: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        format: type[WeightFormat] = PlainWeight,
     ) -> None:
         """`has_gates`: the experts are gated blocks; `latent_size`: they read a projection of the rows to this size;
-        `keeps_stored`: on a GPU, 4-bit weights of the routed experts stay as the checkpoint stores them."""
+        `format`: of the model's linear maps, which decides in which form the experts' weights are kept."""
         num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        keeps_stored = keeps_stored and on_gpu(device)
-        self.gate_up = ExpertWeights(num_experts, (1 + has_gates) * inner, size, keeps_stored=keeps_stored, **kind)
-        self.down = ExpertWeights(num_experts, size, inner, keeps_stored=keeps_stored, **kind)
+        forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.rounds_experts}
+        self.gate_up = ExpertWeights(num_experts, (1 + has_gates) * inner, size, **kind, **forms)
+        self.down = ExpertWeights(num_experts, size, inner, **kind, **forms)
         self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **kind) if bias else None
         self.down_bias = torch.empty(self.down.shape[:2], **kind) if bias else None
         self.latent: tuple[Linear, Linear] | None = None
@@ -152,12 +156,13 @@ class MixtureOfExperts:
         Rows at positions [T] below 0 are padding of a captured step. On a GPU no expert is read for them, and their
         output is undefined.
         """
-        weights, experts = self.router(x)
         rows = x if self.latent is None else self.latent[0](x)
-        if on_gpu(x.device):
-            routed = self.grouped(rows, weights, experts, positions)
+        if not on_gpu(x.device):
+            routed = self._one_after_the_other(rows, *self.router(x))
+        elif self._has_few_rows(x):
+            routed = self.few_rows(x, rows, positions)
         else:
-            routed = self._one_after_the_other(rows, weights, experts)
+            routed = self.grouped(rows, *self.router(x), positions)
         if self.latent is not None:
             routed = self.latent[1](routed)
         return routed if self.shared is None else routed.add_(self.shared(x))
@@ -185,24 +190,73 @@ class MixtureOfExperts:
 
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]."""
-        from chairlift.kernels.triton import moe as triton_moe
+        from chairlift.kernels.triton.experts import grouping, products
 
         pairs = experts.numel()
-        tiling = triton_moe.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
-        grouping = triton_moe.group_by_expert(experts, self._num_experts, tiling.rows, positions)
-        share = weights.flatten().contiguous()
-        # The first product is linear in its input, so its result can be weighted instead; such experts have no bias.
-        before, after = (share, None) if self._weights_inputs else (None, share)
+        tiling = products.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
+        groups = grouping.group_by_expert(experts, self._num_experts, tiling.rows, positions)
+        # Widening weights of 8 bits takes no longer than reading them as long as they are read once.
+        few = products.has_few_pairs(pairs, self._num_experts)
+        rounds = self.gate_up.form == "fp8" and (self._batch_invariant or not few)
+        before, after = self._shares(weights)
 
         def product(rows: Tensor, weights: ExpertWeights, **more: Any) -> Tensor:
-            numbers = weights.plain if weights.codes is None else weights.codes
-            return triton_moe.grouped_linear(
-                rows, numbers, grouping, tiling, self._top_k, exponents=weights.exponents, **more
-            )
+            scales = None
+            if rounds:
+                rows, scales = round_rows(rows)
+            more |= {"x_scales": scales, "out_dtype": x.dtype}
+            return products.grouped_linear(rows, weights.matrix, groups, tiling, self._top_k, **more)
 
-        inner = product(x, self.gate_up, bias=self.gate_up_bias, share=before)
-        outputs = product(self._activate(inner), self.down, scatter=True, bias=self.down_bias, share=after)
-        return triton_moe.add_up(outputs, self._top_k)
+        inner = self._activate(product(x, self.gate_up, bias=self.gate_up_bias, share=before))
+        outputs = product(inner, self.down, scatter=True, bias=self.down_bias, share=after)
+        return products.add_up(outputs, self._top_k)
+
+    def _has_few_rows(self, x: Tensor) -> bool:
+        """Whether `few_rows` computes these rows; kernels that serve every step do not."""
+        from chairlift.kernels.triton.experts.few_rows import can_route_few
+        from chairlift.kernels.triton.launch import tuned
+
+        return tuned() and not self._batch_invariant and can_route_few(len(x), self._top_k)
+
+    def few_rows(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """As `grouped`, in three kernels: the routing of x, and two products of `rows`, which are x but for models that
+        project it."""
+        from chairlift.kernels.triton.experts.few_rows import few_rows_tiling
+        from chairlift.kernels.triton.experts.products import grouped_linear
+
+        weights, groups = self.router.group_few(x, positions)
+        tiling, gate = few_rows_tiling(x.dtype), self._kernel_gate()
+        before, after = self._shares(weights)
+        inner = grouped_linear(
+            rows, self.gate_up.matrix, groups, tiling, self._top_k, gate=gate, bias=self.gate_up_bias, share=before
+        )
+        if gate is None:
+            inner = self._activate(inner)
+        return grouped_linear(
+            inner,
+            self.down.matrix,
+            groups,
+            tiling,
+            self._top_k,
+            scatter=True,
+            bias=self.down_bias,
+            share=after,
+            sum_tokens=True,
+        )
+
+    def _shares(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What multiplies the results of the first and of the second product."""
+        share = weights.flatten().contiguous()
+        # The first product is linear in its input, so its result can be weighted instead; such experts have no bias.
+        return (share, None) if self._weights_inputs else (None, share)
+
+    def _kernel_gate(self) -> Gate | None:
+        """The activation, if the first product's kernel has it."""
+        from chairlift.kernels.triton.experts.products import Gate
+
+        if isinstance(self._activation, ClampedGate):
+            return Gate(self._activation.alpha, self._activation.limit)
+        return Gate() if self._has_gates and self._activation is F.silu else None
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias

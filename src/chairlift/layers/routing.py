@@ -8,7 +8,7 @@ weights  the chosen experts' scores (without the bias), scaled to sum to one, ti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Targets
 from chairlift.layers.rows import one_by_one
+
+if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.experts.grouping import Grouping
+    from chairlift.kernels.triton.experts.routing import RouteRule
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -90,13 +94,24 @@ class ExpertRouter:
 
     def choose_on_gpu(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `choose`, in one kernel."""
-        from chairlift.kernels.triton.routing import route
+        from chairlift.kernels.triton.experts.routing import route
+
+        return route(logits, self.correction_bias, dtype, self._rule())
+
+    def group_few(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Grouping]:
+        """The weights [T, top_k] of few tokens' experts, and the tiles of all experts, in one kernel; rows at positions
+        below 0 are in no tile."""
+        from chairlift.kernels.triton.experts.few_rows import route_and_group
+
+        weight = self.linear.weight.plain
+        assert weight is not None
+        return route_and_group(x, weight, self.linear.bias, self.correction_bias, self._rule(), positions)
+
+    def _rule(self) -> RouteRule:
+        from chairlift.kernels.triton.experts.routing import RouteRule
 
         routing = self.routing
-        return route(
-            logits,
-            self.correction_bias,
-            dtype,
+        return RouteRule(
             top_k=routing.top_k,
             sigmoid=routing.scores == "sigmoid",
             normalize=routing.normalize,

@@ -121,7 +121,8 @@ class Decoder:
         linears = [linear for layer in self.layers for linear in layer.linears()]
         counts = count_formats([linear.weight for linear in (*linears, self.head)])
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
-        return f"{counts}; experts: mxfp4" if any(each.gate_up.codes is not None for each in mixtures) else counts
+        forms = {each.form for mixture in mixtures for each in (mixture.gate_up, mixture.down)} - {"plain"}
+        return f"{counts}; experts: {', '.join(sorted(forms))}" if forms else counts
 
     @property
     def head_format(self) -> type[WeightFormat]:

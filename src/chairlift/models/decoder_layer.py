@@ -229,7 +229,7 @@ def _feed_forward(
         shared=shared,
         bias=experts.bias,
         latent_size=experts.latent_size,
-        keeps_stored=format.keeps_stored,
+        format=format,
         **kind | {"activation": experts.clamped_gate or config.activation},
     )
 

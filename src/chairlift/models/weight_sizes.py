@@ -9,6 +9,7 @@ import torch
 
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models import describe, is_native
 from chairlift.models.decoder import Decoder
 from chairlift.models.fallback.model import FallbackInfo
@@ -40,6 +41,10 @@ def _decoder_linears(
     table = decoder.vocab_size * decoder.hidden_size
     tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
     shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    if format.rounds_experts:
+        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
+        shapes += [(experts * out, size) for experts, out, size in products]
     if format.keeps_blocks:  # of the table, too; a tied head shares it
         return shapes + [(decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.stores_head and packs_head:

@@ -39,7 +39,8 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     stores_head: ClassVar[bool] = True  # the language-model head and draft heads are stored in it, too
-    stores_experts: ClassVar[bool] = False  # models with experts can use it; it is not that of the experts themselves
+    stores_experts: ClassVar[bool] = False  # models with experts can use it
+    rounds_experts: ClassVar[bool] = False  # the experts' weights become 8-bit floats; without it they stay plain
     keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # where it can be used
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own

@@ -26,6 +26,7 @@ MANY_ROWS = 256  # from which cuBLAS is faster than our products
 class FP8Weight(WeightFormat):
     name = "fp8"
     stores_head = False
+    stores_experts = rounds_experts = True
     devices = ("cuda",)
     most_fused_rows = FEW_ROWS
     rounds_rows = True

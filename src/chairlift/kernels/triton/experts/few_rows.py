@@ -1,0 +1,188 @@
+"""The router's product, the choice of experts and the grouping of pairs in one kernel, for few tokens.
+
+Several programs share the sum of the product. The last one to finish adds the parts, chooses the experts of each
+token, and sorts the pairs by comparing each with all others. As no token has an expert twice, an expert has one tile;
+tiles have the first slots, so that the grid of the products is as large as the number of pairs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.experts.grouping import BEYOND, NO_EXPERT, Grouping, expert_of
+from chairlift.kernels.triton.experts.routing import NEVER, RouteRule, chosen_experts, expert_tile
+from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, next_power_of_2, overlapping
+
+MOST_TOKENS = 8  # one program chooses for one token after the other
+MOST_PAIRS = 64  # of which each is compared with all
+ROWS = 16  # of a tile of the router's product, the fewest that tensor cores multiply
+BLOCK = 16  # experts of a program
+PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
+SHORTEST_SPLIT = 256  # columns that a program reads at least
+
+
+@triton.jit
+def _route_and_group_kernel(
+    x_ptr,  # [tokens, K]
+    weight_ptr,  # [experts, K]
+    product_bias_ptr,  # [experts], with HAS_PRODUCT_BIAS only
+    bias_ptr,  # [experts] float32: added for the choice, with HAS_BIAS only
+    positions_ptr,  # [tokens] int32, below 0 for padding rows, whose pairs are in no tile
+    parts_ptr,  # [SPLITS, tokens, experts] float32
+    arrived_ptr,  # [1] int32, zero between launches
+    weights_ptr,  # [tokens, TOP_K]
+    experts_ptr,  # [tokens, TOP_K] int32
+    order_ptr,  # [pairs] int32
+    tile_expert_ptr,  # [pairs] int32
+    tile_begin_ptr,  # [pairs] int32
+    tile_end_ptr,  # [pairs] int32
+    num_tokens,
+    num_experts,
+    K,
+    scale,
+    eps,
+    HAS_PRODUCT_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BG: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,  # columns of x at once
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    split = tl.program_id(1)
+    m = tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    kind = weight_ptr.dtype.element_ty
+    per_split = tl.cdiv(K, SPLITS * BD) * BD
+    end = tl.minimum((split + 1) * per_split, K)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BM, BN], tl.float32)
+    for at in range(split * per_split, end, BD):
+        within = (at + d < end)[None, :]
+        w = tl.load(weight_ptr + n[:, None] * K + at + d[None, :], mask=(n < num_experts)[:, None] & within, other=0.0)
+        x = tl.load(x_ptr + m[:, None] * K + at + d[None, :], mask=(m < num_tokens)[:, None] & within, other=0.0)
+        acc = tl.dot(x.to(kind), tl.trans(w), acc, input_precision=PRECISION)
+    part = parts_ptr + (split * num_tokens + m)[:, None] * num_experts + n[None, :]
+    tl.store(part, acc, mask=(m < num_tokens)[:, None] & (n < num_experts)[None, :])
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") != tl.num_programs(0) * SPLITS - 1:
+        return
+    tl.debug_barrier()
+    tl.store(arrived_ptr, 0)
+
+    expert, exists = expert_tile(num_experts, GROUPS, BG, BE)
+    k = tl.arange(0, BK)
+    for token in range(num_tokens):
+        logits = tl.zeros([BG, BE], tl.float32)
+        for other in tl.static_range(SPLITS):  # read from L2, where other multiprocessors wrote them
+            part_at = parts_ptr + (other * num_tokens + token) * num_experts + expert
+            logits += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
+        if HAS_PRODUCT_BIAS:
+            logits += tl.load(product_bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
+        logits = tl.where(exists, logits.to(kind).to(tl.float32), NEVER)
+        weights, chosen = chosen_experts(
+            logits, bias_ptr, num_experts, scale, eps, SIGMOID, HAS_BIAS, NORMALIZE, GROUPS, TOP_GROUPS, GROUP_BEST,
+            TOP_K, BG, BE, BK,
+        )  # fmt: skip
+        tl.store(weights_ptr + token * TOP_K + k, weights.to(weights_ptr.dtype.element_ty), mask=k < TOP_K)
+        tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
+
+    tl.debug_barrier()  # other threads of this program wrote the experts
+    pair = tl.arange(0, PAIRS)
+    num_pairs = num_tokens * TOP_K
+    mine = expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K, True)
+    theirs = mine[None, :]
+    smaller = (theirs < mine[:, None]).to(tl.int32)
+    same = (theirs == mine[:, None]).to(tl.int32)
+    begin = tl.sum(smaller, 1)
+    rank = tl.sum(tl.where(pair[None, :] < pair[:, None], same, 0), 1)
+    in_tile = mine < BEYOND
+    is_first = in_tile & (rank == 0)
+    slot = tl.sum(tl.where(is_first[None, :], smaller, 0), 1)
+    tl.store(order_ptr + begin + rank, pair, mask=in_tile)
+    tl.store(tile_expert_ptr + slot, mine, mask=is_first)
+    tl.store(tile_begin_ptr + slot, begin, mask=is_first)
+    tl.store(tile_end_ptr + slot, begin + tl.sum(same, 1), mask=is_first)
+    tl.store(tile_expert_ptr + pair, NO_EXPERT, mask=(pair >= tl.sum(is_first.to(tl.int32))) & (pair < num_pairs))
+
+
+def can_route_few(tokens: int, top_k: int) -> bool:
+    return 0 < tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
+
+
+def few_rows_tiling(dtype: torch.dtype) -> Tiling:
+    """The tile of the products with this grouping: one of 16 rows has all pairs of an expert."""
+    return Tiling(ROWS, 64, 32, 2) if dtype == torch.float32 else Tiling(ROWS, 64, 128, 4)
+
+
+def route_and_group(
+    x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, rule: RouteRule, positions: Tensor
+) -> tuple[Tensor, Grouping]:
+    """The weights [T, top_k], in the type of x [T, K], of each token's experts, and the tiles of all experts.
+
+    `weight` [experts, K] and `product_bias` [experts] of the router; `bias` [experts] is added for the choice.
+    Tokens with a position [T] below 0 are padding and in no tile.
+    """
+    (tokens, depth), num_experts, device = x.shape, len(weight), x.device
+    assert can_route_few(tokens, rule.top_k)
+    blocks = cdiv(num_experts, BLOCK)
+    splits = last_power_of_2(min(PROGRAMS // blocks, depth // SHORTEST_SPLIT))
+    pairs = tokens * rule.top_k
+    parts, arrived = _scratch(splits * MOST_TOKENS * num_experts, device)
+    weights = torch.empty(tokens, rule.top_k, dtype=x.dtype, device=device)
+    experts, order, *tiles = torch.empty(5, pairs, dtype=torch.int32, device=device)
+    _route_and_group_kernel[(blocks, splits)](
+        x.contiguous(),
+        weight,
+        weight if product_bias is None else product_bias,
+        parts if bias is None else bias,
+        positions,
+        parts,
+        arrived,
+        weights,
+        experts,
+        order,
+        *tiles,
+        tokens,
+        num_experts,
+        depth,
+        rule.scale,
+        rule.normalize_eps,
+        HAS_PRODUCT_BIAS=product_bias is not None,
+        **rule.constants(num_experts, bias is not None),
+        SPLITS=splits,
+        PAIRS=max(16, next_power_of_2(pairs)),
+        BM=ROWS,
+        BN=BLOCK,
+        BD=64 if weight.dtype == torch.float32 else 128,
+        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=2,
+        **overlapping(device),
+    )
+    return weights, Grouping(order, *tiles)
+
+
+@cache
+def _scratch(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scratch memory shared by all kernels of one stream, which run in sequence."""
+    return torch.empty(size, device=device), torch.zeros(1, dtype=torch.int32, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from chairlift.layers.expert_weights import ExpertRows
 from chairlift.layers.parts import Targets
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
-from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, StoredWeight, dequantized
+from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, StoredWeight, dequantized
 from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer
 
@@ -29,6 +29,8 @@ class DummyCheckpoint(ConfigCheckpoint):
         self._device = device
         if self.has_4_bit_experts:
             self.quantization = "mxfp4"
+        elif self.has_4_bit_layers:
+            self.quantization = f"GPTQ, 4-bit integers in groups of {self.group_size}"
 
     def names(self) -> list[str]:
         return [name for name, _ in _targets(self.config)]
@@ -37,9 +39,11 @@ class DummyCheckpoint(ConfigCheckpoint):
         return dequantized(self.stored())
 
     def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
-        if not self.has_4_bit_experts:
-            return dummy_tensors(self.config, self._device)
-        return _with_4_bit_experts(self.config, self._device)
+        if self.has_4_bit_experts:
+            return _with_4_bit_experts(self.config, self._device)
+        if self.has_4_bit_layers:
+            return _with_4_bit_layers(self.config, self._device, self.group_size)
+        return dummy_tensors(self.config, self._device)
 
 
 def dummy_tokenizer() -> Tokenizer:
@@ -68,6 +72,19 @@ def _with_4_bit_experts(config: Mapping[str, Any], device: torch.device) -> Iter
         codes = torch.randint(0, 256, (*groups.shape[:-1], GROUP // 2), dtype=torch.uint8, device=device)
         exponents = torch.full(groups.shape[:-1], 120, dtype=torch.uint8, device=device)  # values of up to 0.05
         yield name, MicroscaledFloats(codes, exponents)
+
+
+def _with_4_bit_layers(
+    config: Mapping[str, Any], device: torch.device, group: int
+) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    for name, tensor in dummy_tensors(config, device):
+        if not name.endswith("_proj.weight"):  # norms, embedding and head
+            yield name, tensor
+            continue
+        rows, columns = tensor.shape
+        numbers = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=device)
+        scales = torch.full((rows, columns // group), SPREAD / 4.6, dtype=torch.float16, device=device)
+        yield name, GroupedIntegers(4, numbers, scales)  # 4.6: the standard deviation of numbers from -8 to 7
 
 
 def _targets(config: Mapping[str, Any]) -> Targets:

@@ -62,6 +62,8 @@ def test_the_peer_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
         "dtype": "float32",
         "max_model_len": 128,
         "enable_prefix_caching": True,
+        "quantization": None,
+        "kv_cache_dtype": "auto",
     }
     assert logged[1] == ["gpus", ""]
     first, warm_up, decode, _, prefill = (content for kind, content in logged[2:] if kind == "asked")
@@ -162,6 +164,7 @@ def test_cases_that_the_peer_completed_before_a_failure_are_kept(
         (["--peer", "vllm", "--peer-python", "nowhere/python"], "--peer-python: there is no "),
         (["--peer", "vllm", "--peer-python", "/bin/false"], "--peer-python: /bin/false: ended with status 1"),
         (["--peer", "vllm", "--peer-timeout", "0"], "--peer-timeout: must be above 0"),
+        (["--peer", "vllm", "--quantization", "int4"], "--quantization: cannot be compared"),
         (["--peer", "vllm", "--quantization", "int8"], "--quantization: cannot be compared"),
         (["--peer", "vllm", "--kv-dtype", "bfloat16"], "--kv-dtype: cannot be compared"),
         (["--peer-python", sys.executable], "--peer-python: has no effect without --peer"),

@@ -64,6 +64,17 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert outcome.exit_code == 0, outcome.output
     (row,) = json.loads(result.read_text())["rows"]
     assert row["name"] == "auto"
-    outcome = CliRunner().invoke(app, ["bench", "stress", "--device", "cpu", "--family", "gpt5"])
-    assert outcome.exit_code == 2
-    assert "--family" in outcome.output
+    for bad in ("--family gpt5", "--quantization fp7", "--quantization fp8", "--kv-dtype fp8"):
+        outcome = CliRunner().invoke(app, f"bench stress --device cpu {bad}".split())
+        assert outcome.exit_code == 2
+        assert bad.split()[0] in outcome.output
+
+
+def test_tokens_of_4_bit_weights_are_checked_with_the_same_weights(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = f"bench stress --device cpu --quantization int4 --seconds 1 --preemption recompute --json {result}"
+    outcome = CliRunner().invoke(app, command.split())
+    assert outcome.exit_code == 0, outcome.output
+    written = json.loads(result.read_text())
+    assert written["settings"]["quantization"] == "int4"
+    assert written["rows"][0]["checked"] > 0

@@ -107,6 +107,8 @@ class ShapePeer:
             "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "prefix_caching": config.prefix_caching,
+            "quantization": "fp8" if config.quantization == "fp8" else None,  # None: what its config.json names
+            "kv_dtype": "fp8" if config.kv_dtype == "fp8" else "auto",
             "cases": [asdict(case) for case in cases],
             "warm_ups": [asdict(warm_up_of(case)) for case in cases],
         }
@@ -212,11 +214,11 @@ def _ask(
 
 
 def _refuse_other_formats(config: EngineConfig, title: str) -> None:
-    problem = f"cannot be compared: {title} is run with weights and cache in the number format that --dtype names"
-    if config.quantization not in ("none", "checkpoint"):  # the latter: what the shape itself names
-        raise InvalidParameter("quantization", problem)
-    if config.kv_dtype != "auto" and KV_DTYPES[config.kv_dtype] != torch_dtype(config):
-        raise InvalidParameter("kv_dtype", problem)
+    allowed = ("none", "fp8", "checkpoint")  # the last: what the shape itself names
+    if config.quantization not in allowed:
+        raise InvalidParameter("quantization", f"cannot be compared: {title} has no such format; use one of {allowed}")
+    if config.kv_dtype not in ("auto", "fp8") and KV_DTYPES[config.kv_dtype] != torch_dtype(config):
+        raise InvalidParameter("kv_dtype", f"cannot be compared: {title}'s cache is in the type of --dtype, or in fp8")
 
 
 def _only_this(config: EngineConfig) -> dict[str, str]:

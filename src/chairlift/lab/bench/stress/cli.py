@@ -27,6 +27,7 @@ COLUMNS = (
     "chairlift bench stress --seconds 10",
     "chairlift bench stress --device cuda --seconds 180 --speculate ngram --json result.json",
     "chairlift bench stress --family qwen3_moe --batch-invariant",
+    "chairlift bench stress --device cuda --dtype bfloat16 --quantization fp8 --kv-dtype fp8",
 )
 def bench_stress(
     note: Note,
@@ -34,6 +35,8 @@ def bench_stress(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     family: Annotated[str, typer.Option(help="llama, mistral, qwen3, qwen3_moe or gemma2.")] = "llama",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    quantization: Annotated[str, typer.Option(help="Format of the weights: none, int4 or fp8 (GPU).")] = "none",
+    kv_dtype: Annotated[str, typer.Option(help="Type of the KV cache: auto, or fp8 (GPU).")] = "auto",
     preemption: Annotated[str, typer.Option(help="Preemption modes, a round with each.")] = "recompute,swap",
     speculate: Annotated[str | None, typer.Option(help="ngram or layers:1.", show_default="no")] = None,
     draft_length: Annotated[
@@ -61,17 +64,25 @@ def bench_stress(
 
     if seconds <= 0:
         raise InvalidParameter("seconds", f"must be above 0, got {seconds}")
+    if quantization not in ("none", "int4", "fp8"):
+        raise InvalidParameter("quantization", f"must be none, int4 or fp8, got {quantization!r}")
+    if quantization == "fp8" and family == "qwen3_moe":
+        raise InvalidParameter(
+            "family", "rounded activations may choose other experts, so that tokens cannot be checked"
+        )
     rounds = [name.strip() for name in preemption.split(",")]
     options = {
         "attention": attention,
         "batch_invariant": batch_invariant,
         "cuda_graphs": cuda_graphs,
+        "kv_dtype": kv_dtype,
         "speculate": speculate,
         "draft_length": draft_length,
         "seed": seed,
     }
     machine = EngineConfig(device=device, dtype=dtype)
-    loaded = stress_model(family, torch_device(machine), torch_dtype(machine), batch_invariant=batch_invariant)
+    where = torch_device(machine), torch_dtype(machine)
+    loaded = stress_model(family, *where, quantization=quantization, batch_invariant=batch_invariant)
     configs = [stress_config(loaded, name, **options) for name in rounds]
     rows = [
         stress(loaded, config, seconds=seconds / len(rounds), seed=seed + number, note=note).row()
@@ -79,6 +90,7 @@ def bench_stress(
     ]
     title = f"A random {family} under random traffic: all checks passed"
     request = {"family": family, "device": str(loaded.model.device), "dtype": dtype, "seconds": seconds} | options
+    request["quantization"] = quantization
     return BenchResult(request, rows, [Table(title, COLUMNS, rows, _counts(rows))])
 
 

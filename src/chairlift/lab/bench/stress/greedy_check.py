@@ -20,10 +20,13 @@ BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+def greedy_gaps(
+    model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], cache_dtype: torch.dtype | None = None
+) -> Tensor:
     """For each output token of the (prompt, output) pairs: the gap between the highest score and its own.
 
-    The gap is 0 where greedy decoding chooses the same token. Attention is the plain formula, one sequence at a time.
+    The gap is 0 where greedy decoding chooses the same token. Attention is the plain formula, one sequence at a time,
+    over keys and values in `cache_dtype`, by default that of the model.
     """
     chunks: list[Chunk] = []
     rows: list[int] = []  # whose next token is an output token
@@ -35,7 +38,7 @@ def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequen
         chunks.append(Chunk(request, 0, len(tokens), range(used, used + blocks), samples=False))
         rows += range(row + len(prompt) - 1, row + len(tokens))
         used, row = used + blocks, row + len(tokens)
-    storage = _storage(model, used + 1)
+    storage = _storage(model, used + 1, cache_dtype or model.dtype)
     plan, states = StepPlan(0, tuple(chunks)), allocate_states(model.recurrent_layers, 1, model.device)
     batch = build_batch(plan, storage, model.device)
     attend = BurstedAttention().plan(batch.layout, storage)
@@ -46,10 +49,10 @@ def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequen
     return (scores.max(dim=-1).values - scores.gather(-1, chosen[:, None])[:, 0]).cpu()
 
 
-def _storage(model: CausalLM, blocks: int) -> KVStorage:
+def _storage(model: CausalLM, blocks: int, dtype: torch.dtype) -> KVStorage:
     def side() -> list[Tensor]:
         return [
-            torch.zeros(blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype=model.dtype, device=model.device)
+            torch.zeros(blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=model.device)
             for layer in model.attention_layers
         ]
 

@@ -47,14 +47,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def stress_model(
-    family: str, device: torch.device, dtype: torch.dtype = torch.float32, *, batch_invariant: bool = False
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quantization: str = "none",
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     if family not in FAMILIES:
         raise InvalidParameter("family", f"unknown {family!r}; choose from {', '.join(FAMILIES)}")
     config = SHAPE | {"model_type": family} | FAMILIES[family]
     with torch.inference_mode():
         tensors = decisive_tensors(config, device)
-        model = build_model(config, tensors, dtype=dtype, device=device, batch_invariant=batch_invariant)
+        options: dict[str, Any] = {"quantization": quantization, "batch_invariant": batch_invariant}
+        model = build_model(config, tensors, dtype=dtype, device=device, **options)
     return LoadedModel(f"a random {family}", model, byte_tokenizer(), frozenset({END}))
 
 

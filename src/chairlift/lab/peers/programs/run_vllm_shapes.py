@@ -23,6 +23,8 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
         dtype=job["dtype"],
         max_model_len=job["max_model_len"],
         enable_prefix_caching=job["prefix_caching"],
+        quantization=job["quantization"],
+        kv_cache_dtype=job["kv_dtype"],
     )
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation
+from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
@@ -94,6 +96,13 @@ def test_wrong_settings_are_refused_by_name(name: str, settings: dict[str, float
     assert caught.value.parameter == name
 
 
+def test_a_few_long_waits_count_in_small_fleets_only() -> None:
+    assert fleet_wait([]) == 0
+    assert fleet_wait([0.1, 9.0, 0.2]) == 9
+    assert fleet_wait([9.0] * 5 + [0.1] * 95) == 0.1
+    assert fleet_wait([9.0] * 6 + [0.1] * 94) == 9
+
+
 class Linear:
     """A step takes 10 ms, plus 1 ms per token."""
 
@@ -135,3 +144,10 @@ def test_requests_wait_for_the_first_replica_of_an_empty_fleet() -> None:
     assert len(outcome.records) == 2
     assert all(10 <= record.ttft <= 16 for record in outcome.records), "each met an empty fleet and a cold start"
     assert outcome.replica_seconds < 0.5 * outcome.seconds
+
+
+def test_a_simulated_fleet_grows_for_the_time_per_token() -> None:
+    relaxed = AutoscalingSettings(max_replicas=6, target_ttft=1e3, target_used=1e3, cold_start=10)
+    without, with_target = (run(settings, 1) for settings in (relaxed, replace(relaxed, target_tpot=0.02)))
+    assert without.replica_seconds == pytest.approx(without.seconds)
+    assert with_target.replica_seconds > 1.5 * with_target.seconds

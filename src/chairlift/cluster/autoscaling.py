@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chairlift.errors import InvalidParameter
 
 SLACK = 0.8  # shrink only to sizes whose pressure would be below this, so that the fleet does not swing
 MAX_GROWTH = 2.0  # while new replicas start, requests wait longer however many there will be
+BUSIEST = 0.05  # share of the replicas whose waits do not count: of many, one always computes a very long prompt
 TREND_SECONDS = 30.0  # how far back the trend of the memory in use is taken
 
 
@@ -46,10 +48,16 @@ class AutoscalingSettings:
 @dataclass(frozen=True, slots=True)
 class FleetObservation:
     ready: int
-    wait: float  # age in seconds of the oldest request without a first token; 0 if there is none
+    wait: float  # seconds for a first token, `fleet_wait` of the replicas
     used: float  # share of the KV blocks of all ready replicas that open requests hold
     tpot: float | None = None  # mean seconds per output token lately
     open_requests: int = 0
+
+
+def fleet_wait(waits: Iterable[float]) -> float:
+    """The longest of the replicas' waits for a first token, without those of the busiest ones of a large fleet."""
+    ordered = sorted(waits)
+    return ordered[math.ceil((1 - BUSIEST) * len(ordered)) - 1] if ordered else 0.0
 
 
 class Autoscaler:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation
+from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
 
 INTERVAL = 1.0  # seconds between decisions
 
@@ -37,7 +37,7 @@ def observe(context: Any) -> FleetObservation:
     used = of_all("used")
     return FleetObservation(
         ready=len(context.running_replicas),
-        wait=max(of_all("wait"), default=0.0),
+        wait=fleet_wait(of_all("wait")),
         used=sum(used) / len(used) if used else 0.0,
         tpot=sum(tpots) / len(tpots) if tpots else None,
         open_requests=round(sum(of_all("open")) + context.total_queued_requests),

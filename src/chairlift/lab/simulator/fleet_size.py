@@ -7,7 +7,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
-from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation
+from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
+from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
 from chairlift.cluster.routing.router import Router
 from chairlift.lab.simulator.records import RequestRecord
 from chairlift.lab.simulator.replica import Replica
@@ -61,6 +62,7 @@ class AutoscaledSize:
         self._waiting: dict[int, RequestRecord] = {}  # requests without a first token, oldest first
         self._paid = 0.0  # replica-seconds up to `_paid_until`
         self._paid_until = 0.0
+        self._waited = (0.0, 0)  # for tokens up to the last decision: seconds, and tokens
         self._leaving: list[int] = []  # removed replicas that still have requests
 
     @property
@@ -78,9 +80,12 @@ class AutoscaledSize:
 
     def _decide(self, fleet: Fleet, now: float) -> None:
         loads = fleet.router.loads
-        oldest = next(iter(self._waiting.values()), None)
         seen = FleetObservation(
-            len(loads), now - oldest.arrival if oldest else 0.0, loads.used_share(), open_requests=fleet.num_open
+            len(loads),
+            self._wait(loads, now),
+            loads.used_share(),
+            self._recent_tpot(fleet),
+            open_requests=fleet.num_open,
         )
         change = self._autoscaler.desired(seen, now) - len(loads) - len(self._starting)
         for _ in range(change):
@@ -88,6 +93,20 @@ class AutoscaledSize:
         for index in sorted(loads, key=loads.rank)[: max(0, -change)]:
             fleet.remove(int(index))
             self._leaving.append(int(index))
+
+    def _wait(self, loads: ReplicaLoads, now: float) -> float:
+        """The age of the oldest request without a first token, by replica."""
+        waits: dict[ReplicaId, float] = dict.fromkeys(loads, 0.0)
+        for record in self._waiting.values():
+            waits[record.replica] = max(waits.get(record.replica, 0.0), now - record.arrival)
+        return fleet_wait(waits.values())
+
+    def _recent_tpot(self, fleet: Fleet) -> float | None:
+        """The mean seconds per output token since the last decision."""
+        seconds = sum(replica.gaps.total_seconds for replica in fleet.replicas)
+        tokens = sum(replica.gaps.num_tokens for replica in fleet.replicas)
+        (seconds_before, tokens_before), self._waited = self._waited, (seconds, tokens)
+        return (seconds - seconds_before) / (tokens - tokens_before) if tokens > tokens_before else None
 
     def _pay(self, fleet: Fleet, now: float) -> None:
         self._leaving = [index for index in self._leaving if fleet.replicas[index].due is not None]

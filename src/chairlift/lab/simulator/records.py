@@ -47,6 +47,8 @@ class Gaps:
     def __init__(self, pairs: Iterable[tuple[float, int]] = ()) -> None:
         self._seconds = array("d")
         self._counts = array("q")
+        self.total_seconds = 0.0  # that requests waited, all together
+        self.num_tokens = 0  # that they waited for
         for seconds, count in pairs:
             self.add(seconds, count)
 
@@ -59,15 +61,21 @@ class Gaps:
     def add(self, seconds: float, count: int) -> None:
         self._seconds.append(seconds)
         self._counts.append(count)
+        self.total_seconds += seconds * count
+        self.num_tokens += count
 
     def add_steps(self, seconds: Sequence[float], count: int) -> None:
         """Add several steps in which the same number of requests waited."""
         self._seconds.extend(seconds)
         self._counts.extend([count] * len(seconds))
+        self.total_seconds += sum(seconds) * count
+        self.num_tokens += count * len(seconds)
 
     def update(self, other: Gaps) -> None:
         self._seconds.extend(other._seconds)
         self._counts.extend(other._counts)
+        self.total_seconds += other.total_seconds
+        self.num_tokens += other.num_tokens
 
 
 @dataclass(slots=True)

@@ -123,7 +123,6 @@ def simulate(
     if against is not None:
         _compare_with_recording(context, against, report)
         return
-    from chairlift.cluster.routing.router import Router
     from chairlift.core.kv.swap import check_mode
     from chairlift.lab.common.workload import LengthRange
     from chairlift.lab.load.arrivals import Arrivals
@@ -181,13 +180,12 @@ def simulate(
         # Different phases, so that the engines are not all slow at the same time.
         return settings.make(cost, index / largest % 1)
 
+    router = fleet.make_router()
     size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
     engines = [make_replica(index) for index in range(fleet.replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note, _no_garbage_collection():
-        outcome = run(
-            coming, engines, Router(fleet.router), size=size, progress=lambda done: note(f"{done:,} requests")
-        )
+        outcome = run(coming, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
     wall = time.perf_counter() - begun
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     if fleet.price is not None:
@@ -200,6 +198,8 @@ def simulate(
         "replicas": fleet.replicas,
         "max_replicas": fleet.max_replicas,
         "router": fleet.router,
+        "ingresses": fleet.ingresses,
+        "ingress_by": fleet.ingress_by,
         "policy": policy,
     }
     parameters |= {

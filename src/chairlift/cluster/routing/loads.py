@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from zlib import crc32
 
 ReplicaId = int | str
-Rank = tuple[int, int, ReplicaId]
-"""Sort key of replicas: (tokens still to compute, tokens ever sent, id)."""
+Rank = tuple[int, int, int, ReplicaId]
+"""Sort key of replicas: (tokens still to compute, tokens ever sent, place among equals, id)."""
 
 
 @dataclass(slots=True)
 class _Replica:
     num_tokens: int  # room of its KV cache
+    place: int  # among equals
     pending: int = 0  # tokens still to compute, of requests sent from here
     held: int = 0  # tokens of open requests sent from here
     others_pending: int = 0  # of requests that other routers sent, by the replica's last report
@@ -24,7 +26,10 @@ class _Replica:
 class ReplicaLoads:
     """The loads of all replicas, with a heap to find the least loaded one."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        """`seed` shuffles replicas with equal loads, so that several routers do not all choose the same one; without it
+        the order is that of their ids."""
+        self._seed = seed
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._heap: list[Rank] = []  # entries may be out of date
 
@@ -44,20 +49,26 @@ class ReplicaLoads:
 
     def free_tokens(self, replica: ReplicaId) -> int:
         """Room in its KV cache beside open requests; cached prefixes of ended ones count as free."""
+        return max(0, self._replicas[replica].num_tokens - self.held_tokens(replica))
+
+    def held_tokens(self, replica: ReplicaId) -> int:
+        """Tokens of open requests in its KV cache."""
         found = self._replicas[replica]
-        return max(0, found.num_tokens - found.held - found.others_held)
+        return found.held + found.others_held
 
     def used_share(self) -> float:
         """Share of the KV caches of all replicas that open requests hold."""
         room = sum(replica.num_tokens for replica in self._replicas.values())
-        held = sum(replica.held + replica.others_held for replica in self._replicas.values())
+        held = sum(map(self.held_tokens, self._replicas))
         return min(1.0, held / room) if room else 0.0
 
     def rank(self, replica: ReplicaId) -> Rank:
-        return (self[replica], self._replicas[replica].sent, replica)
+        found = self._replicas[replica]
+        return (found.pending + found.others_pending, found.sent, found.place, replica)
 
     def add(self, replica: ReplicaId, num_tokens: int) -> None:
-        self._replicas[replica] = _Replica(num_tokens)
+        place = 0 if self._seed is None else crc32(f"{self._seed} {replica}".encode())
+        self._replicas[replica] = _Replica(num_tokens, place)
         heappush(self._heap, self.rank(replica))
 
     def remove(self, replica: ReplicaId) -> None:
@@ -90,12 +101,12 @@ class ReplicaLoads:
         heap, skipped = self._heap, []
         while True:
             first = heap[0]
-            if first[2] not in self._replicas or self.rank(first[2]) != first:
+            if first[-1] not in self._replicas or self.rank(first[-1]) != first:
                 heappop(heap)
-            elif first[2] in excluded:
+            elif first[-1] in excluded:
                 skipped.append(heappop(heap))
             else:
                 break
         for rank in skipped:
             heappush(heap, rank)
-        return first[2]
+        return first[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -36,7 +37,7 @@ class NoReplica(Exception):
 
 class RoutingTable:
     def __init__(self, policy: str) -> None:
-        self._router = Router(policy)
+        self._router = Router(policy, random.getrandbits(32))
         self._replicas: dict[str, KnownReplica] = {}
         self._doubtful: set[str] = set()  # may not be ready; all others are, so that a choice need not look at all
         self._lock = threading.Lock()

@@ -11,12 +11,14 @@ from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from chairlift.cluster.autoscaling import AutoscalingSettings
+    from chairlift.cluster.routing.router import Router
     from chairlift.lab.planning.run import MemoryBudget
     from chairlift.lab.simulator.devices import Device
     from chairlift.lab.simulator.figures import Targets
     from chairlift.lab.simulator.roofline import ModelShape
 
 MACHINE, _TARGETS, _FLEET = "Model and device", "Targets", "Replicas"
+INGRESS_BY = ("turn", "tenant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,16 @@ class FleetOptions:
     router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.", rich_help_panel=_FLEET)] = (
         "least-loaded"
     )
+    ingresses: Annotated[
+        int, typer.Option(help="Ingresses, each with a router of its own.", rich_help_panel=_FLEET)
+    ] = 1
+    ingress_by: Annotated[
+        str,
+        typer.Option(
+            help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).",
+            rich_help_panel=_FLEET,
+        ),
+    ] = "turn"
     max_replicas: Annotated[
         int | None, typer.Option(help="Autoscale up to this many.", rich_help_panel=_FLEET, show_default="no scaling")
     ] = None
@@ -105,10 +117,28 @@ class FleetOptions:
     def check(self) -> None:
         if self.replicas < 1:
             raise InvalidParameter("replicas", f"must be at least 1, got {self.replicas}")
+        if self.ingresses < 1:
+            raise InvalidParameter("ingresses", f"must be at least 1, got {self.ingresses}")
+        if self.ingress_by not in INGRESS_BY:
+            choices = ", ".join(INGRESS_BY)
+            raise InvalidParameter("ingress_by", f"must be one of {choices}, got {self.ingress_by!r}")
+        if self.ingress_by == "tenant":
+            from chairlift.cluster.routing.policies import ROUTERS
+
+            if self.ingresses == 1 or not ROUTERS.get(self.router).reads_prefixes:
+                raise InvalidParameter("ingress_by", "tenant needs several ingresses and the router prefix-affine")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise InvalidParameter("max_replicas", f"must be at least replicas ({self.replicas})")
         if self.price is not None and not self.price >= 0:
             raise InvalidParameter("price", f"must not be negative, got {self.price}")
+
+    def make_router(self) -> Router:
+        from chairlift.cluster.routing.router import Router
+        from chairlift.lab.simulator.ingresses import Ingresses
+
+        if self.ingresses == 1:
+            return Router(self.router)
+        return Ingresses(self.router, self.ingresses, by_tenant=self.ingress_by == "tenant")
 
     def autoscaling(self, targets: Targets) -> AutoscalingSettings | None:
         """The settings of the autoscaler; None if the number of replicas is fixed."""

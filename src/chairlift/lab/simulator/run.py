@@ -10,6 +10,7 @@ from chairlift.cluster.routing.prefix_keys import prefix_keys
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route, Router
 from chairlift.lab.simulator.fleet_size import FixedSize, FleetSize
+from chairlift.lab.simulator.ingresses import Ingresses
 from chairlift.lab.simulator.records import Arrival, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 
@@ -96,6 +97,8 @@ class _Run:
         if not len(self.router.loads):
             self._unrouted.append(arrival)
             return
+        if isinstance(self.router, Ingresses):
+            self.router.pass_time(now)
         n_in, n_out = len(arrival.prompt), arrival.n_out
         keys = prefix_keys(arrival.prompt) if self.router.policy.reads_prefixes else ()
         route = self.router.route(RoutedRequest(n_in, keys=keys))

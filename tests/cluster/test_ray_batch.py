@@ -87,7 +87,7 @@ def num_written(target: Path) -> int:
 
 
 def wait_for(target: Path, count: int, process: subprocess.Popen[Any], log: Path) -> None:
-    end = time.monotonic() + 180
+    end = time.monotonic() + 300
     while num_written(target) < count:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
@@ -113,7 +113,7 @@ def test_a_batch_on_two_workers_survives_the_death_of_one(ray: OwnRay, tiny: str
     workers = ray.pids("ray::BatchWorker")
     assert workers
     ray.kill(workers[0])
-    assert process.wait(timeout=180) == 0, log.read_text()
+    assert process.wait(timeout=300) == 0, log.read_text()
     assert "120 answered, 0 failed, 1,920 tokens generated" in log.read_text()
     check_output(target, 120, 16)
     assert not ray.pids("ray::")

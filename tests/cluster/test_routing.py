@@ -117,6 +117,12 @@ def test_loads_return_to_zero(policy: str, data: st.DataObject) -> None:
     assert all(router.loads.free_tokens(replica) == ROOM for replica in router.loads)
 
 
+def test_a_view_of_a_text_has_the_keys_of_its_numbers() -> None:
+    view = memoryview(random.Random(5).randbytes(4 * 1000)).cast("I")
+    assert prefix_keys(view) == prefix_keys(view.tolist())
+    assert len(prefix_keys(view)) > 5
+
+
 def test_round_robin_takes_turns_and_skips_excluded_replicas() -> None:
     router = make_router("round-robin", 3)
     asked = request([1] * 10)

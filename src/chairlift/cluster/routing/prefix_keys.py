@@ -33,12 +33,14 @@ def prefix_lengths(num_tokens: int) -> Iterator[int]:
 
 
 def prefix_keys(tokens: Sequence[int], *, adapter: str = "", salt: str = "") -> tuple[PrefixKey, ...]:
-    """The keys of a prompt. Requests with different adapters or cache salts share no KV blocks and no keys."""
+    """The keys of a prompt, of its token ids or of a view of its text as numbers of the same size. Requests with
+    different adapters or cache salts share no KV blocks and no keys."""
     state = hashlib.blake2b(f"{len(adapter)} {adapter}{salt}".encode(), digest_size=16)
     keys: list[PrefixKey] = []
     begin = 0
     for end in prefix_lengths(len(tokens)):
-        state.update(array("I", tokens[begin:end]).tobytes())
+        part = tokens[begin:end]
+        state.update(part if isinstance(part, memoryview) else array("I", part))  # of a text: no copy
         keys.append(PrefixKey(end, state.digest()))
         begin = end
     return tuple(keys)

@@ -53,10 +53,19 @@ def test_the_fleet_shrinks_after_a_delay_and_not_to_a_size_under_pressure() -> N
     scaler = Autoscaler(SETTINGS)
     assert scaler.desired(seen(8, used=0.7), 0.0) == 8
     assert scaler.desired(seen(8, used=0.28), 59.0) == 8
-    assert scaler.desired(seen(8, used=0.28), 61.0) == 4
+    assert scaler.desired(seen(8, used=0.28), 61.0) == 7
     quiet = Autoscaler(AutoscalingSettings(down_delay=0))
     quiet.desired(seen(2, used=0.3), 0.0)
     assert quiet.desired(seen(2, used=0.3), 1.0) == 2, "one replica would be at 0.6 of a target of 0.7"
+
+
+def test_the_fleet_shrinks_by_a_fifth_at_a_time() -> None:
+    scaler, ready, sizes = Autoscaler(AutoscalingSettings(max_replicas=100, down_delay=60)), 100, []
+    for now in range(0, 600, 5):
+        ready = scaler.desired(seen(ready, used=0.35 * 60 / ready), float(now))
+        sizes.append(ready)
+    assert sorted(set(sizes), reverse=True) == [100, 80, 64, 52, 42, 38]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_the_fleet_shrinks_to_nothing_only_if_allowed() -> None:

@@ -5,7 +5,7 @@
 At pressure 1 the fleet has the right size; above it, it grows in proportion, at most to its double at once. A new
 replica helps only after its cold start, so the share of blocks in use is extrapolated by as long: it rises steadily
 with the load, while waiting begins when it is too late. The fleet shrinks to the largest size that any moment of the
-last `down_delay` seconds asked for.
+last `down_delay` seconds asked for, and by a fifth at most in that time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from chairlift.errors import InvalidParameter
 
 SLACK = 0.8  # shrink only to sizes whose pressure would be below this, so that the fleet does not swing
+MAX_SHRINK = 0.2  # share of the replicas that may leave in `down_delay`: waits grow faster than the load
 MAX_GROWTH = 2.0  # while new replicas start, requests wait longer however many there will be
 BUSIEST = 0.05  # share of the replicas whose waits do not count: of many, one always computes a very long prompt
 TREND_SECONDS = 30.0  # how far back the trend of the memory in use is taken
@@ -75,7 +76,8 @@ class Autoscaler:
         if seen.open_requests:
             grow = max(grow, 1)
         stay = math.ceil(seen.ready * self._pressure(seen, now, trend=False) / SLACK - 1e-9)
-        wanted = grow if grow > seen.ready else min(seen.ready, max(stay, grow))
+        least = seen.ready - max(1, int(MAX_SHRINK * seen.ready))
+        wanted = grow if grow > seen.ready else min(seen.ready, max(stay, grow, least))
         wanted = min(max(wanted, settings.min_replicas), settings.max_replicas)
         self._wanted.append((now, wanted))
         while self._wanted[0][0] < now - settings.down_delay:

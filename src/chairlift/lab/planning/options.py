@@ -107,6 +107,12 @@ class FleetOptions:
     cold_start: Annotated[float, typer.Option(help="Seconds until a new replica answers.", rich_help_panel=_FLEET)] = (
         20.0
     )
+    down_delay: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for which fewer replicas must suffice before any is removed.", rich_help_panel=_FLEET
+        ),
+    ] = 120.0
     target_used: Annotated[
         float, typer.Option(help="Share of KV blocks in use at which to add replicas.", rich_help_panel=_FLEET)
     ] = 0.7
@@ -152,6 +158,7 @@ class FleetOptions:
             target_used=self.target_used,
             target_tpot=targets.tpot,
             cold_start=self.cold_start,
+            down_delay=self.down_delay,
         )
         return found if targets.ttft is None else replace(found, target_ttft=targets.ttft)
 

@@ -127,7 +127,7 @@ class Decoder:
     @property
     def head_format(self) -> type[WeightFormat]:
         """The format of the language-model head, and of draft heads."""
-        return self.format if self.format.stores_head or self._quantize_head else PlainWeight
+        return self.format.for_head(self.device, quantize=self._quantize_head)
 
     @property
     def kv_dtype(self) -> torch.dtype:

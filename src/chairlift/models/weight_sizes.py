@@ -20,13 +20,14 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
     """About the bytes of the weights in a format, where all that it does not store is in `dtype`."""
     info = describe(config)
     if isinstance(info, FallbackInfo):
-        in_format, shared = list(info.linear_shapes), info.num_shared_parameters
+        in_format = [(format, *shape) for shape in info.linear_shapes]
+        shared = info.num_shared_parameters
         if format is PlainWeight:  # as transformers keeps them, a tied head once
             in_format, shared = [], 0
     else:
         in_format, shared = _decoder_linears(config, format, device)
-    stored = sum(format.stored_bytes(out, size, dtype) for out, size in in_format)
-    others = info.num_parameters - sum(out * size for out, size in in_format) + shared
+    stored = sum(each.stored_bytes(out, size, dtype) for each, out, size in in_format)
+    others = info.num_parameters - sum(out * size for _, out, size in in_format) + shared
     table = info.vocab_size * info.hidden_size
     saved = table * (dtype.itemsize - _table_itemsize(format, dtype)) if is_native(config) else 0
     return round(stored + others * dtype.itemsize - saved)
@@ -34,21 +35,23 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
 
 def _decoder_linears(
     config: Mapping[str, Any], format: type[WeightFormat], device: str
-) -> tuple[list[tuple[int, int]], int]:
-    """The shapes of the linear maps that the format stores, and how many of their weights are also in the table."""
+) -> tuple[list[tuple[type[WeightFormat], int, int]], int]:
+    """The formats and shapes of the linear maps that are not plain, and how many of their weights are also in the
+    table."""
     decoder = Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta"))
     linears = [linear for layer in decoder.layers for linear in layer.linears()]
     table = decoder.vocab_size * decoder.hidden_size
     tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
-    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    shapes = [(format, linear.out_features, linear.in_features) for linear in linears]
     if format.rounds_experts:
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
-        shapes += [(experts * out, size) for experts, out, size in products]
-    if format.keeps_blocks:  # of the table, too; a tied head shares it
-        return shapes + [(decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
+        shapes += [(format, experts * out, size) for experts, out, size in products]
+    if format.keeps_blocks and device == "cpu":  # of the table, too; a tied head shares it
+        of_head = format.for_head(torch.device(device), quantize=False)
+        return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.stores_head and packs_head:
-        return [*shapes, (decoder.vocab_size, decoder.hidden_size)], table if tied else 0
+        return [*shapes, (format, decoder.vocab_size, decoder.hidden_size)], table if tied else 0
     return shapes, 0
 
 

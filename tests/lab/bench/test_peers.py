@@ -106,7 +106,7 @@ def test_a_peer_that_cannot_run_here_gives_the_reason(fake_python: Path, behave:
 @pytest.mark.parametrize("name", PEERS)
 def test_every_program_names_its_missing_package(name: str) -> None:
     """The real programs, in a Python without any packages."""
-    program = {"llama.cpp": "llama_cpp", "vllm-cpu": "vllm_cpu"}.get(name, name)
+    program = {"llama.cpp": "llama_cpp", "openvino-int4": "openvino"}.get(name, name).replace("-", "_")
     bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     if not bare.exists() or bare == Path(sys.executable):
         pytest.skip("no Python besides this one")

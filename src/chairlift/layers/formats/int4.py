@@ -1,6 +1,8 @@
-"""Weights in 4-bit integers, in groups of neighbouring columns with a scale and an offset; activations are not rounded.
+"""Weights in 4-bit integers, in groups of neighbouring columns with a scale and an offset.
 
-Plain weights are rounded in groups of 32 while they are loaded. Quantized checkpoints keep their own groups.
+Plain weights are rounded in groups of 32 while they are loaded. Quantized checkpoints keep their own groups. On a CPU
+with float32 activations, which are then rounded at every product, the weights become blocks (Q4_1); the embedding table
+and the head have 8 bits there (Q8_0). Elsewhere activations are not rounded.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.matrix import GROUPS, PANEL, Int4Matrix, can_store, dequantized, store
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.group_rounding import round_groups
 from chairlift.layers.rows import in_tiles
 from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
@@ -30,11 +33,13 @@ class Int4Weight(WeightFormat):
 
     name = "int4"
     stores_head = False
+    keeps_blocks = True
     most_fused_rows = MOST_TILED_ROWS
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self.matrix: Int4Matrix | None = None
+        self._groups: GroupedIntegers | None = None  # that become blocks
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -46,16 +51,35 @@ class Int4Weight(WeightFormat):
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
         if not can_store(out_features, in_features, GROUP):
             return super().stored_bytes(out_features, in_features, dtype)
-        scales = 2 * _scale_dtype(dtype).itemsize  # a scale and an offset for each group
+        scales = 2 * torch.float16.itemsize  # a scale and an offset for each group
         return out_features * in_features * (0.5 + scales / GROUP)
 
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         return not cls.obstacles(dtype, device) and _merged(parts) is not None
 
+    @classmethod
+    def for_head(cls, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
+        return BlockWeight if device.type == "cpu" and not quantize else super().for_head(device, quantize=quantize)
+
+    def finalized(self) -> WeightFormat:
+        if BlockWeight.obstacles(self.dtype, self.device) or (self._groups is None and self.plain is None):
+            return super().finalized()
+        weight = BlockWeight.empty(self.out_features, self.in_features, self.dtype, self.device)
+        weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
+        if self._groups is None and self.plain is not None and (self.looked_up or self.in_features % GROUP):
+            weight.plain = self.plain  # rounded to 8 bits
+        else:
+            weight.load_groups(self._groups or GroupedIntegers(4, *self._rounded(torch.float16)))
+        self.plain = self._groups = None
+        return weight.finalized()
+
     def load(self, parts: Sequence[StoredWeight]) -> None:
         merged = _merged(parts)
         assert merged is not None
+        if not BlockWeight.obstacles(self.dtype, self.device):
+            self._groups = merged
+            return
         numbers, scales, offsets = (
             None if each is None else each.to(self.device) for each in (merged.numbers, merged.scales, merged.offsets)
         )
@@ -65,11 +89,14 @@ class Int4Weight(WeightFormat):
         self.plain = None
 
     def pack(self) -> None:
-        if self.plain is None or not can_store(self.out_features, self.in_features, GROUP):
+        if self.plain is None or self.looked_up or not can_store(self.out_features, self.in_features, GROUP):
             return
-        numbers, scales, offsets = round_groups(self.plain, GROUP, _scale_dtype(self.dtype))
-        self.matrix = store(numbers, scales, offsets, GROUP)
+        self.matrix = store(*self._rounded(_scale_dtype(self.dtype)), GROUP)
         self.plain = None
+
+    def _rounded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.plain is not None
+        return round_groups(self.plain, GROUP, dtype)
 
     @property
     def num_bytes(self) -> int:

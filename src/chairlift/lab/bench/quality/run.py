@@ -32,6 +32,7 @@ CPU_MODES: Mapping[str, Mapping[str, str]] = {
     "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
     "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
     "int4, KV float32": {"quantization": "int4", "kv_dtype": "float32"},
+    "int4, KV bfloat16": {"quantization": "int4", "kv_dtype": "bfloat16"},
     "as stored, KV float32": {"quantization": "checkpoint", "kv_dtype": "float32"},
     "as stored, KV bfloat16": {"quantization": "checkpoint", "kv_dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
@@ -14,10 +15,15 @@ from chairlift.engine import startup
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.lab.make_model.gguf_file import write_random_gguf
+from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.models import build_model
 from chairlift.models.stacks.fused_cpu import FusedCPUStack
+from tests.loading.gguf_writing import write_gguf
+from tests.loading.tiny_models import save_model
+from tests.models.dense_attend import DenseCache
 from tests.runner.gpu_speculation import write_random_head
 
 SHAPE: dict[str, Any] = {
@@ -134,3 +140,29 @@ def test_tokens_do_not_depend_on_batches_and_chunks(tmp_path: Path) -> None:
         chunked = LLM(path, max_model_len=256, max_prefill_tokens=chunk, **options)
         assert tokens(chunked, PROMPTS) == alone
         assert tokens(chunked, PROMPTS) == alone  # with prefixes from the cache
+
+
+def test_experts_are_computed_in_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_model("qwen3 moe", tmp_path / "hf", moe_intermediate_size=64)
+    write_gguf(tmp_path / "hf", tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    tokens = torch.randint(0, 160, (40,), generator=torch.Generator().manual_seed(1))
+    found = []
+    for quantization in ("checkpoint", "none"):
+        model: Any = build_model(
+            checkpoint.config,
+            checkpoint.stored(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            quantization=quantization,
+        )
+        with torch.inference_mode():
+            attend = DenseCache().step([("a", 40)])
+            found.append(model.logits(model.hidden_states(tokens, torch.arange(40), attend).last))
+        mixtures = [layer.mlp for layer in model.layers]
+        in_blocks = [isinstance(each.down, BlockExperts) and each.down.in_blocks for each in mixtures]
+        assert in_blocks == [quantization == "checkpoint"] * len(mixtures)
+        assert model.has_own_threads == (quantization == "checkpoint")
+    assert found[1].std() > 0.05
+    assert (found[0] - found[1]).abs().mean() < 0.04 * found[1].std()  # another expert would change it by its size

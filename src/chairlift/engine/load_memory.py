@@ -32,7 +32,7 @@ def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torc
     total = 0
     for _, weight in checkpoint.stored():
         if isinstance(weight, GGUFWeight) and BlockWeight.accepts([weight], dtype, CPU):
-            total += weight.shape.numel() * 4 if weight.source.expert is not None else BlockWeight.bytes_of(weight)
+            total += BlockWeight.bytes_of(weight)
         else:
             total += weight.shape.numel() * dtype.itemsize
     return total

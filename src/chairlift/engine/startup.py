@@ -171,14 +171,15 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
         return "none" if obstacles else "checkpoint"
     if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
         return "none"
-    if format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):
+    blocks = _computes_blocks(config, checkpoint, num_parameters)
+    if not blocks and format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):
         return "none"
     from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # importing numba takes a while
 
     if find_instruction_set() is PLAIN:
         log.info("weights are not quantized: this CPU has no instructions for fast 8-bit products")
         return "none"
-    return "checkpoint" if _computes_blocks(config, checkpoint, num_parameters) else "int8"
+    return "checkpoint" if blocks else "int8"
 
 
 def _computes_blocks(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> bool:

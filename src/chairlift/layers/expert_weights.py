@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
@@ -67,6 +68,14 @@ class ExpertWeights:
             self._allocate(self.form)
         assert self._numbers is not None
         return ExpertMatrix(self._numbers, self._scales)
+
+    def multiply(self, expert: int, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """rows [T, in] times the plain weight of an expert -> [T, out]; bias [experts, out]."""
+        return F.linear(rows, self.plain[expert], None if bias is None else bias[expert])
+
+    def finalize(self) -> None:
+        """Called once all rows are filled."""
+        return
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.block_experts import BlockExperts, keeps_blocks
 from chairlift.layers.expert_weights import ExpertWeights, kept_forms
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.fp8 import round_rows
@@ -98,8 +99,13 @@ class MixtureOfExperts:
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.rounds_experts}
-        self.gate_up = ExpertWeights(num_experts, (1 + has_gates) * inner, size, **kind, **forms)
-        self.down = ExpertWeights(num_experts, size, inner, **kind, **forms)
+
+        def weights(out_features: int, in_features: int) -> ExpertWeights:
+            if keeps_blocks(format, dtype, device):
+                return BlockExperts(num_experts, out_features, in_features, dtype=dtype, device=device)
+            return ExpertWeights(num_experts, out_features, in_features, **kind, **forms)
+
+        self.gate_up, self.down = weights((1 + has_gates) * inner, size), weights(size, inner)
         self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **kind) if bias else None
         self.down_bias = torch.empty(self.down.shape[:2], **kind) if bias else None
         self.latent: tuple[Linear, Linear] | None = None
@@ -149,6 +155,8 @@ class MixtureOfExperts:
     def finalize(self) -> None:
         for linear in self.linears():
             linear.finalize()
+        self.gate_up.finalize()
+        self.down.finalize()
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden].
@@ -259,13 +267,11 @@ class MixtureOfExperts:
         return Gate() if self._has_gates and self._activation is F.silu else None
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
-        gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
-
         def inner(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.gate_up.plain[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            return self.gate_up.multiply(expert, rows, self.gate_up_bias)
 
         def outer(rows: Tensor) -> Tensor:
-            return F.linear(rows, self.down.plain[expert], None if down_bias is None else down_bias[expert])
+            return self.down.multiply(expert, rows, self.down_bias)
 
         if not self._batch_invariant:
             return outer(self._activate(inner(x)))

@@ -101,17 +101,22 @@ def _add_tokenizer(writer: Any, vocab_size: int) -> None:
             value = [*value, *(f"<unused_{index}>" for index in range(len(value), vocab_size))]
         elif name == "tokenizer.ggml.token_type":
             value = [*value, *[UNUSED] * (vocab_size - len(value))]
-        match value:
-            case list():
-                writer.add_array(name, value)
-            case bool():
-                writer.add_bool(name, value)
-            case int():
-                writer.add_uint32(name, value)
-            case float():
-                writer.add_float32(name, value)
-            case _:
-                writer.add_string(name, value)
+        add_field(writer, name, value)
+
+
+def add_field(writer: Any, name: str, value: Any) -> None:
+    """Add metadata with the usual type of such a value."""
+    match value:
+        case list():
+            writer.add_array(name, value)
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case _:
+            writer.add_string(name, value)
 
 
 def _matrices(config: dict[str, Any]) -> Iterator[Matrix]:

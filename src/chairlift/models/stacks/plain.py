@@ -8,12 +8,24 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.formats.blocks import BlockWeight
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
-from chairlift.models.decoder_layer import add_
+from chairlift.models.decoder_layer import DecoderLayer, add_
 from chairlift.models.self_attention import KeptKV
 from chairlift.models.stacks.base import LayerStack, StackParts, picked
+
+
+def _in_blocks(layer: DecoderLayer) -> bool:
+    """Whether all products of a layer are with blocks, except that of a router, which is small."""
+    mixture = layer.mlp if isinstance(layer.mlp, MixtureOfExperts) else None
+    routers = () if mixture is None else (mixture.router.linear,)
+    linears = [linear for linear in layer.linears() if linear not in routers]
+    experts = () if mixture is None else (mixture.gate_up, mixture.down)
+    in_blocks = all(isinstance(each, BlockExperts) and each.in_blocks for each in experts)
+    return in_blocks and all(isinstance(linear.weight, BlockWeight) for linear in linears)
 
 
 class PlainStack(LayerStack):
@@ -23,8 +35,7 @@ class PlainStack(LayerStack):
         self.has_own_threads = has_own_threads
 
     def finalize(self) -> None:
-        linears = [linear for layer in self.parts.layers for linear in layer.linears()]
-        self.has_own_threads |= all(isinstance(linear.weight, BlockWeight) for linear in linears)
+        self.has_own_threads |= all(map(_in_blocks, self.parts.layers))
 
     def first(self, count: int) -> PlainStack:
         return PlainStack(self.parts.first(count), has_own_threads=self.has_own_threads)

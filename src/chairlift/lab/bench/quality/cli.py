@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.byte_sizes import format_bytes
+from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.base import BenchResult, bench
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import Note
@@ -30,6 +31,7 @@ COLUMNS = (
     "quality",
     "chairlift bench quality --json quality.json --plot quality.png",
     "chairlift bench quality --model path/to/model --modes 'int8, KV bfloat16'",
+    "chairlift bench quality --block-types all",
     report=ReportOptions,
 )
 def bench_quality(
@@ -37,6 +39,13 @@ def bench_quality(
     model: Annotated[str, typer.Option("--model", "-m", help="The model to measure.")] = DEFAULT_MODEL,
     modes: Annotated[
         str | None, typer.Option(help="Modes to compare with float32, separated by ;.", show_default="all")
+    ] = None,
+    block_types: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead, round the matrices of a GGUF model to these types of blocks (all, or Q4_0,Q4_K,…), and "
+            "compare computing with the blocks with their dequantized weights in float32."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> BenchResult:
@@ -46,8 +55,15 @@ def bench_quality(
     same. An option that costs more than 2% of perplexity must not be a default.
     """
     from chairlift.lab.bench.quality.plot import plot_quality
-    from chairlift.lab.bench.quality.run import measure_quality, modes_on, parse_modes
+    from chairlift.lab.bench.quality.run import measure_block_types, measure_quality, modes_on, parse_modes
 
+    if block_types is not None:
+        if modes is not None:
+            raise InvalidParameter("block_types", "was given together with modes; give one")
+        found = measure_block_types(model, block_types, note)
+        rows = [quality.row() for quality in found]
+        settings = {"model": model, "block_types": [quality.mode for quality in found], "device": "cpu"}
+        return BenchResult(settings, rows, [quality_table(f"{model} in blocks", rows)])
     chosen = parse_modes(modes, device) if modes is not None else list(modes_on(device))
     found = measure_quality(model, chosen, note, device=device)
     rows = [quality.row() for quality in found]

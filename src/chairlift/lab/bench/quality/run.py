@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
 from chairlift.lab.report.progress import Note
+from chairlift.loading.resolve import resolve_model
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.state_storage import build_recurrent
 
@@ -96,6 +99,7 @@ def measure_quality(
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
         note(f"{mode}: loading")
         options: dict[str, Any] = {"device": device, "kv_memory": "256MiB", "max_batch_requests": 1}
+        options["weight_cache"] = "off"  # for one look at each
         config = EngineConfig(**(options | dict(modes_on(device)[mode])))
         loaded = load_model(model, config, progress=False)
         started = start_engine(loaded, config)
@@ -117,6 +121,22 @@ def measure_quality(
         )
         del loaded, started  # before the next model is loaded
         gc.collect()
+    return found
+
+
+def measure_block_types(model: str, kinds: str, note: Note, *, texts: Sequence[str] = TEXTS) -> list[Quality]:
+    """Round a GGUF model to each type of blocks; compare our products with those of the dequantized weights."""
+    from chairlift.lab.make_model.requantize import parse_kinds, requantize
+
+    chosen, source = parse_kinds(kinds), resolve_model(model)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in chosen:
+            path = Path(folder) / f"{kind}.gguf"
+            requantize(source, kind, path, note)
+            _, stored = measure_quality(str(path), ["as stored, KV float32"], note, texts=texts)
+            found.append(replace(stored, mode=kind))
+            path.unlink()
     return found
 
 

@@ -48,7 +48,7 @@ def no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8.PackedWeight, "fill", refuse)
 
 
-@pytest.mark.parametrize("quantization", ["checkpoint", "int8"])
+@pytest.mark.parametrize("quantization", ["checkpoint", "int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_second_start_packs_nothing(
     quantization: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

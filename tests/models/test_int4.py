@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.formats.int4 import Int4Weight
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.group_rounding import round_groups
@@ -62,20 +63,33 @@ def test_constant_and_zero_groups() -> None:
 
 def test_products_use_the_rounded_weight() -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(48, 96), torch.randn(5, 96)
+    weight, x = torch.randn(48, 96).bfloat16(), torch.randn(5, 96).bfloat16()
     linear = Linear(weight.clone(), format=Int4Weight)
     linear.finalize()
     linear.finalize()  # as a decoder does
     expected = x.double() @ in_full(*round_groups(weight, 32, torch.bfloat16), 32).T
-    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(linear(x).double(), expected, rtol=0.02, atol=0.2)
     assert linear.num_bytes == 48 * (128 // 2 + 4 * 4)  # chunks of 128 columns, with a scale and an offset for each 32
 
 
-def test_sizes_that_do_not_fit_stay_plain() -> None:
+def test_blocks_have_the_rounded_weight() -> None:
+    """In float32 on a CPU; rows of the identity are rounded without loss."""
+    torch.manual_seed(0)
     weight = torch.randn(20, 96)
     linear = Linear(weight.clone(), format=Int4Weight)
     linear.finalize()
-    torch.testing.assert_close(linear(torch.eye(96)).T, weight)
+    linear.finalize()
+    assert isinstance(linear.weight, BlockWeight)
+    assert linear.weight.kinds == ["Q4_1"]
+    expected = in_full(*round_groups(weight, 32, torch.float16), 32)
+    torch.testing.assert_close(linear(torch.eye(96)).T.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_that_do_not_fit_stay_plain() -> None:
+    weight = torch.randn(20, 96).bfloat16()
+    linear = Linear(weight.clone(), format=Int4Weight)
+    linear.finalize()
+    torch.testing.assert_close(linear(torch.eye(96).bfloat16()).T, weight)
     assert linear.num_bytes == weight.nbytes
 
 
@@ -86,16 +100,19 @@ def integers(group: int, offsets: bool, rows: int = 32, **changes: Any) -> Group
     return GroupedIntegers(**{"bits": 4, "numbers": numbers, "scales": scales, "offsets": shift} | changes)
 
 
-def test_parts_of_a_checkpoint_are_joined() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_checkpoint_are_joined(dtype: torch.dtype) -> None:
     """Groups of 128 and 64 have a common size, and symmetric weights have offsets as well."""
     parts = [integers(128, False), integers(64, True), integers(256, True, rows=16)]
-    assert Int4Weight.accepts(parts, torch.float32, CPU)
-    weight = Int4Weight.empty(80, 256, torch.float32, CPU)
+    assert Int4Weight.accepts(parts, dtype, CPU)
+    weight = Int4Weight.empty(80, 256, dtype, CPU)
     weight.load(parts)
-    assert weight.matrix is not None
-    assert weight.matrix.group == 64
+    final = weight.finalized()
+    assert isinstance(final, BlockWeight if dtype is torch.float32 else Int4Weight)
     expected = torch.cat([part.dequantized() for part in parts])
-    torch.testing.assert_close(weight.multiply(torch.eye(256), None).T, expected, rtol=2e-3, atol=2e-3)
+    found = final.multiply(torch.eye(256, dtype=dtype), None).T.float()
+    atol = 2e-3 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(found, expected, rtol=atol, atol=atol)
 
 
 def test_what_the_kernels_cannot_multiply_is_not_accepted() -> None:
@@ -108,20 +125,25 @@ def test_what_the_kernels_cannot_multiply_is_not_accepted() -> None:
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.integers])
 def test_a_checkpoint_is_computed_as_it_is_stored(name: str, tmp_path: Path) -> None:
-    """The logits are those of the dequantized weights, up to the rounding of offsets to 16 bits."""
+    """The probabilities are those of the dequantized weights, up to the rounding of activations to 8 bits."""
     write_quantized(tmp_path / "model", SCHEMES[name])
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory": "4MiB", "progress": False}
     stored = LLM(str(tmp_path / "model"), quantization="checkpoint", **options)
     plain = LLM(str(tmp_path / "model-plain"), quantization="none", **options)
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=True)
-    one, other = (llm.generate([5, 17, 40, 211], greedy)[0].outputs[0] for llm in (stored, plain))
-    assert one.token_ids == other.token_ids
+    prompt, scoring = list(range(5, 211, 7)), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    one, other = (
+        torch.tensor(
+            [next(iter(each.values())).logprob for each in llm.generate(prompt, scoring)[0].prompt_logprobs[1:]]
+        )
+        for llm in (stored, plain)
+    )
+    assert (one - other).abs().mean() < 0.05 * other.std()
     config = EngineConfig(quantization="checkpoint", device="cpu", dtype="float32")
     model = load_model(str(tmp_path / "model"), config, progress=False).model
     assert isinstance(model, Decoder)
     kinds = [type(linear.weight) for layer in model.layers for linear in layer.linears()]
     skipped = len(SCHEMES[name].skipped) - 2  # single maps that the checkpoint does not quantize
-    assert kinds.count(Int4Weight) == 8 - skipped
+    assert kinds.count(BlockWeight) == 8 - skipped
     assert kinds.count(PlainWeight) == skipped
     assert type(model.head.weight) is PlainWeight
 

@@ -127,7 +127,7 @@ class Decoder:
     @property
     def head_format(self) -> type[WeightFormat]:
         """The format of the language-model head, and of draft heads."""
-        return self.format.for_head(self.device, quantize=self._quantize_head)
+        return self.format.for_head(self.dtype, self.device, quantize=self._quantize_head)
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -25,7 +25,7 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
         if format is PlainWeight:  # as transformers keeps them, a tied head once
             in_format, shared = [], 0
     else:
-        in_format, shared = _decoder_linears(config, format, device)
+        in_format, shared = _decoder_linears(config, format, dtype, device)
     stored = sum(each.stored_bytes(out, size, dtype) for each, out, size in in_format)
     others = info.num_parameters - sum(out * size for _, out, size in in_format) + shared
     table = info.vocab_size * info.hidden_size
@@ -34,7 +34,7 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
 
 
 def _decoder_linears(
-    config: Mapping[str, Any], format: type[WeightFormat], device: str
+    config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: str
 ) -> tuple[list[tuple[type[WeightFormat], int, int]], int]:
     """The formats and shapes of the linear maps that are not plain, and how many of their weights are also in the
     table."""
@@ -48,7 +48,7 @@ def _decoder_linears(
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
         shapes += [(format, experts * out, size) for experts, out, size in products]
     if format.keeps_blocks and device == "cpu":  # of the table, too; a tied head shares it
-        of_head = format.for_head(torch.device(device), quantize=False)
+        of_head = format.for_head(dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.stores_head and packs_head:
         return [*shapes, (format, decoder.vocab_size, decoder.hidden_size)], table if tied else 0

@@ -79,7 +79,7 @@ class WeightFormat(ABC):
         return out_features * in_features * dtype.itemsize
 
     @classmethod
-    def for_head(cls, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
+    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
         """The format of the language-model head, and of draft heads; `quantize`: it must be this one."""
         from chairlift.layers.formats.none import PlainWeight
 

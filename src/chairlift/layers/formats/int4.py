@@ -59,8 +59,10 @@ class Int4Weight(WeightFormat):
         return not cls.obstacles(dtype, device) and _merged(parts) is not None
 
     @classmethod
-    def for_head(cls, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
-        return BlockWeight if device.type == "cpu" and not quantize else super().for_head(device, quantize=quantize)
+    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
+        if not quantize and not BlockWeight.obstacles(dtype, device):
+            return BlockWeight
+        return super().for_head(dtype, device, quantize=quantize)
 
     def finalized(self) -> WeightFormat:
         if BlockWeight.obstacles(self.dtype, self.device) or (self._groups is None and self.plain is None):

@@ -46,8 +46,9 @@ class BatchRunner:
         self._app = app
         self._keys = keys
         self._num_sent = 0  # lines without a response
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._finished: set[str] = set()  # ids of batches that need not be read again
+        # By owner and id: a copied folder has the same ids again.
+        self._running: dict[tuple[Path, str], asyncio.Task[None]] = {}
+        self._finished: set[tuple[Path, str]] = set()  # batches that need not be read again
 
     async def run(self) -> None:
         """Run batches until cancelled; what is not finished continues at the next start."""
@@ -67,15 +68,16 @@ class BatchRunner:
     async def _look(self) -> None:
         """Start batches that are new or were interrupted, and cancel those that clients have cancelled."""
         batches = await asyncio.to_thread(self._batches)
-        busy = {owner.path for owner, batch in batches if batch.id in self._running}
+        busy = {owner.path for owner, batch in batches if (owner.path, batch.id) in self._running}
         for owner, batch in sorted(batches, key=lambda found: found[1].created_at):
             is_cancelling = batch.status is BatchStatus.CANCELLING
-            task = self._running.get(batch.id)
+            key = owner.path, batch.id
+            task = self._running.get(key)
             if task is not None and task.done():
-                del self._running[batch.id]
+                del self._running[key]
             elif task is None and not batch.status.is_final and (is_cancelling or owner.path not in busy):
                 busy.add(owner.path)
-                self._running[batch.id] = asyncio.create_task(self._run_batch(owner, batch))
+                self._running[key] = asyncio.create_task(self._run_batch(owner, batch))
             elif task is not None and is_cancelling and not task.cancelling():
                 task.cancel("by the client")
 
@@ -83,10 +85,11 @@ class BatchRunner:
         """Read the batches that are not finished."""
         found = []
         for owner in self._folder.owners():
-            for batch_id in set(owner.batches.ids()) - self._finished:
-                batch = owner.find_batch(batch_id)
-                if batch is not None and batch.status.is_final and batch_id not in self._running:
-                    self._finished.add(batch_id)
+            for batch_id in owner.batches.ids():
+                key = owner.path, batch_id
+                batch = None if key in self._finished else owner.find_batch(batch_id)
+                if batch is not None and batch.status.is_final and key not in self._running:
+                    self._finished.add(key)
                 elif batch is not None:
                     found.append((owner, batch))
         return found

@@ -83,6 +83,21 @@ def test_plan_without_targets_does_not_mention_them() -> None:
     assert "e+" not in text
 
 
+def test_the_highest_rate_of_a_plan_is_one_that_a_replica_sustains(tmp_path: Path) -> None:
+    """A replica with four times this rate of requests finishes about as many of them; with targets it is not more."""
+    files = [tmp_path / name for name in ("plan.json", "simulation.json", "targets.json")]
+    traffic = ["--model", "qwen3-0.6b", "--device", "l4", "--prompt-len", "64:512", "--output-len", "32:128"]
+    run("plan", *traffic, "--json", str(files[0]))
+    (row,) = json.loads(files[0].read_text())["rows"]
+    rate, most = row["highest_rate"], str(min(row["largest_batch"], 1024))
+    load = ["--rate", str(4 * rate), "--requests", "6000", "--max-batch-requests", most]
+    run("simulate", *traffic, *load, "--json", str(files[1]))
+    (overloaded,) = json.loads(files[1].read_text())["rows"]
+    assert overloaded["requests_per_s"] == pytest.approx(rate, rel=0.2)
+    run("plan", *traffic, "--target-ttft-ms", "100000", "--json", str(files[2]))
+    assert json.loads(files[2].read_text())["rows"][0]["highest_rate"] == rate
+
+
 def test_simulate_hints_at_the_option_for_a_file() -> None:
     outcome = CliRunner().invoke(app, ["simulate", "traffic.csv"])
     assert outcome.exit_code == 2

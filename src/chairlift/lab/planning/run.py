@@ -35,7 +35,7 @@ from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor
 
 SHARE_OF_MEMORY = 0.9  # the rest is for activations
-HIGHEST_RATE = 1e5
+ALL_AT_ONCE = 1e9  # requests per second
 BLOCK_SIZE = 16
 SHARE_OF_STATES = 0.5  # of what the weights leave, at most, as in `engine/memory_plan.py`
 MOST_REQUESTS = 256  # of one replica
@@ -207,7 +207,10 @@ def highest_rate(
     count: int = 400,
     seed: int = 0,
 ) -> float:
-    """Highest rate of one replica at which 95% of requests meet each target; 0 if one request alone does not."""
+    """Highest rate that one replica sustains and at which 95% of requests meet each target; 0 if there is none."""
+    ceiling = saturated_rate(settings, cost, n_in, n_out, seed=seed)
+    if not targets.given:
+        return ceiling
 
     def keeps(rate: float) -> bool:
         coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
@@ -219,17 +222,31 @@ def highest_rate(
         ):
             if limit is not None and values and percentile(values, 95) > limit:
                 return False
-        return outcome.seconds < 1.5 * count / rate + max(record.e2e for record in outcome.records[: count // 4])
+        return True
 
-    low, high = 0.0, 1 / max(1e-6, _alone(settings, cost, n_in, n_out))
+    low, high = 0.0, min(ceiling, 1 / max(1e-6, _alone(settings, cost, n_in, n_out)))
     if not keeps(high * 1e-3):
         return 0.0
-    while keeps(high) and high < HIGHEST_RATE:
-        low, high = high, 2 * high
+    while keeps(high):
+        if high == ceiling:
+            return ceiling
+        low, high = high, min(2 * high, ceiling)
     for _ in range(7):
         middle = (low + high) / 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
+
+
+def saturated_rate(
+    settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange, *, seed: int = 0
+) -> float:
+    """Requests per second of one replica while its queue is never empty."""
+    # The first and the last quarter end while the batch fills or drains.
+    quarter = max(100, settings.seats)
+    coming = random_arrivals(Arrivals(ALL_AT_ONCE, 1.0), n_in, n_out, 4 * quarter, seed)
+    outcome = simulate(coming, [settings.make(cost)], Router("round-robin"))
+    ends = sorted(record.arrival + record.e2e for record in outcome.records)
+    return 2 * quarter / (ends[3 * quarter] - ends[quarter])
 
 
 def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:

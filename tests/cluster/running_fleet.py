@@ -31,11 +31,11 @@ class RunningFleet(RunningServer):
     def replicas(self) -> list[dict[str, Any]]:
         return list(self.get("/cluster/replicas").json()["replicas"])
 
-    def wait_for_replicas(self, count: int, seconds: float = 180) -> None:
+    def wait_for_replicas(self, count: int) -> None:
         def ready() -> bool:
             return [one["state"] for one in self.replicas()] == ["ready"] * count
 
-        wait_for(ready, seconds, f"{count} ready replicas\n{self.tail()}")
+        wait_for(ready, f"{count} ready replicas\n{self.tail()}")
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `chairlift cluster` beside this fleet."""
@@ -104,7 +104,7 @@ def start_fleet(folder: Path, log: Path, *options: str, replicas: int = 2) -> Ru
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(home))
     fleet = RunningFleet(process, "", log, home, arguments)
     try:
-        wait_for(lambda: process.poll() is not None or fleet.address(), START_SECONDS, f"the fleet\n{fleet.tail()}")
+        wait_for(lambda: process.poll() is not None or fleet.address(), f"the fleet\n{fleet.tail()}", START_SECONDS)
         assert process.poll() is None, fleet.tail()
     except BaseException:
         fleet.stop()

@@ -64,16 +64,16 @@ def victim(fleet: RunningFleet, kind: str) -> int:
 def test_only_streams_that_had_begun_notice_a_killed_replica(fleet: RunningFleet, kind: str) -> None:
     fleet.wait_for_replicas(2)
     with Load(fleet.url) as load:
-        wait_for(lambda: load.num_complete() > 20, 180, "the load to begin")
+        wait_for(lambda: load.num_complete() > 20, "the load to begin")
         killed = victim(fleet, kind)
         os.kill(killed, signal.SIGKILL)
         began = time.monotonic()
         complete = load.num_complete()
-        wait_for(lambda: not Path(f"/proc/{killed}").exists(), 120, "the process to end")
+        wait_for(lambda: not Path(f"/proc/{killed}").exists(), "the process to end")
         time.sleep(3)
         fleet.wait_for_replicas(2)
         print(f"\nkilled the {kind}: two replicas again after {time.monotonic() - began:.1f} s")
-        wait_for(lambda: load.num_complete() > complete + 20, 180, "requests after the kill")
+        wait_for(lambda: load.num_complete() > complete + 20, "requests after the kill")
     print(dict(load.whole), dict(load.streams))
     assert set(load.whole) == {"200"}, load.details
     assert set(load.streams) <= {COMPLETE, ERROR_EVENT}, load.details
@@ -83,10 +83,10 @@ def test_only_streams_that_had_begun_notice_a_killed_replica(fleet: RunningFleet
 def test_the_ingress_comes_back(fleet: RunningFleet) -> None:
     fleet.wait_for_replicas(2)
     with Load(fleet.url, retry=True) as load:
-        wait_for(lambda: load.num_complete() > 20, 180, "the load to begin")
+        wait_for(lambda: load.num_complete() > 20, "the load to begin")
         os.kill(ingress_pid(fleet), signal.SIGKILL)
         killed, complete = time.monotonic(), load.num_complete()
-        wait_for(lambda: load.num_complete() > complete + 20, 180, "requests after the kill")
+        wait_for(lambda: load.num_complete() > complete + 20, "requests after the kill")
         print(f"\nkilled the ingress: answers again after {load.last_success - killed:.1f} s at most")
     print(dict(load.whole), dict(load.streams))
     assert set(load.whole) == {"200"}, load.details
@@ -98,17 +98,16 @@ def test_a_rolling_update_costs_no_request(fleet: RunningFleet, folder: Path) ->
     fleet.wait_for_replicas(2)
     old = {one["version"] for one in fleet.replicas()}
     with Load(fleet.url) as load:
-        wait_for(lambda: load.num_complete() > 20, 180, "the load to begin")
+        wait_for(lambda: load.num_complete() > 20, "the load to begin")
         done = fleet.command("serve", *fleet.arguments, "--address", "auto", "--detach", "--max-batch-requests", "7")
         assert done.returncode == 0, done.stderr
         wait_for(
             lambda: len(fleet.replicas()) == 2 and not old & {one["version"] for one in fleet.replicas()},
-            120,
             "replicas of the new version",
         )
         fleet.wait_for_replicas(2)
         complete = load.num_complete()
-        wait_for(lambda: load.num_complete() > complete + 20, 180, "requests after the update")
+        wait_for(lambda: load.num_complete() > complete + 20, "requests after the update")
     print("\n", dict(load.whole), dict(load.streams))
     assert set(load.whole) == {"200"}, load.details
     assert set(load.streams) == {COMPLETE}, load.details
@@ -118,7 +117,7 @@ def test_an_idle_fleet_shrinks_to_nothing_and_the_next_request_wakes_it(folder: 
     sizes = ["--min-replicas", "0", "--max-replicas", "1", "--down-delay", "1", "--cold-start", "5"]
     fleet = start_fleet(folder, folder.parent / "zero", *sizes, replicas=1)
     try:
-        wait_for(lambda: not fleet.replicas(), 90, "the fleet to shrink")
+        wait_for(lambda: not fleet.replicas(), "the fleet to shrink")
         assert fleet.get("/health").status_code == 503
         response = fleet.client().completions.create(model=NAME, prompt="hello", max_tokens=2)
         assert response.usage is not None

@@ -77,7 +77,7 @@ def test_only_generated_responses_count_for_the_expected_output() -> None:
         assert post(url, "/v1/embeddings", {"input": "hello"}).status_code == 200
         assert table._router._mean_output == expected
         assert post(url).status_code == 200
-        wait_for(lambda: table._router._mean_output > expected, 10, "the output to be counted")
+        wait_for(lambda: table._router._mean_output > expected, "the output to be counted")
 
 
 def test_connections_to_replicas_are_probed() -> None:
@@ -185,13 +185,13 @@ def test_a_client_that_leaves_closes_the_connection_to_the_replica(answer: objec
     replica = FakeReplica(answer)  # type: ignore[arg-type]
     with ingress(replica) as (url, table):
         connection = _send(url, {"prompt": "hello", "stream": True})
-        wait_for(lambda: replica.requests, 10, "the request")
+        wait_for(lambda: replica.requests, "the request")
         if answer is not forever:
             assert connection.recv(100)
         assert not replica.closed.is_set()
         connection.close()
         assert replica.closed.wait(10)
-        wait_for(lambda: table._router.loads["0"] == 0, 10, "the load to be given back")
+        wait_for(lambda: table._router.loads["0"] == 0, "the load to be given back")
 
 
 def test_a_client_that_does_not_read_stops_the_replica() -> None:
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_read_stops_the_replica() -> None:
 
     with ingress(FakeReplica(stream(then=flood))) as (url, _):
         connection = _send(url, {"prompt": "hello", "stream": True})
-        wait_for(lambda: sent > 5, 10, "the stream")
+        wait_for(lambda: sent > 5, "the stream")
         last = -1
         while last != sent:
             last = sent
@@ -233,9 +233,9 @@ def test_an_ingress_that_stops_answers_what_it_has_accepted(monkeypatch: pytest.
         url = own.status()["address"]
         assert idle.get(f"{url}/health").status_code == 200
         answer = pool.submit(post, url, body={"prompt": "hello", "stream": True})
-        wait_for(lambda: replica.requests, 10, "the request")
+        wait_for(lambda: replica.requests, "the request")
         late = _send(url, {"prompt": "late"}, part=5)
-        wait_for(lambda: own._relay.num_open == 2, 10, "the beginning of the other request")
+        wait_for(lambda: own._relay.num_open == 2, "the beginning of the other request")
         stopped = pool.submit(own.__del__)
         time.sleep(2.5)  # a server that has drained gives uvicorn 2 s
         with pytest.raises(httpx.ConnectError):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -16,26 +14,27 @@ from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_B
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
 from tests.dashboard.frames import deliver, frame, headers, next_frame, open_page, send_frames
 from tests.server.front_end import LOADED, front_end
+from tests.server.running_server import HTTP, wait_for
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
 
 
 def test_the_page_needs_no_key_but_its_data_does() -> None:
     with front_end(send_frames, **KEYS) as front:
-        page = httpx.get(f"{front.url}/dashboard")
+        page = HTTP.get(f"{front.url}/dashboard")
         assert page.status_code == 200
         assert "<title>Chairlift</title>" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
         for key in (None, "wrong"):
             for method, path in (("GET", "stream"), ("GET", "requests/x"), ("POST", "policy")):
-                answer = httpx.request(method, f"{front.url}/dashboard/{path}", headers=headers(key))
+                answer = HTTP.request(method, f"{front.url}/dashboard/{path}", headers=headers(key))
                 assert answer.status_code == 401, path
 
 
 def test_no_dashboard_removes_the_routes() -> None:
     with front_end(dashboard=False) as front:
-        assert httpx.get(f"{front.url}/dashboard").status_code == 404
-        assert httpx.get(f"{front.url}/dashboard/stream").status_code == 404
+        assert HTTP.get(f"{front.url}/dashboard").status_code == 404
+        assert HTTP.get(f"{front.url}/dashboard/stream").status_code == 404
 
 
 def test_a_page_gets_a_greeting_a_keyframe_and_later_frames() -> None:
@@ -50,7 +49,7 @@ def test_a_page_gets_a_greeting_a_keyframe_and_later_frames() -> None:
 
 def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
     with front_end(send_frames) as front, open_page(front) as frames:
-        answer = httpx.post(
+        answer = HTTP.post(
             f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2}
         )
         used = answer.json()["usage"]
@@ -62,16 +61,13 @@ def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
 
 def test_nothing_is_recorded_without_an_open_page() -> None:
     with front_end(send_frames) as front:
-        httpx.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
+        HTTP.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
         assert not any(isinstance(message, RecordSteps) for message in front.engine.received)
         with open_page(front) as frames:
             next_frame(frames, "key")
         watches = [message for message in front.engine.received if isinstance(message, RecordSteps)]
         assert watches[0].keyframe
-        deadline = time.monotonic() + 10
-        while front.service.subscribers.watching and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not front.service.subscribers.watching
+        wait_for(lambda: not front.service.subscribers.watching, "the page to be forgotten")
 
 
 @pytest.mark.parametrize("options", [{}, {"isolate_keys": True}])
@@ -79,11 +75,11 @@ def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: di
     with front_end(send_frames, service_options=options, **KEYS) as front, open_page(front, "one") as frames:
         next_frame(frames, "key")
         body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
-        answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=headers("one"))
+        answer = HTTP.post(f"{front.url}/v1/completions", json=body, headers=headers("one"))
         address = f"{front.url}/dashboard/requests/{answer.json()['id']}-0"
-        own = httpx.get(address, headers=headers("one"))
+        own = HTTP.get(address, headers=headers("one"))
         assert own.json() == {"prompt": "the lift", "prompt_is_whole": True, "output": "ok", "output_is_whole": True}
-        assert httpx.get(address, headers=headers("two")).status_code == 404
+        assert HTTP.get(address, headers=headers("two")).status_code == 404
 
 
 def test_isolated_keys_do_not_see_each_others_names() -> None:
@@ -96,7 +92,7 @@ def test_isolated_keys_do_not_see_each_others_names() -> None:
 
 def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
     with front_end(send_frames) as front:
-        refused = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static"})
+        refused = HTTP.post(f"{front.url}/dashboard/policy", json={"policy": "static"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
     with front_end(send_frames, service_options={"policy_switch": True}) as front:
         for body in (
@@ -105,8 +101,8 @@ def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
             {"policy": "static", "x": 1},
             {},
         ):
-            assert httpx.post(f"{front.url}/dashboard/policy", json=body).status_code == 400
-        answer = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static", "max_delay_ms": 5})
+            assert HTTP.post(f"{front.url}/dashboard/policy", json=body).status_code == 400
+        answer = HTTP.post(f"{front.url}/dashboard/policy", json={"policy": "static", "max_delay_ms": 5})
         assert answer.json() == {"policy": "static"}
         assert [message for message in front.engine.received if isinstance(message, SwitchPolicy)] == [
             SwitchPolicy("static", 5.0)
@@ -117,7 +113,7 @@ def test_the_number_of_pages_is_limited() -> None:
     with front_end(send_frames) as front:
         subscribers = front.service.subscribers
         admitted = [subscribers.subscribe(None, None) for _ in range(MAX_SUBSCRIBERS)]
-        refused = httpx.get(f"{front.url}/dashboard/stream")
+        refused = HTTP.get(f"{front.url}/dashboard/stream")
         assert refused.status_code == 429
         assert "close one" in refused.json()["error"]["message"]
         subscribers.unsubscribe(admitted[0])
@@ -211,7 +207,7 @@ def test_a_frame_that_cannot_be_delivered_affects_no_request(monkeypatch: pytest
             patch.setattr(Subscriber, "offer", fail)
             deliver(front.engine, frame(1))
             body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
-            assert httpx.post(f"{front.url}/v1/completions", json=body).status_code == 200
+            assert HTTP.post(f"{front.url}/v1/completions", json=body).status_code == 200
         assert next_frame(frames, "key")["n"] == 0  # continues from the next keyframe
 
 

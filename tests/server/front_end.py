@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update, 
 from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
 from chairlift.text.tokenizer import Tokenizer
+from tests.server.running_server import WAIT_SECONDS, wait_for
 from tests.tiny import CHATML, byte_level_tokenizer
 
 NAME = "scripted"
@@ -74,7 +76,16 @@ class FrontEnd:
         self.url = f"http://127.0.0.1:{port}"
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
+
+    def post_and_disconnect(self, path: str, body: dict[str, Any], **headers: str) -> None:
+        """Send a request that the engine does not answer, and disconnect when it has reached the engine."""
+        data, before = json.dumps(body).encode(), len(self.engine.received)
+        lines = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data)), **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        with self.connect() as connection:
+            connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+            wait_for(lambda: len(self.engine.received) > before, "the request to reach the engine")
 
     def metric(self, name: str, **labels: str) -> float:
         return self.service.metrics._registry.get_sample_value(f"chairlift_{name}", labels) or 0.0
@@ -116,9 +127,9 @@ def front_end(
 
     thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(WAIT_SECONDS)
     try:
         yield made[0]
     finally:
         servers[0].should_exit = True
-        thread.join(30)
+        thread.join(WAIT_SECONDS)

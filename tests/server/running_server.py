@@ -17,7 +17,8 @@ import httpx
 import openai
 
 NAME = "tiny"
-START_SECONDS, STOP_SECONDS = 120.0, 60.0
+# Only to detect hangs: a busy machine may take most of it.
+START_SECONDS, STOP_SECONDS, WAIT_SECONDS = 180.0, 120.0, 180.0
 # Shared, because each new client reads the certificates. It keeps no connections, so that tests can count them.
 HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
@@ -61,12 +62,12 @@ class RunningServer:
         threads = Path(f"/proc/{self.process.pid}/task").iterdir()
         return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
-    def wait_until(self, path: str, status: int, seconds: float = 90) -> None:
-        wait_for(lambda: _status(self.url + path) == status, seconds, f"{path} to answer {status}\n{self.tail()}")
+    def wait_until(self, path: str, status: int) -> None:
+        wait_for(lambda: _status(self.url + path) == status, f"{path} to answer {status}\n{self.tail()}")
 
     def wait_idle(self) -> None:
         """Wait until all blocks are free."""
-        wait_for(lambda: self.metric("chairlift_kv_blocks_used") == 0, 30, "the KV blocks to be freed")
+        wait_for(lambda: self.metric("chairlift_kv_blocks_used") == 0, "the KV blocks to be freed")
 
     def tail(self) -> str:
         return self.log.read_text()[-2000:]
@@ -84,7 +85,7 @@ class RunningServer:
             raise
 
 
-def wait_for(condition: object, seconds: float, what: str) -> None:
+def wait_for(condition: object, what: str, seconds: float = WAIT_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
@@ -107,7 +108,7 @@ def start_server(folder: Path, log: Path, *options: str, **environment: str) -> 
         )
     server = RunningServer(process, "", log)
     try:
-        wait_for(lambda: process.poll() is not None or server.address(), START_SECONDS, "the server to start")
+        wait_for(lambda: process.poll() is not None or server.address(), "the server to start", START_SECONDS)
     except BaseException:  # also Ctrl-C: no fixture would stop it yet
         server.stop()
         print(server.tail())

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from tests.server.raw_client import RawClient
-from tests.server.running_server import NAME, RunningServer, start_server, wait_for
+from tests.server.running_server import NAME, WAIT_SECONDS, RunningServer, start_server, wait_for
 from tests.tiny import write_tiny_checkpoint
 
 PATH = "/v1/completions"
 # Long enough not to finish early.
 ENDLESS = {"model": NAME, "max_tokens": 3000, "ignore_eos": True}
-SHORT, LONG = [7, 8, 9], [11] * 1000
-# The long prompt takes 125 steps, its output thousands. The engine's reaction to a cancellation is exact (see
+SHORT, LONG = [7, 8, 9], [11] * 4000
+# The long prompt takes 500 steps, its output thousands. The engine's reaction to a cancellation is exact (see
 # test_engine_process.py), but a busy machine may deliver the message late.
 SOON = 60
 
@@ -32,8 +32,8 @@ SOON = 60
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with four slots, a queue of four, and prompts that take many steps."""
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("small") / "tiny", positions=4096)
-    options = ["--max-batch-requests=4", "--max-waiting=4", "--max-batch-tokens=8", "--kv-memory=8MiB"]
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("small") / "tiny", positions=8192)
+    options = ["--max-batch-requests=4", "--max-waiting=4", "--max-batch-tokens=8", "--kv-memory=16MiB"]
     server = start_server(folder, folder.parent / "log", *options, "--heartbeat-timeout=300", "--drain-timeout=300")
     yield server
     if server.process.poll() is None:
@@ -56,7 +56,7 @@ class Pause:
         os.kill(self.pid, signal.SIGCONT)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + WAIT_SECONDS
         while not condition():
             assert time.monotonic() < end, "the engine did not reach the condition"
             os.kill(self.pid, signal.SIGCONT)
@@ -133,7 +133,7 @@ def test_no_more_is_computed_for_a_client_that_disconnects(small: RunningServer,
             for client in connected:
                 client.reset()
             await asyncio.sleep(0)
-            wait_for(lambda: small.metric("chairlift_requests_open") == 0, 30, "the front end to cancel the requests")
+            wait_for(lambda: small.metric("chairlift_requests_open") == 0, "the front end to cancel the requests")
         small.wait_idle()
         assert small.metric_of("chairlift_requests_total", reason="cancelled") == cancelled + expected
         return small.metric("chairlift_steps_total") - steps
@@ -153,7 +153,7 @@ def test_a_full_queue_sets_retry_after_and_requests_that_never_fit_are_refused(s
         body = ENDLESS | {"prompt": SHORT, "n": 8, "max_tokens": 2}
         full = threading.Thread(target=lambda: answers.append(small.post(PATH, body)))
         full.start()
-        wait_for(lambda: small.metric("chairlift_requests_open") == 8, 30, "the queue to fill")
+        wait_for(lambda: small.metric("chairlift_requests_open") == 8, "the queue to fill")
         refused = small.post(PATH, ENDLESS | {"prompt": SHORT})
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
@@ -168,12 +168,12 @@ def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
     with Pause(small) as engine:  # so that no request can finish
         open_ = threading.Thread(target=lambda: answers.append(small.post(PATH, ENDLESS | {"prompt": SHORT})))
         open_.start()
-        wait_for(lambda: small.metric("chairlift_requests_open") == 1, 30, "the request to be admitted")
+        wait_for(lambda: small.metric("chairlift_requests_open") == 1, "the request to be admitted")
         small.process.send_signal(signal.SIGTERM)
         small.wait_until("/ready", 503)
         small.process.send_signal(signal.SIGINT)
         assert small.process.wait(60) == 128 + signal.SIGINT, small.tail()
         open_.join(30)
         assert answers[0].status_code == 503
-        wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), 30, "the engine process to exit")
+        wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), "the engine process to exit")
         engine.pid = os.getpid()  # the engine process has exited

@@ -42,7 +42,7 @@ def test_text_jobs_are_limited_and_refused_while_draining(
         threads = [threading.Thread(target=lambda: answers.append(post(front, path, **body))) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: front.service.admission._text_jobs.total == 2, 30, "the text jobs to be admitted")
+        wait_for(lambda: front.service.admission._text_jobs.total == 2, "the text jobs to be admitted")
         refused = post(front, path, **body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         front.service.admission.draining = True
@@ -70,7 +70,7 @@ def test_a_timeout_counts_from_the_arrival_of_the_request(monkeypatch: pytest.Mo
         assert not front.engine.received
         asking = threading.Thread(target=lambda: post(front, PATH, model=NAME, prompt="b", timeout=600), daemon=True)
         asking.start()
-        wait_for(lambda: front.engine.received, 30, "the request to reach the engine")
+        wait_for(lambda: front.engine.received, "the request to reach the engine")
         submitted = front.engine.received[0]
         assert isinstance(submitted, Submit)
         assert submitted.timeout is not None
@@ -87,7 +87,7 @@ def test_every_sequence_of_a_search_counts_against_the_queue_limit(search: dict[
     with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 slots and a queue of 2
         asking = threading.Thread(target=post, args=(front, PATH), kwargs={"model": NAME, "prompt": "a", **search})
         asking.start()
-        wait_for(lambda: front.engine.received, 30, "the search to reach the engine")
+        wait_for(lambda: front.engine.received, "the search to reach the engine")
         assert front.engine.num_open == 6
         refused = post(front, PATH, model=NAME, prompt="a", **search)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")

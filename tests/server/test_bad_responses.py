@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.expected_errors import expect, nested
-from tests.server.running_server import NAME, RunningServer
+from tests.server.running_server import HTTP, NAME, RunningServer
 
 PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
@@ -183,7 +182,7 @@ def test_refusals_suggest_what_to_do(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
 def test_invalid_bodies_are_refused(server: RunningServer, body: bytes) -> None:
-    response = httpx.post(server.url + PATH, content=body, headers={"Content-Type": "application/json"})
+    response = HTTP.post(server.url + PATH, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 

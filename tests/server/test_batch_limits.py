@@ -52,7 +52,7 @@ def ended(folder: FilesFolder, key: APIKey) -> BatchRecord:
         assert batch is not None
         return batch
 
-    wait_for(lambda: found().status.is_final, 120, "the batch to end")
+    wait_for(lambda: found().status.is_final, "the batch to end")
     return found()
 
 

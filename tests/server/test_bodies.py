@@ -73,8 +73,8 @@ def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyP
             requests_in_flight(front, 8, **LARGE) as statuses,
             requests_in_flight(front, 1, "/tokenize", prompt=LONG_TEXT) as texts,
         ):
-            wait_for(lambda: preparing(front) == 8, 30, "the slots to be reserved")
-            wait_for(lambda: front.service.admission._text_jobs.total == 1, 30, "the text job to be admitted")
+            wait_for(lambda: preparing(front) == 8, "the slots to be reserved")
+            wait_for(lambda: front.service.admission._text_jobs.total == 1, "the text job to be admitted")
             assert post(front, PATH, **LARGE).status_code == 429
             assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 429
             front.engine.state = EngineState.RESTARTING
@@ -95,10 +95,10 @@ def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.Monke
         connections = [front.connect() for _ in range(5)]
         for connection in connections:
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: preparing(front) == 5, 30, "all requests to be admitted")
+        wait_for(lambda: preparing(front) == 5, "all requests to be admitted")
         for connection in connections:
             connection.close()
-        wait_for(lambda: preparing(front) == 0, 30, "their reservations to be released")
+        wait_for(lambda: preparing(front) == 0, "their reservations to be released")
         parsers.go_on.set()
         assert post(front, PATH, **LARGE).status_code == 400  # after the abandoned bodies
         assert len(parsers.begun) == 3  # two that were being parsed, and this one
@@ -108,7 +108,7 @@ def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.Monke
 def test_refusals_do_not_wait_for_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck_on_long_texts(monkeypatch, Limits(max_waiting=0)) as (front, go_on):
         with requests_in_flight(front, 3, **LARGE) as statuses:
-            wait_for(lambda: preparing(front) == 3, 30, "the long requests to be admitted")
+            wait_for(lambda: preparing(front) == 3, "the long requests to be admitted")
             assert post(front, PATH, **LARGE, n="many").status_code == 400
             assert post(front, PATH, model="another", prompt=LONG_TEXT).status_code == 404
             assert post(front, PATH, **LARGE, n=8).status_code == 429

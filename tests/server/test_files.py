@@ -59,11 +59,11 @@ def upload(client: openai.OpenAI, data: bytes) -> str:
     return client.files.create(file=("requests.jsonl", io.BytesIO(data)), purpose="batch").id
 
 
-def finished(client: openai.OpenAI, batch_id: str, seconds: float = 60) -> Any:
+def finished(client: openai.OpenAI, batch_id: str) -> Any:
     def is_final() -> bool:
         return client.batches.retrieve(batch_id).status in ("completed", "failed", "expired", "cancelled")
 
-    wait_for(is_final, seconds, "the batch to end")
+    wait_for(is_final, "the batch to end")
     return client.batches.retrieve(batch_id)
 
 
@@ -115,7 +115,7 @@ def test_a_batch_is_answered_as_single_requests_are(files_server: RunningServer)
 def test_a_batch_is_cancelled_with_what_it_has(files_server: RunningServer) -> None:
     client = files_server.client()
     batch = client.batches.create(input_file_id=upload(client, lines(200, 100)), endpoint=CHAT, completion_window="24h")
-    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", 30, "the batch to begin")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", "the batch to begin")
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = finished(client, batch.id)
     assert batch.status == "cancelled"
@@ -200,13 +200,13 @@ def test_a_killed_server_continues_its_batch(tiny_folder: Path, tmp_path: Path) 
     first = start_server(tiny_folder, tmp_path / "log1", *options)
     client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="shift-key", max_retries=0, timeout=60)
     batch = client.batches.create(input_file_id=upload(client, lines(120, 40)), endpoint=CHAT, completion_window="24h")
-    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5, 60, "some answers")
+    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5, "some answers")
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
 
     second = start_server(tiny_folder, tmp_path / "log2", *options)
     client = openai.OpenAI(base_url=f"{second.url}/v1", api_key="shift-key", max_retries=0, timeout=60)
-    found = finished(client, batch.id, 120)
+    found = finished(client, batch.id)
     assert found.status == "completed"
     assert found.request_counts.completed == 120
     assert set(results(client, found.output_file_id)) == {f"r{index}" for index in range(120)}

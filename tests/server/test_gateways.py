@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.running_server import NAME, RunningServer, start_server, wait_for
+from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 from tests.tiny import write_tiny_checkpoint
 from tests.tools import require_tool
 
@@ -92,10 +92,10 @@ def start_gateway(stack: ExitStack, command: list[str], url: str, log: Path) -> 
         assert process.poll() is None, log.read_text()
         with suppress(httpx.TransportError):
             body = {"model": NAME, "prompt": "hi", "max_tokens": 1}
-            return httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            return HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
         return False
 
-    wait_for(is_ready, 60, f"the gateway\n{log.read_text()}")
+    wait_for(is_ready, f"the gateway\n{log.read_text()}")
 
 
 def nginx_options(servers: list[RunningServer], port: int, folder: Path) -> list[str]:
@@ -160,9 +160,7 @@ def test_a_stream_arrives_in_pieces_and_ends_when_the_client_leaves(gateway: Gat
         model=NAME, prompt="the lift", max_tokens=3500, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
         assert next(iter(stream)).choices[0].finish_reason is None  # while the others are still computed
-    wait_for(
-        lambda: gateway.total("chairlift_requests_total", reason="cancelled") == before + 1, 30, "the cancellation"
-    )
+    wait_for(lambda: gateway.total("chairlift_requests_total", reason="cancelled") == before + 1, "the cancellation")
     for server in gateway.servers:
         server.wait_idle()
 

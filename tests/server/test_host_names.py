@@ -10,6 +10,7 @@ import pytest
 from chairlift.errors import InvalidParameter
 from chairlift.server.http.host_names import HostNames
 from tests.server.front_end import NAME, front_end
+from tests.server.running_server import HTTP
 
 REQUEST = {"model": NAME, "prompt": "the lift", "max_tokens": 2}
 
@@ -40,10 +41,10 @@ def test_an_invalid_host_name_is_refused(name: str) -> None:
 
 
 def test_other_host_names_only_reach_the_health_routes() -> None:
-    with front_end(hosts=HostNames("0.0.0.0")) as front, httpx.Client() as client:
+    with front_end(hosts=HostNames("0.0.0.0")) as front:
 
         def get(path: str, host: str) -> httpx.Response:
-            return client.get(front.url + path, headers={"Host": host})
+            return HTTP.get(front.url + path, headers={"Host": host})
 
         pages = ("", "/", "/stream", "/requests/x")
         for path in [f"/dashboard{page}" for page in pages] + ["/v1/models", "/metrics", "/openapi.json", "/nowhere"]:
@@ -52,7 +53,7 @@ def test_other_host_names_only_reach_the_health_routes() -> None:
             assert "gpu-box.lan:8000" in refused["message"]
             assert "--allowed-host" in refused["message"]
         for path, body in (("/v1/completions", REQUEST), ("/dashboard/policy", {"policy": "static"})):
-            assert client.post(front.url + path, json=body, headers={"Host": "evil.example"}).status_code == 403
+            assert HTTP.post(front.url + path, json=body, headers={"Host": "evil.example"}).status_code == 403
         assert not front.engine.received
         assert [get(path, "evil.example").status_code for path in ("/health", "/ready")] == [200, 200]
         for own in (f"localhost:{front.port}", "192.168.1.7", socket.gethostname()):
@@ -63,10 +64,10 @@ def test_allowed_names_work_and_servers_with_keys_accept_any_name() -> None:
     foreign = {"Host": "lift.example"}
     with front_end(hosts=HostNames(allowed=["lift.example"])) as front:
         for path in ("/dashboard", "/v1/models"):
-            assert httpx.get(front.url + path, headers=foreign).status_code == 200
+            assert HTTP.get(front.url + path, headers=foreign).status_code == 200
     with front_end(api_keys=["sesame"]) as front:
         keyed = foreign | {"Authorization": "Bearer sesame"}
-        assert httpx.get(f"{front.url}/v1/models", headers=keyed).status_code == 200
-        assert httpx.post(f"{front.url}/v1/completions", json=REQUEST, headers=keyed).status_code == 200
-        assert httpx.get(f"{front.url}/dashboard", headers=foreign).status_code == 200
-        assert httpx.get(f"{front.url}/dashboard/stream", headers=foreign).status_code == 401
+        assert HTTP.get(f"{front.url}/v1/models", headers=keyed).status_code == 200
+        assert HTTP.post(f"{front.url}/v1/completions", json=REQUEST, headers=keyed).status_code == 200
+        assert HTTP.get(f"{front.url}/dashboard", headers=foreign).status_code == 200
+        assert HTTP.get(f"{front.url}/dashboard/stream", headers=foreign).status_code == 401

@@ -143,7 +143,7 @@ def test_the_dashboard_and_the_metrics_have_the_same_number_of_open_requests() -
             target=lambda: HTTP.post(front.url + "/v1/completions", json=request_body), daemon=True
         )
         asking.start()
-        wait_for(lambda: front.engine.num_open == 3, 20, "the request to reach the engine")
+        wait_for(lambda: front.engine.num_open == 3, "the request to reach the engine")
         shown = json.loads(front.service.subscribers._service_frame())
         assert shown["open"] == shown["metrics"]["requests_open"] == front.metric("requests_open") == 3
         (submitted,) = front.engine.received
@@ -202,7 +202,7 @@ def test_latency_does_not_depend_on_when_the_client_reads() -> None:
     with front_end() as front:
         request_body = {"model": SCRIPTED, "prompt": "hello", "stream": True}
         with HTTP.stream("POST", front.url + "/v1/completions", json=request_body) as answer:
-            wait_for(lambda: front.metric("end_to_end_seconds_count") == 1, 20, "the engine's answer")
+            wait_for(lambda: front.metric("end_to_end_seconds_count") == 1, "the engine's answer")
             arrived = front.metric("end_to_end_seconds_sum")
             time.sleep(0.3)
             answer.read()
@@ -225,7 +225,6 @@ def test_completions_of_disconnected_clients_are_counted_once() -> None:
             next(answer.iter_lines())
         wait_for(
             lambda: front.metric("requests_total", reason="cancelled") == 3,
-            20,
             "the cancelled completions to be counted",
         )
         assert front.metric("requests_total", reason="length") == 0

@@ -38,7 +38,7 @@ def test_a_server_that_does_not_stop_is_killed_with_its_children(
     with pytest.raises(subprocess.TimeoutExpired):
         RunningServer(process, "", tmp_path).stop()
     assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: not is_alive(child), 30, "its child to exit")
+    wait_for(lambda: not is_alive(child), "its child to exit")
 
 
 def is_alive(pid: int) -> bool:

@@ -31,13 +31,13 @@ def check_nothing_leaks(storm: RunningServer) -> Iterator[None]:
     """Checks that blocks, open completions and file descriptors of both processes are as before."""
     storm.post(PATH, {"model": NAME, "prompt": "warm", "max_tokens": 2})
     engine = storm.engine_pid()
-    wait_for(lambda: connections(storm) == 0, 30, "old connections to be closed")
+    wait_for(lambda: connections(storm) == 0, "old connections to be closed")
     before = open_files(storm.process.pid), open_files(engine)
     yield
     storm.wait_idle()
     assert storm.metric("chairlift_requests_open") == storm.metric("chairlift_requests_waiting") == 0
     assert storm.engine_pid() == engine, "the engine was restarted"
-    wait_for(lambda: open_files(storm.process.pid) <= before[0], 30, "the front end's files to be closed")
+    wait_for(lambda: open_files(storm.process.pid) <= before[0], "the front end's files to be closed")
     assert open_files(engine) <= before[1]
 
 
@@ -112,7 +112,7 @@ def test_300_clients_disconnect_mid_stream(storm: RunningServer) -> None:
     before = ended()
     asyncio.run(run_all())
     storm.wait_idle()
-    wait_for(lambda: storm.metric("chairlift_requests_open") == 0, 30, "all requests to end")
+    wait_for(lambda: storm.metric("chairlift_requests_open") == 0, "all requests to end")
     grown = {name: count - before[name] for name, count in ended().items()}
     assert grown["error"] == grown["deadline"] == grown["refused"] == 0
     assert grown["cancelled"] > 100

@@ -287,5 +287,5 @@ def test_a_client_that_disconnects_while_its_grammar_compiles(server: RunningSer
     late = server.post(TEXT, body(prompt="lift", guided_regex="(a|d*)" * 20_000, timeout=0.2))
     assert late.status_code == 408
     assert server.post(TEXT, body(prompt="lift", max_tokens=3)).status_code == 200
-    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the requests to end")
+    wait_for(lambda: server.metric("chairlift_requests_open") == 0, "the requests to end")
     server.wait_idle()

@@ -15,7 +15,7 @@ from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Submit
 
-SUPERVISION = Supervision(heartbeat_timeout=3.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
+SUPERVISION = Supervision(heartbeat_timeout=5.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Clients:
         """Send a request and wait until the engine has it."""
         before = len(submitted(self.front))
         self.send_unsubmitted(key, **body)
-        wait_for(lambda: len(submitted(self.front)) > before, 30, "the request to reach the engine")
+        wait_for(lambda: len(submitted(self.front)) > before, "the request to reach the engine")
 
     def send_unsubmitted(self, key: str, **body: Any) -> None:
         self._threads.append(threading.Thread(target=self._ask, args=(key,), kwargs=body))
@@ -71,7 +71,6 @@ def admit(front: FrontEnd, requests: list[Submit]) -> None:
     ids = {request.request_id for request in requests}
     wait_for(
         lambda: not ids & {one for name in ("crowd", "quiet", "third", "fourth") for one in waiting_ids(front, name)},
-        30,
         "the requests to run",
     )
 
@@ -107,7 +106,7 @@ def test_a_tenant_below_its_share_displaces_the_newest_waiting_request_of_the_cr
         assert front.engine.num_open == 12
         cancelled = [message.request_ids for message in front.engine.received if isinstance(message, Cancel)]
         assert cancelled == [[newest.request_id]]
-        wait_for(lambda: clients.statuses.get("A") == [429], 30, "the displaced request to be answered")
+        wait_for(lambda: clients.statuses.get("A") == [429], "the displaced request to be answered")
         assert clients.retry_after == ["1"]
         assert post(front, "A").status_code == 429
         clients.send("C")
@@ -159,9 +158,9 @@ def test_requests_that_are_being_tokenized_are_displaced(monkeypatch: pytest.Mon
         clients = Clients(front)
         for number in range(12):
             clients.send_unsubmitted("A", prompt=LONG_TEXT)
-            wait_for(lambda number=number: preparing(front) == number + 1, 30, "the request to be admitted")
+            wait_for(lambda number=number: preparing(front) == number + 1, "the request to be admitted")
         assert post(front, "B").status_code == 200
-        wait_for(lambda: clients.statuses.get("A") == [429], 30, "the displaced request to be answered")
+        wait_for(lambda: clients.statuses.get("A") == [429], "the displaced request to be answered")
         assert preparing(front) == 11
         go_on.set()
         clients.join()
@@ -174,7 +173,7 @@ def test_a_stream_that_is_displaced_has_an_error_status() -> None:
         for _ in range(12):
             clients.send("A", stream=True)
         clients.send("B")
-        wait_for(lambda: clients.statuses.get("A") == [429], 30, "the displaced stream to be answered")
+        wait_for(lambda: clients.statuses.get("A") == [429], "the displaced stream to be answered")
         finish_all(front)
         clients.join()
 
@@ -257,7 +256,7 @@ def test_long_text_jobs_do_not_delay_long_prompts(monkeypatch: pytest.MonkeyPatc
         clients = Clients(front)
         for _ in range(8):
             clients.send_unsubmitted("A", path="/tokenize", prompt=LONG_TEXT)
-        wait_for(lambda: front.service.admission._text_jobs.total == 8, 30, "the text jobs to be admitted")
+        wait_for(lambda: front.service.admission._text_jobs.total == 8, "the text jobs to be admitted")
         try:
             assert [post(front, "B", prompt=LONG_TEXT).status_code for _ in range(3)] == [200] * 3
         finally:

@@ -20,12 +20,12 @@ def test_long_texts_do_not_delay_short_ones_and_count_against_the_queue(monkeypa
         threads = [threading.Thread(target=lambda: statuses.append(post_prompt(front, LONG_TEXT))) for _ in range(7)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: preparing(front) == 7, 30, "the long requests to be admitted")
+        wait_for(lambda: preparing(front) == 7, "the long requests to be admitted")
         assert post_prompt(front, "short") == 200
         assert HTTP.post(front.url + "/tokenize", json={"prompt": "short"}).status_code == 200
         last = threading.Thread(target=lambda: statuses.append(post_prompt(front, LONG_TEXT)))
         last.start()
-        wait_for(lambda: preparing(front) == 8, 30, "the last slot to be reserved")
+        wait_for(lambda: preparing(front) == 8, "the last slot to be reserved")
         assert post_prompt(front, "short") == 429  # before it is tokenized
         go_on.set()
         for thread in (*threads, last):
@@ -43,9 +43,9 @@ def test_a_client_that_disconnects_while_its_text_is_tokenized(monkeypatch: pyte
             f"POST {PATH} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
         connection.sendall(head.encode() + b"\r\n" + body)
-        wait_for(lambda: preparing(front) == 1, 30, "the request to be admitted")
+        wait_for(lambda: preparing(front) == 1, "the request to be admitted")
         connection.close()
-        wait_for(lambda: preparing(front) == 0, 30, "its reservation to be released")
+        wait_for(lambda: preparing(front) == 0, "its reservation to be released")
         go_on.set()
         assert post_prompt(front, "short") == 200
         assert [message.prompt for message in front.engine.received if isinstance(message, Submit)] != [[7]]
@@ -58,7 +58,7 @@ def test_an_engine_that_dies_during_tokenization_is_reported(monkeypatch: pytest
         statuses: list[int] = []
         thread = threading.Thread(target=lambda: statuses.append(post_prompt(front, LONG_TEXT)))
         thread.start()
-        wait_for(lambda: preparing(front) == 1, 30, "the request to be admitted")
+        wait_for(lambda: preparing(front) == 1, "the request to be admitted")
         front.engine.state = EngineState.RESTARTING
         go_on.set()
         thread.join(60)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,29 @@ def worker_pids(server: RunningServer) -> list[int]:
     return found
 
 
+def workers_engine(server: RunningServer) -> int:
+    return next(pid for pid in server._children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@contextmanager
+def suspended_engine(server: RunningServer) -> Iterator[None]:
+    engine = workers_engine(server)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(engine, signal.SIGCONT)
+
+
+@contextmanager
+def dashboard_page(server: RunningServer) -> Iterator[httpx.Response]:
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("GET", server.url + "/dashboard/stream", headers=ROOT) as page,
+    ):
+        yield page
+
+
 def test_all_workers_answer_the_same_and_their_metrics_add_up(workers: RunningServer) -> None:
     assert len(worker_pids(workers)) == 2
     before = {name: workers.metric(f"chairlift_{name}") for name in ("output_tokens_total", "end_to_end_seconds_count")}
@@ -103,15 +127,18 @@ def test_concurrent_connections_are_shared_by_the_workers(workers: RunningServer
         return sum(link.startswith("socket:") for link in links)
 
     before = {pid: connections(pid) for pid in worker_pids(workers)}
-    with httpx.Client(limits=httpx.Limits(max_connections=None)) as client:
-        streams = [client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) for _ in range(16)]
-        answers = [stream.__enter__() for stream in streams]
-        assert {answer.status_code for answer in answers} == {200}
-        grown = [connections(pid) - count for pid, count in before.items()]
-        for stream in streams:
-            stream.__exit__(None, None, None)
-    assert sum(grown) == 16
-    assert min(grown) >= 1
+
+    def grown() -> list[int]:
+        return [connections(pid) - count for pid, count in before.items()]
+
+    with ExitStack() as opened:
+        client = opened.enter_context(httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60))
+        count = 0
+        while min(grown()) < 1:  # the kernel chooses the worker, and may prefer one while the other is busy
+            assert (count := count + 1) <= 200
+            page = client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT)
+            assert opened.enter_context(page).status_code == 200
+        assert sum(grown()) == count
 
 
 def test_limits_hold_across_the_workers(workers: RunningServer) -> None:
@@ -124,17 +151,16 @@ def test_limits_hold_across_the_workers(workers: RunningServer) -> None:
 
 
 def test_the_queue_is_one_for_all_workers(workers: RunningServer) -> None:
-    """4 slots and a queue of 8: of 40 requests at once, some are refused by each worker, none fails otherwise."""
+    """4 slots and a queue of 8: of 12 requests for 3 completions at once, 4 are admitted, by whichever worker."""
     statuses: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: statuses.append(post(workers, n=3, max_tokens=100).status_code))
-        for _ in range(12)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [threading.Thread(target=lambda: statuses.append(post(workers, n=3).status_code)) for _ in range(12)]
+    with suspended_engine(workers):
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(statuses) == 8, "the refusals")
     for thread in threads:
         thread.join(60)
-    assert set(statuses) == {200, 429}
+    assert statuses == [429] * 8 + [200] * 4
     too_many = post(workers, n=13)
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
     workers.wait_idle()
@@ -142,23 +168,19 @@ def test_the_queue_is_one_for_all_workers(workers: RunningServer) -> None:
 
 
 def test_a_tenant_has_its_share_of_the_queue_across_the_workers(workers: RunningServer) -> None:
-    (engine,) = [pid for pid in workers._children() if pid not in worker_pids(workers)]
     statuses: list[tuple[str, int]] = []
 
     def ask(key: str) -> None:
         statuses.append((key, post(workers, key).status_code))
 
-    os.kill(engine, signal.SIGSTOP)  # so that all requests wait
-    try:
+    with suspended_engine(workers):  # so that all requests wait
         threads = [threading.Thread(target=ask, args=("sk-root",)) for _ in range(12)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: workers.metric("chairlift_requests_open") == 12, 30, "the queue to be full")
+        wait_for(lambda: workers.metric("chairlift_requests_open") == 12, "the queue to be full")
         threads.append(threading.Thread(target=ask, args=("sk-alice",)))
         threads[-1].start()
-        wait_for(lambda: statuses, 30, "a request to be displaced")
-    finally:
-        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: statuses, "a request to be displaced")
     for thread in threads:
         thread.join(60)
     assert sorted(statuses) == [("sk-alice", 200), *[("sk-root", 200)] * 11, ("sk-root", 429)]
@@ -179,9 +201,10 @@ def test_clients_that_disconnect_leave_nothing_behind(workers: RunningServer) ->
 
             return await asyncio.gather(*map(one, range(80)))
 
-    assert set(asyncio.run(storm())) == {200, 429}
+    assert 200 in (found := set(asyncio.run(storm())))
+    assert found <= {200, 429}
     workers.wait_idle()
-    wait_for(lambda: workers.metric("chairlift_requests_open") == 0, 20, "all requests to end")
+    wait_for(lambda: workers.metric("chairlift_requests_open") == 0, "all requests to end")
     assert post(workers, n=12).status_code == 200  # all of the capacity
 
 
@@ -195,7 +218,7 @@ def test_errors_of_the_engine_keep_their_parameter(workers: RunningServer) -> No
 def test_a_killed_worker_is_replaced_and_what_it_held_is_freed(workers: RunningServer) -> None:
     tokens = workers.metric("chairlift_output_tokens_total")
     connections: list[Any] = []
-    clients = [httpx.Client() for _ in range(3)]
+    clients = [httpx.Client(timeout=60) for _ in range(3)]
     for client in clients:  # all of alice's concurrent requests
         stream = client.stream(
             "POST", workers.url + "/v1/completions", json=LONG, headers={"authorization": "Bearer sk-alice"}
@@ -207,8 +230,8 @@ def test_a_killed_worker_is_replaced_and_what_it_held_is_freed(workers: RunningS
     os.kill(second, signal.SIGKILL)
     for client in clients:
         client.close()
-    wait_for(lambda: len(set(worker_pids(workers)) - {first, second}) == 2, 60, "new workers")
-    wait_for(lambda: _status(workers, "sk-alice") == 200, 60, "the new workers to answer, and alice's slots to be free")
+    wait_for(lambda: len(set(worker_pids(workers)) - {first, second}) == 2, "new workers")
+    wait_for(lambda: _status(workers, "sk-alice") == 200, "the new workers to answer, and alice's slots to be free")
     workers.wait_idle()
     assert workers.metric("chairlift_worker_restarts_total") == 2
     assert workers.metric("chairlift_output_tokens_total") >= tokens  # counters do not fall
@@ -223,25 +246,24 @@ def _status(server: RunningServer, key: str) -> int | None:
 
 
 def test_the_engine_is_restarted_for_all_workers(workers: RunningServer) -> None:
-    engine = next(pid for pid in workers._children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
     with (
-        httpx.Client() as client,
+        httpx.Client(timeout=60) as client,
         client.stream("POST", workers.url + "/v1/completions", json=LONG | {"max_tokens": 250}, headers=ROOT) as answer,
     ):
         assert answer.status_code == 200
-        os.kill(engine, signal.SIGKILL)
+        os.kill(workers_engine(workers), signal.SIGKILL)
         last = [line for line in answer.iter_lines() if line][-1]
     assert "error" in last or "[DONE]" in last  # it may have been finished before
     workers.wait_until("/health", 503)
     workers.wait_until("/health", 200)
-    wait_for(lambda: post(workers).status_code == 200, 30, "an answer of the new engine")
+    wait_for(lambda: post(workers).status_code == 200, "an answer of the new engine")
 
 
 def test_keys_are_reloaded_in_all_workers(workers: RunningServer) -> None:
     file = workers.log.parent / "keys.yaml"
     file.write_text(KEYS + "carol: {key: sk-carol}\n")
     workers.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: [post(workers, "sk-carol").status_code for _ in range(8)] == [200] * 8, 20, "the new key")
+    wait_for(lambda: [post(workers, "sk-carol").status_code for _ in range(8)] == [200] * 8, "the new key")
 
 
 def test_the_dashboard_finds_texts_of_all_workers(workers: RunningServer) -> None:
@@ -253,28 +275,28 @@ def test_the_dashboard_finds_texts_of_all_workers(workers: RunningServer) -> Non
         request_id = f"{post(workers).json()['id']}-0"
         return all(text_of(request_id).status_code == 200 for _ in range(8))
 
-    with httpx.Client() as client, client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) as page:
+    with dashboard_page(workers) as page:
         assert page.status_code == 200
-        wait_for(both_know_a_request, 30, "all workers to keep texts")
+        wait_for(both_know_a_request, "all workers to keep texts")
         for _ in range(8):
             assert both_know_a_request()
         request_id = f"{post(workers, prompt='hello').json()['id']}-0"
         assert text_of(request_id).json()["prompt"] == "hello"
         other = {"authorization": "Bearer sk-alice"}
         assert HTTP.get(f"{workers.url}/dashboard/requests/{request_id}", headers=other).status_code == 404
-    wait_for(lambda: text_of(request_id).status_code == 404, 30, "the texts to be forgotten")
+    wait_for(lambda: text_of(request_id).status_code == 404, "the texts to be forgotten")
 
 
 def test_a_suspended_worker_is_replaced(workers: RunningServer) -> None:
     stuck, other = worker_pids(workers)
     os.kill(stuck, signal.SIGSTOP)
-    wait_for(lambda: stuck not in worker_pids(workers) and len(worker_pids(workers)) == 2, 60, "the replacement")
+    wait_for(lambda: stuck not in worker_pids(workers) and len(worker_pids(workers)) == 2, "the replacement")
     assert other in worker_pids(workers)
-    wait_for(lambda: [_status(workers, "sk-root") for _ in range(6)] == [200] * 6, 60, "all workers to answer")
+    wait_for(lambda: [_status(workers, "sk-root") for _ in range(6)] == [200] * 6, "all workers to answer")
 
 
 def test_a_dashboard_page_shows_the_whole_server(workers: RunningServer) -> None:
-    with httpx.Client() as client, client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) as page:
+    with dashboard_page(workers) as page:
         end, kinds = time.monotonic() + 30, set[str]()
         for line in page.iter_lines():
             if '"t":"service"' in line and "output_tokens_total" in line:
@@ -357,7 +379,7 @@ def test_a_worker_that_starts_while_the_server_stops_is_stopped(monkeypatch: pyt
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
         with socket.socket() as listener:
-            assert await asyncio.wait_for(pool._run_worker(listener), 10) == 0
+            assert await asyncio.wait_for(pool._run_worker(listener), 60) == 0
         assert pool.is_idle
         await pool.engine.stop()
 
@@ -427,14 +449,14 @@ def test_running_requests_finish_when_the_server_is_stopped(workers: RunningServ
 
     def read() -> None:
         with (
-            httpx.Client() as client,
+            httpx.Client(timeout=60) as client,
             client.stream("POST", workers.url + "/v1/completions", json=LONG, headers=ROOT) as answer,
         ):
             chunks.extend(line for line in answer.iter_lines() if line)
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_for(lambda: chunks or not reader.is_alive(), 30, "the stream to begin")
+    wait_for(lambda: chunks or not reader.is_alive(), "the stream to begin")
     pids = worker_pids(workers)
     assert workers.stop() == 0, workers.tail()
     reader.join(30)

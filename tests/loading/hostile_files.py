@@ -1,4 +1,5 @@
-"""Loads more than 150 hostile model files with a limit on memory; prints those that are not refused properly.
+"""Loads more than 150 hostile model files with a limit on memory; prints those that are not refused properly, and which
+one took longest.
 
 Run as a program, since the limit applies to a whole process: python -m tests.loading.hostile_files FOLDER
 """
@@ -11,6 +12,7 @@ import shutil
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,12 +109,13 @@ def main() -> None:
     folder = Path(sys.argv[1])
     load(write_small_gguf(folder / "good.gguf"))  # imports all that loading needs
     load(write_tiny_checkpoint(folder / "first"))
-    count = 0
+    count, slowest = 0, (0.0, "")
     for name, path in hostile_checkpoints(folder):
         used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
         signal.alarm(HANG_SECONDS)  # ends the process
         count += 1
+        began = time.process_time()
         try:
             load(path)
         except ChairliftError as error:
@@ -121,8 +124,9 @@ def main() -> None:
         except BaseException as error:
             print(f"{name}: {type(error).__name__}: {error}"[:200])
         signal.alarm(0)
+        slowest = max(slowest, (time.process_time() - began, name))
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(f"{count} files", file=sys.stderr)
+    print(f"{count} files; the slowest took {slowest[0]:.2f} s of CPU time: {slowest[1]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey, KeyLimits, KeyTable, _digest
 from chairlift.server.batch.input import scan
 from chairlift.server.files.batch_record import BatchRecord
+from chairlift.server.files.batch_runner import WAIT_SECONDS
 from chairlift.server.files.folder import FilesFolder
-from tests.server.front_end import NAME, front_end
-from tests.server.running_server import wait_for
+from chairlift.server.process.messages import Submit, ToEngine, Update
+from tests.server.front_end import NAME, front_end, stay_silent
+from tests.server.running_server import HTTP, wait_for
 
 PATH = "/v1/completions"
 LIMITED = APIKey("limited", _digest("sk-limited"), KeyLimits(tokens_per_minute=100))
+FREE = APIKey("free", _digest("sk-free"))
 REMOVED = APIKey("removed", _digest("sk-removed"))
 
 
@@ -46,14 +50,15 @@ def add_batch(folder: FilesFolder, key: APIKey, *bodies: dict[str, Any]) -> None
     owner.batches.save(batch.id, batch)
 
 
-def ended(folder: FilesFolder, key: APIKey) -> BatchRecord:
-    def found() -> BatchRecord:
-        batch = folder.owner(key.digest).batches.find("batch_1")
-        assert batch is not None
-        return batch
+def find(folder: FilesFolder, key: APIKey) -> BatchRecord:
+    batch = folder.owner(key.digest).batches.find("batch_1")
+    assert batch is not None
+    return batch
 
-    wait_for(lambda: found().status.is_final, "the batch to end")
-    return found()
+
+def ended(folder: FilesFolder, key: APIKey) -> BatchRecord:
+    wait_for(lambda: find(folder, key).status.is_final, "the batch to end")
+    return find(folder, key)
 
 
 def test_the_limits_of_a_key_apply_to_its_batches(tmp_path: Path) -> None:
@@ -66,6 +71,32 @@ def test_the_limits_of_a_key_apply_to_its_batches(tmp_path: Path) -> None:
     assert (limited.status, limited.completed, limited.failed) == ("completed", 1, 1)
     assert (removed.status, removed.completed) == ("failed", 0)
     assert "no longer valid" in str(removed.problem)
+
+
+def test_lines_of_batches_leave_slots_to_other_requests(tmp_path: Path) -> None:
+    """Of 8 slots a batch takes 6, so its line waits while others have 6 requests."""
+    folder = FilesFolder(tmp_path, 10**6)
+    headers = {"authorization": "Bearer sk-free"}
+    with front_end(stay_silent, keys=KeyTable([FREE]), files=folder) as front, ThreadPoolExecutor(6) as clients:
+        body = {"model": NAME, "prompt": "hello"}
+        answers = [clients.submit(HTTP.post, front.url + PATH, json=body, headers=headers) for _ in range(6)]
+        wait_for(lambda: len(front.engine.received) == 6, "the requests to reach the engine")
+        add_batch(folder, FREE, {})
+        wait_for(lambda: find(folder, FREE).status == "in_progress", "the batch to begin")
+        time.sleep(10 * WAIT_SECONDS)
+        first, *others = list(front.engine.received)
+        assert len(others) == 5
+        front.engine.publish(Update(request_id(first), finish_reason="length"))
+        wait_for(lambda: len(front.engine.received) == 7, "the line to reach the engine")
+        for message in (*others, front.engine.received[6]):
+            front.engine.publish(Update(request_id(message), finish_reason="length"))
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+        assert ended(folder, FREE).completed == 1
+
+
+def request_id(message: ToEngine) -> str:
+    assert isinstance(message, Submit)
+    return message.request_id
 
 
 def test_a_batch_with_too_many_lines_is_refused(tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def test_lines_of_batches_leave_slots_to_other_requests(tmp_path: Path) -> None:
         assert ended(folder, FREE).completed == 1
 
 
+def test_a_damaged_record_stops_no_other_batch(tmp_path: Path) -> None:
+    folder = FilesFolder(tmp_path, 10**6)
+    add_batch(folder, FREE, {"max_tokens": 4})
+    for name in ("batch_0", "batch_2"):
+        (folder.owner(FREE.digest).batches.folder / f"{name}.json").write_text('{"id": 3}')
+    with front_end(keys=KeyTable([FREE]), files=folder) as front:
+        assert ended(folder, FREE).completed == 1
+        headers = {"authorization": "Bearer sk-free"}
+        listed = HTTP.get(f"{front.url}/v1/batches", headers=headers).json()["data"]
+        assert [batch["id"] for batch in listed] == ["batch_1"]
+        assert HTTP.get(f"{front.url}/v1/batches/batch_2", headers=headers).status_code == 404
+
+
 def request_id(message: ToEngine) -> str:
     assert isinstance(message, Submit)
     return message.request_id

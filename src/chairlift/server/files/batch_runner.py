@@ -57,7 +57,7 @@ class BatchRunner:
                 try:
                     if self._folder.lock():
                         await self._look()
-                except Exception:  # no file descriptors, or a damaged record: it may be repaired
+                except Exception:  # such as no file descriptors, for a while
                     log.exception("the folder of batches cannot be read")
                 await asyncio.sleep(POLL_SECONDS)
         finally:

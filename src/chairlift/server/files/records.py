@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import uuid
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+log = logging.getLogger("chairlift.server")
 
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
@@ -26,6 +30,11 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
+@lru_cache(maxsize=1000)
+def _report_once(path: Path, problem: str) -> None:
+    log.error("%s is damaged and ignored (%s)", path, problem)
+
+
 class RecordFolder(Generic[Record]):
     """All records of one kind and owner, by id."""
 
@@ -38,12 +47,15 @@ class RecordFolder(Generic[Record]):
         write_atomically(self._path(record_id), msgspec.json.encode(record))
 
     def find(self, record_id: str) -> Record | None:
-        """Return a record; None if there is none, or if the id is not one of ours."""
+        """Return a record; None if there is none, if it is damaged, or if the id is not one of ours."""
         if not _VALID_ID.fullmatch(record_id):
             return None
         try:
             return msgspec.json.decode(self._path(record_id).read_bytes(), type=self._kind)
         except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            _report_once(self._path(record_id), str(error))
             return None
 
     def delete(self, record_id: str) -> None:

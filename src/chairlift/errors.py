@@ -24,9 +24,9 @@ class InvalidParameter(ChairliftError, ValueError):
         """Copy it by its own arguments, when it comes from another process."""
         return type(self), (self.parameter, self.problem, self.code)
 
-    def renamed(self, parameter: str, problem: str | None = None) -> InvalidParameter:
+    def renamed(self, parameter: str) -> InvalidParameter:
         """Return the same error with another name of the parameter."""
-        return InvalidParameter(parameter, self.problem if problem is None else problem, self.code)
+        return InvalidParameter(parameter, self.problem, self.code)
 
 
 class ModelNotFound(ChairliftError):

@@ -94,7 +94,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_value"),
     ({"logprobs": 3}, "logprobs", "invalid_type"),
-    ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
     ({"chat_template_kwargs": {"self": 1}}, "self", "invalid_value"),
     ({"chat_template_kwargs": {"max_tokens": 1}}, "chat_template_kwargs", "invalid_value"),

@@ -191,7 +191,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"]}, "stop"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
-    ({"tools": [{"name": "f", "input_schema": {"type": 3}}]}, "tools: tools[0].input_schema"),
+    ({"tools": [{"name": "f", "input_schema": {"type": 3}}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

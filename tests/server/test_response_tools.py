@@ -140,12 +140,12 @@ def test_parsed_arguments(tool_server: RunningServer) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
-    ({"tools": [{"type": "function", "name": "f", "colour": 1}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools"),
-    ({"tools": [flat(CLOCK), flat(CLOCK)]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "f", "colour": 1}]}, "tools[0].colour"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+    ({"tools": [flat(CLOCK), flat(CLOCK)]}, "tools[1].name"),
     ({"tools": [flat(CLOCK), {"type": "code_interpreter"}]}, "tools[1].type"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),

@@ -109,31 +109,30 @@ def deep(levels: int) -> Any:
 
 BAD_TOOLS = [
     (3, "must be a list"),
-    ([3], r"tools\[0\] must be an object of type 'function'"),
-    ([{"type": "retrieval"}], r"tools\[0\] must be an object of type 'function'"),
-    ([{"type": "function"}], r"tools\[0\].function must be an object with a name"),
-    ([CLOCK, function(name="")], r"tools\[1\].function.name must be 1 to 64"),
+    ([3], r"^tools\[0\]: must be an object of type 'function'"),
+    ([{"type": "retrieval"}], r"^tools\[0\]: must be an object of type 'function'"),
+    ([{"type": "function"}], r"^tools\[0\].function: must be an object with a name"),
+    ([CLOCK, function(name="")], r"^tools\[1\].function.name: must be 1 to 64"),
     ([function(name="a b")], "1 to 64 letters"),
     ([function(name="x" * 65)], "1 to 64 letters"),
     ([function(name="name\n")], "1 to 64 letters"),
     ([function(name=3)], "1 to 64 letters"),
-    ([function(colour=3)], r"tools\[0\].function.colour is not known"),
-    ([function(description=3)], "description must be text"),
-    ([function(strict="yes")], "strict must be true or false"),
-    ([function(parameters=[1])], "parameters must be a JSON schema"),
+    ([function(colour=3)], r"^tools\[0\].function.colour: unknown parameter"),
+    ([function(description=3)], "description: must be text"),
+    ([function(strict="yes")], "strict: must be true or false"),
+    ([function(parameters=[1])], "parameters: must be a JSON schema"),
     ([function(parameters={"type": "string"})], "of type 'object'"),
     ([function(parameters=deep(13))], "nested more than 24 levels"),
     ([function(parameters={"description": "x" * 70_000})], "longer than 65536 bytes"),
-    ([CLOCK, CLOCK], r"tools\[1\].function.name 'get_time' is duplicated"),
+    ([CLOCK, CLOCK], r"^tools\[1\].function.name: 'get_time' is duplicated"),
     ([function(name=f"f{i}") for i in range(MAX_TOOLS + 1)], "129 tools; the limit is 128"),
 ]
 
 
 @pytest.mark.parametrize(("tools", "problem"), BAD_TOOLS, ids=lambda value: str(value)[:40])
 def test_invalid_tools_are_refused(tools: Any, problem: str) -> None:
-    with pytest.raises(InvalidParameter, match=problem) as refused:
+    with pytest.raises(InvalidParameter, match=problem):
         checked_tools(tools)
-    assert refused.value.parameter == "tools"
 
 
 def test_tool_choices() -> None:

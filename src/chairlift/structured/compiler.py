@@ -32,6 +32,9 @@ class GrammarLimits:
     workers: int = 2  # threads
 
 
+GENERATED = ("tools", "response_format")  # parameters whose grammars the client did not write
+
+
 def mask_words(vocab_size: int) -> int:
     """Return the number of 32-bit words in a mask: one bit for each token, and at least one more."""
     return vocab_size // 32 + 1
@@ -151,6 +154,6 @@ def _readable(error: str, structure: Structure) -> str:
     cause = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if cause is not None:  # the first line quotes the whole regular expression
         message = f"a regular expression is not valid: {cause}"
-    if place and structure.kind is StructureKind.GRAMMAR:
+    if place and structure.kind is StructureKind.GRAMMAR and not structure.parameter.startswith(GENERATED):
         message = f"line {place[1]}, column {place[2]}: {message}"
     return message[:300]

@@ -67,6 +67,4 @@ def tokenize_messages(body: CountTokensRequest, chat: ChatGeneration, max_tokens
 
 
 def renamed(error: InvalidParameter) -> InvalidParameter:
-    # Tools are flat in this endpoint.
-    problem = error.problem.replace("].function.parameters", "].input_schema").replace("].function", "]")
-    return error.renamed(renamed_parameter(error.parameter, _NAMES), problem)
+    return error.renamed(renamed_parameter(error.parameter, _NAMES))

@@ -50,5 +50,4 @@ class ResponsesGeneration(GenerationRequest):
         return ResponseObjectBuilder(self._body, self._model, self._chat.parser(), response_id, usage)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
-        problem = error.problem.replace("].function", "]")  # tools are flat in this endpoint
-        return error.renamed(renamed_parameter(error.parameter, _NAMES), problem)
+        return error.renamed(renamed_parameter(error.parameter, _NAMES))

@@ -64,27 +64,27 @@ def checked_tools(tools: Any) -> list[Tool]:
     names = [tool.name for tool in checked]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InvalidParameter("tools", f"tools[{index}].function.name {name!r} is duplicated")
+            raise InvalidParameter(f"tools[{index}].function.name", f"{name!r} is duplicated")
     return checked
 
 
 def _tool(path: str, tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidParameter("tools", f"{path} must be an object of type 'function'; no other tools are supported")
+        raise InvalidParameter(path, "must be an object of type 'function'; no other tools are supported")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidParameter("tools", f"{path}.function must be an object with a name")
+        raise InvalidParameter(f"{path}.function", "must be an object with a name")
     path += ".function"
     for key in function:
         if key not in ("name", "description", "parameters", "strict"):
-            raise InvalidParameter("tools", f"{path}.{str(key)[:40]} is not known")
+            raise InvalidParameter(f"{path}.{str(key)[:40]}", "unknown parameter", "unknown_parameter")
     name, description, strict = function.get("name"), function.get("description"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidParameter("tools", f"{path}.name must be 1 to 64 letters, digits, _ or -")
+        raise InvalidParameter(f"{path}.name", "must be 1 to 64 letters, digits, _ or -")
     if not isinstance(description, str | None):
-        raise InvalidParameter("tools", f"{path}.description must be text")
+        raise InvalidParameter(f"{path}.description", "must be text", "invalid_type")
     if not isinstance(strict, bool | None):
-        raise InvalidParameter("tools", f"{path}.strict must be true or false")
+        raise InvalidParameter(f"{path}.strict", "must be true or false", "invalid_type")
     schema = _schema(f"{path}.parameters", function.get("parameters"))
     return Tool(name, schema, bool(strict), plain_data("tools", tool))
 
@@ -93,11 +93,11 @@ def _schema(path: str, given: Any) -> dict[str, Any]:
     if given is None or given == {}:
         return _NO_PARAMETERS
     if not isinstance(given, dict) or given.get("type", "object") != "object":
-        raise InvalidParameter("tools", f"{path} must be a JSON schema of type 'object'")
+        raise InvalidParameter(path, "must be a JSON schema of type 'object'")
     if _depth(given) > MAX_SCHEMA_DEPTH:
-        raise InvalidParameter("tools", f"{path} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        raise InvalidParameter(path, f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
     if _size(path, given) > MAX_SCHEMA_BYTES:
-        raise InvalidParameter("tools", f"{path} is longer than {MAX_SCHEMA_BYTES} bytes")
+        raise InvalidParameter(path, f"is longer than {MAX_SCHEMA_BYTES} bytes")
     return {"type": "object", **given}
 
 
@@ -105,9 +105,9 @@ def _size(path: str, value: Any) -> int:
     try:
         return len(json.dumps(value, ensure_ascii=False).encode())
     except RecursionError:
-        raise InvalidParameter("tools", f"{path} is nested too deep") from None
+        raise InvalidParameter(path, "is nested too deep") from None
     except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
-        raise InvalidParameter("tools", f"{path} must be JSON of valid Unicode") from error
+        raise InvalidParameter(path, "must be JSON of valid Unicode") from error
 
 
 def _depth(value: Any) -> int:

@@ -123,6 +123,19 @@ def test_a_view_of_a_text_has_the_keys_of_its_numbers() -> None:
     assert len(prefix_keys(view)) > 5
 
 
+def test_routers_that_share_replicas_choose_the_better_of_two() -> None:
+    loads = ReplicaLoads()
+    for replica in range(10):
+        loads.add(replica, ROOM)
+        loads.change(replica, 100 * replica)
+    assert {loads.least() for _ in range(50)} == {0}
+    loads.draw = random.Random(1)
+    chosen = [loads.least({0}) for _ in range(500)]
+    assert set(chosen) == set(range(1, 9)), "never the most loaded one"
+    assert chosen.count(1) > chosen.count(4) > chosen.count(8)
+    assert loads.least(set(range(9))) == 9
+
+
 def test_round_robin_takes_turns_and_skips_excluded_replicas() -> None:
     router = make_router("round-robin", 3)
     asked = request([1] * 10)

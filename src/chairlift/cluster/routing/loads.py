@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from zlib import crc32
 
 ReplicaId = int | str
-Rank = tuple[int, int, int, ReplicaId]
-"""Sort key of replicas: (tokens still to compute, tokens ever sent, place among equals, id)."""
+Rank = tuple[int, int, ReplicaId]
+"""Sort key of replicas: (tokens still to compute, tokens ever sent, id)."""
+
+MAX_DRAWS = 16  # to find two replicas that are not excluded
 
 
 @dataclass(slots=True)
 class _Replica:
     num_tokens: int  # room of its KV cache
-    place: int  # among equals
     pending: int = 0  # tokens still to compute, of requests sent from here
     held: int = 0  # tokens of open requests sent from here
     others_pending: int = 0  # of requests that other routers sent, by the replica's last report
@@ -24,12 +25,16 @@ class _Replica:
 
 
 class ReplicaLoads:
-    """The loads of all replicas, with a heap to find the least loaded one."""
+    """The loads of all replicas, with a heap to find the least loaded one.
 
-    def __init__(self, seed: int | None = None) -> None:
-        """`seed` shuffles replicas with equal loads, so that several routers do not all choose the same one; without it
-        the order is that of their ids."""
-        self._seed = seed
+    Where several routers share the replicas, each has a source of random numbers (`draw`). They learn of each other's
+    requests with a delay, and would all send theirs to the replica that was idle at the last report. `least` is then
+    the less loaded of two replicas at random.
+    """
+
+    def __init__(self) -> None:
+        self.draw: random.Random | None = None
+        self._ids: list[ReplicaId] = []
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._heap: list[Rank] = []  # entries may be out of date
 
@@ -64,15 +69,16 @@ class ReplicaLoads:
 
     def rank(self, replica: ReplicaId) -> Rank:
         found = self._replicas[replica]
-        return (found.pending + found.others_pending, found.sent, found.place, replica)
+        return (found.pending + found.others_pending, found.sent, replica)
 
     def add(self, replica: ReplicaId, num_tokens: int) -> None:
-        place = 0 if self._seed is None else crc32(f"{self._seed} {replica}".encode())
-        self._replicas[replica] = _Replica(num_tokens, place)
+        self._replicas[replica] = _Replica(num_tokens)
+        self._ids.append(replica)
         heappush(self._heap, self.rank(replica))
 
     def remove(self, replica: ReplicaId) -> None:
         del self._replicas[replica]
+        self._ids.remove(replica)
 
     def change(self, replica: ReplicaId, pending: int, held: int = 0, sent: int = 0) -> None:
         """Add to the counts of `replica`."""
@@ -98,15 +104,31 @@ class ReplicaLoads:
     def least(self, excluded: Container[ReplicaId] = ()) -> ReplicaId:
         """The replica with the least to compute; of several, the one that was sent the least so far. At least one is
         not in `excluded`."""
+        found = self._two(excluded)
+        return min(found, key=self.rank) if found else self._least_of_all(excluded)
+
+    def _two(self, excluded: Container[ReplicaId]) -> set[ReplicaId]:
+        """Two replicas at random; none if all are to be compared, or too many are excluded."""
+        found: set[ReplicaId] = set()
+        if self.draw is not None and len(self._ids) > 2:
+            for _ in range(MAX_DRAWS):
+                replica = self.draw.choice(self._ids)
+                if replica not in excluded:
+                    found.add(replica)
+                if len(found) == 2:
+                    return found
+        return set()
+
+    def _least_of_all(self, excluded: Container[ReplicaId]) -> ReplicaId:
         heap, skipped = self._heap, []
         while True:
             first = heap[0]
-            if first[-1] not in self._replicas or self.rank(first[-1]) != first:
+            if first[2] not in self._replicas or self.rank(first[2]) != first:
                 heappop(heap)
-            elif first[-1] in excluded:
+            elif first[2] in excluded:
                 skipped.append(heappop(heap))
             else:
                 break
         for rank in skipped:
             heappush(heap, rank)
-        return first[-1]
+        return first[2]

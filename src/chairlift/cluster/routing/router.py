@@ -29,10 +29,9 @@ class Route:
 
 
 class Router:
-    def __init__(self, policy: str, seed: int | None = None) -> None:
-        """`seed` is given where several routers share a fleet; see `ReplicaLoads`."""
+    def __init__(self, policy: str) -> None:
         self.policy = ROUTERS.get(policy)()
-        self.loads = ReplicaLoads(seed)
+        self.loads = ReplicaLoads()
         self._mean_output = float(FIRST_ESTIMATE)
 
     def add(self, replica: ReplicaId, num_tokens: int) -> None:

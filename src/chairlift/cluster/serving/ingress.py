@@ -34,7 +34,7 @@ class Ingress:
 
     def __init__(self, replicas: Any, config: bytes, router: str, version: str, *, shared: bool) -> None:
         """`replicas` is the handle of the replicas' deployment, or the name of their application; `shared` says whether
-        other ingresses listen on the same port."""
+        there are other ingresses, which listen on the same port."""
         if isinstance(replicas, str):
             from ray import serve
 
@@ -43,6 +43,8 @@ class Ingress:
         self._config = decode_config(config)
         self._replicas = replicas.options()  # connects the handle, so that Ray Serve sends the replicas
         self._table = routing_table(router)
+        if shared:
+            self._table.share_replicas()
         self.fleet = FleetView(self._table, router)
         self._relay = Relay(self._table, self._wait_for_replica, isolate_keys=self._config.isolate_keys)
         self._server: UvicornServer | None = None

@@ -37,11 +37,15 @@ class NoReplica(Exception):
 
 class RoutingTable:
     def __init__(self, policy: str) -> None:
-        self._router = Router(policy, random.getrandbits(32))
+        self._router = Router(policy)
         self._replicas: dict[str, KnownReplica] = {}
         self._doubtful: set[str] = set()  # may not be ready; all others are, so that a choice need not look at all
         self._lock = threading.Lock()
         self.reads_prefixes = self._router.policy.reads_prefixes
+
+    def share_replicas(self) -> None:
+        """Expect that other ingresses send requests to the same replicas."""
+        self._router.loads.draw = random.Random()
 
     def update(self, seen: Iterable[tuple[str, ReplicaInfo, ReplicaLoad | None]]) -> None:
         """Take the replicas that are running now, with their last reported load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Container
 
 from chairlift.cluster.routing.loads import ReplicaId
@@ -20,7 +21,10 @@ class Ingresses(Router):
 
     def __init__(self, policy: str, count: int, *, by_tenant: bool = False) -> None:
         super().__init__(policy)
-        self._routers = [Router(policy, seed if count > 1 else None) for seed in range(count)]
+        self._routers = [Router(policy) for _ in range(count)]
+        if count > 1:
+            for seed, router in enumerate(self._routers):
+                router.loads.draw = random.Random(seed)
         self._by_tenant = by_tenant
         self._router_of: dict[int, Router] = {}  # of open requests, by the identity of their routes
         self._turn = 0

@@ -14,7 +14,7 @@ from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.figures import Targets, figures
-from chairlift.lab.simulator.fleet_size import AutoscaledSize
+from chairlift.lab.simulator.fleet.size import AutoscaledSize
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.run import simulate
 

@@ -130,7 +130,7 @@ def simulate(
     from chairlift.lab.planning.plot import plot_outcome
     from chairlift.lab.planning.run import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.lab.simulator.figures import figures
-    from chairlift.lab.simulator.fleet_size import AutoscaledSize
+    from chairlift.lab.simulator.fleet.size import AutoscaledSize
     from chairlift.lab.simulator.replica import Replica
     from chairlift.lab.simulator.roofline import Roofline, StepCost
     from chairlift.lab.simulator.run import simulate as run

@@ -12,7 +12,7 @@ from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.figures import Targets, figures
-from chairlift.lab.simulator.ingresses import Ingresses
+from chairlift.lab.simulator.fleet.ingresses import Ingresses
 from chairlift.lab.simulator.records import Arrival
 from chairlift.lab.simulator.run import simulate
 

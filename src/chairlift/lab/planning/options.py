@@ -140,7 +140,7 @@ class FleetOptions:
 
     def make_router(self) -> Router:
         from chairlift.cluster.routing.router import Router
-        from chairlift.lab.simulator.ingresses import Ingresses
+        from chairlift.lab.simulator.fleet.ingresses import Ingresses
 
         if self.ingresses == 1:
             return Router(self.router)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from chairlift.cluster.routing.prefix_keys import prefix_keys
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route, Router
-from chairlift.lab.simulator.fleet_size import FixedSize, FleetSize
-from chairlift.lab.simulator.ingresses import Ingresses
+from chairlift.lab.simulator.fleet.ingresses import Ingresses
+from chairlift.lab.simulator.fleet.size import FixedSize, FleetSize
 from chairlift.lab.simulator.records import Arrival, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 

@@ -23,7 +23,7 @@ HIDDEN = 20
 SHAPES: dict[str, RecurrentShape] = {
     "gated delta": GatedDeltaShape(key_heads=1, heads=2, key_dim=10, value_dim=12, width=4, by_key_head=True),
     "mamba 2": Mamba2Shape(
-        groups=1,
+        groups=2,
         heads=2,
         state_size=10,
         head_dim=12,
@@ -32,7 +32,6 @@ SHAPES: dict[str, RecurrentShape] = {
         input_bias=False,
         output_bias=False,
         step_limits=(0.0, 2.0),
-        norm_groups=2,
         order=GateOrder(first=True),
     ),
     "kimi delta": KimiDeltaShape(heads=2, head_dim=10, width=4),

@@ -179,24 +179,22 @@ def mamba2_of_hybrids(fields: Fields) -> Mamba2Shape:
 
 
 def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
-    """Nemotron-H: a norm for each group; the config's smallest initial time step bounds all of them."""
-    groups = fields.integer("n_groups")
+    """Nemotron-H: the config's smallest initial time step bounds all of them."""
     return _mamba2(
         fields,
         heads=fields.integer("mamba_num_heads"),
         head_dim=fields.integer("mamba_head_dim"),
-        groups=groups,
+        groups=fields.integer("n_groups"),
         state_size=fields.integer("ssm_state_size"),
         width="conv_kernel",
         biases=("use_conv_bias", "use_bias", "use_bias"),
         limits=(fields.number("time_step_min"), math.inf),
-        norm_groups=groups,
     )
 
 
 def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
     """Falcon-H1: a norm or none, and multipliers of every projection."""
-    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    heads = fields.integer("mamba_n_heads")
     size = fields.optional_integer("mamba_d_ssm")
     if size is None:
         size = fields.integer("mamba_expand") * fields.integer("hidden_size")
@@ -210,11 +208,10 @@ def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
         fields,
         heads=heads,
         head_dim=_head_dim(fields, heads, size),
-        groups=groups,
+        groups=fields.integer("mamba_n_groups"),
         state_size=fields.integer("mamba_d_state"),
         width="mamba_d_conv",
         biases=("mamba_conv_bias", "mamba_proj_bias", "projectors_bias"),
-        norm_groups=groups,
         order=GateOrder(
             norm=fields.flag("mamba_rms_norm"),
             first=not fields.flag("mamba_norm_before_gate"),
@@ -234,7 +231,6 @@ def _mamba2(
     width: str,
     biases: tuple[str, str, str],
     limits: tuple[float, float] | None = None,
-    norm_groups: int = 1,
     order: GateOrder = GateOrder(first=True),
     scales: tuple[float, float, float, float, float] | None = None,
 ) -> Mamba2Shape:
@@ -251,7 +247,6 @@ def _mamba2(
         input_bias=input_bias,
         output_bias=output_bias,
         step_limits=_step_limits(fields) if limits is None else limits,
-        norm_groups=norm_groups,
         order=order,
         scales=scales,
     )

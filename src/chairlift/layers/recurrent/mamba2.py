@@ -20,7 +20,7 @@ from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRu
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape(RecurrentShape):
-    groups: int  # of heads that share B and C
+    groups: int  # of heads that share B and C, and are normed together
     heads: int
     state_size: int
     head_dim: int
@@ -29,7 +29,6 @@ class Mamba2Shape(RecurrentShape):
     input_bias: bool
     output_bias: bool
     step_limits: tuple[float, float]
-    norm_groups: int
     order: GateOrder
     scales: tuple[float, float, float, float, float] | None = None  # of the projections to z, x, B, C and the step
 
@@ -84,7 +83,7 @@ class Mamba2Mixer(RecurrentMixer):
         )
         self.step = StepGate(heads, limits=shape.step_limits, device=device)
         self.skip = torch.empty(heads, dtype=torch.float32, device=device)
-        self.norm = GatedNorm(size, size // shape.norm_groups, eps, shape.order, device=device)
+        self.norm = GatedNorm(size, size // shape.groups, eps, shape.order, device=device)
         self.output = Linear.empty(size, hidden_size, bias=shape.output_bias, dtype=dtype, device=device, format=format)
         self.recurrence = LinearRecurrence(RecurrenceRule(delta=False))
         self._scales: Tensor | None = None

@@ -66,13 +66,16 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
 
 
 def test_gemma4_with_experts_runs_on_transformers_code(tmp_path: Path) -> None:
+    """Its class slices the mask of layers that share the keys and values of others."""
     config = transformers.Gemma4TextConfig(
-        **SIZES,
+        **SIZES | {"num_hidden_layers": 5},
         head_dim=16,
         global_head_dim=24,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         sliding_window=6,
-        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
         enable_moe_block=True,
         num_experts=4,
         top_k_experts=2,

@@ -44,6 +44,12 @@ class AskedMask:
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> bool
     window: int | None
 
+    def __getitem__(self, parts: Any) -> AskedMask:
+        """The mask itself: some models slice theirs to the rows that they need, which are all of them here."""
+        if any(part not in (slice(None), slice(0, None)) for part in parts):
+            raise CannotPlug("it computes its attention mask from values")
+        return self
+
     def checked_window(self) -> int | None:
         """The window, after checking that the predicate is causal with exactly that window."""
         size = self.window or FULL

@@ -190,9 +190,7 @@ def _engine_config(loaded: LoadedModel, options: dict[str, Any]) -> EngineConfig
     )
 
 
-def _run(
-    engine: Engine, texts: list[list[int]], *, n: int, num_late: int
-) -> tuple[list[list[list[int]]], list[Event]]:
+def _run(engine: Engine, texts: list[list[int]], *, n: int, num_late: int) -> tuple[list[list[list[int]]], list[Event]]:
     """All prompts -> the tokens of each prompt's completions, and all events.
 
     The last `num_late` prompts are those of another tenant, and come after some steps; all others come at once.

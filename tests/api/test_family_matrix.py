@@ -12,7 +12,7 @@ from chairlift.lab.report.models_page import ALL_SETTINGS, models_page
 from chairlift.models import describe
 from chairlift.models.fallback.adapters import ADAPTERS
 from chairlift.models.families import FAMILIES
-from tests.api.family_matrix import OTHER_KINDS, RESULTS, SETTINGS, model_types, recorded, run_family
+from tests.api.family_matrix import RESULTS, SETTINGS, model_types, recorded, run_family
 from tests.models.tiny_configs import tiny_config
 
 pytest.importorskip("transformers")
@@ -107,9 +107,8 @@ def test_page_shows_the_recorded_results() -> None:
 
 
 def test_recorded_results_are_complete() -> None:
-    """`python -m tests.api.family_matrix --write` records them."""
+    """`python -m tests.api.family_matrix --write` records them; the slow test finds model types that are missing."""
     results = json.loads(RESULTS.read_text())
-    assert results.keys() >= set(model_types()) - OTHER_KINDS.keys()
     assert {name for name, each in results.items() if each["path"] == "native"} == FAMILIES.keys() & results.keys()
     assert not [name for name, each in results.items() if each["path"] == "wrong"]
     runs = {name for name, each in results.items() if each["path"] in ("native", "fallback")}

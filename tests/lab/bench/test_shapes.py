@@ -19,6 +19,7 @@ from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_
 from chairlift.lab.common.model_shapes import SHAPES, config_file
 from chairlift.models import describe
 from tests.kernels.tiny_config import CONFIG
+from tests.models.tiny_configs import tiny_config
 
 
 def test_floor_counts_weights_cache_and_prompts() -> None:
@@ -27,6 +28,15 @@ def test_floor_counts_weights_cache_and_prompts() -> None:
     # Three steps; the second token sees 5 tokens and the third 6, themselves included; 4 prompt tokens are computed.
     expected = (3 * 1000 + (5 + 6) * 10) / 100 + 4 * 50 / 25
     assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
+
+
+def test_floor_counts_what_windows_leave_and_states_twice() -> None:
+    cost = ModelCost(step_bytes=0, token_flops=0, kv_bytes=10, window_bytes={6: 4, 100: 1}, state_bytes=7)
+    ceilings = Ceilings(bytes_per_second=1.0, flops_per_second=1.0)
+    contexts = [5, 6, 7, 8]
+    expected = sum(5 * one + 4 * min(one, 6) + min(one, 100) for one in contexts) + 4 * 2 * 7
+    assert floor_seconds([4], [5], cost, ceilings) == pytest.approx(expected)
+    assert floor_seconds([4], [1], cost, ceilings) == 0
 
 
 def test_ceilings_are_measured_in_the_precision_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +105,18 @@ def test_a_warm_up_has_the_lengths_of_its_case_and_no_common_prefix() -> None:
     assert [len(prompt) for prompt in warm_up.prompts] == [len(prompt) for prompt in case.prompts[:256]]
     assert all(one[:16] != other[:16] for one, other in zip(warm_up.prompts, case.prompts, strict=False))
     assert set(warm_up.outputs) == {6}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "mamba2", "deepseek_v2"])
+def test_tiny_models_of_other_kinds(family: str, tmp_path: Path) -> None:
+    tiny_config(family).to_json_file(tmp_path / "config.json")
+    result = tmp_path / "result.json"
+    options = f"--device cpu --dtype float32 --cases decode-2 --scale 32 --seats 2 --json {result}"
+    outcome = CliRunner().invoke(app, f"bench shapes {tmp_path} {options}".split())
+    assert outcome.exit_code == 0, outcome.output
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["output_tokens"] == 2 * 256 // 32
+    assert 0 < row["share_of_floor"] < 1
 
 
 def test_a_tiny_shape_from_the_command_line(tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """The floor: the least time that a device needs for a workload with these weights and this KV cache.
 
 Every step reads every weight once (of a mixture of experts, those of one token). Every generated token reads the keys
-and values before it once. Every prompt token is multiplied with every weight (of a mixture, with its own experts'),
-except those of the last layer after its attention, whose result is not used. Reading and arithmetic do not overlap.
+and values before it once (in layers with a window, those in it), and reads and writes the states of recurrent layers.
+Every prompt token is multiplied with every weight (of a mixture, with its own experts'), except those of the last layer
+after its attention, whose result is not used. Reading and arithmetic do not overlap.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,12 +57,26 @@ class ModelCost:
     step_bytes: int  # weights that every step reads
     token_flops: int  # of a prompt token through the layers; the last layer only stores its keys and values
     kv_bytes: int  # keys and values of one token
+    window_bytes: Mapping[int, int] = field(
+        default_factory=dict
+    )  # of these, those of layers with a window, by its size
+    state_bytes: int = 0  # of recurrent layers, for one sequence
+
+    def read_bytes(self, first: int, last: int) -> int:
+        """What tokens read of the KV cache whose contexts have `first`, `first` + 1, ... `last` tokens."""
+        beyond = (_sum(max(1, first - window), last - window) * size for window, size in self.window_bytes.items())
+        return _sum(first, last) * self.kv_bytes - sum(beyond)
 
 
 def floor_seconds(prompts: Sequence[int], outputs: Sequence[int], cost: ModelCost, ceilings: Ceilings) -> float:
     """The floor for requests with prompts and outputs of these lengths, all sent at once."""
-    steps = max(outputs)
     # Output token i (from 0) reads the prompt and i tokens, its input included; the first one comes with the prompt.
-    reads = sum(prompt * (count - 1) + count * (count - 1) // 2 for prompt, count in zip(prompts, outputs, strict=True))
-    moved = steps * cost.step_bytes + reads * cost.kv_bytes
+    reads = sum(cost.read_bytes(prompt + 1, prompt + count - 1) for prompt, count in zip(prompts, outputs, strict=True))
+    states = 2 * cost.state_bytes * sum(count - 1 for count in outputs)
+    moved = max(outputs) * cost.step_bytes + reads + states
     return moved / ceilings.bytes_per_second + sum(prompts) * cost.token_flops / ceilings.flops_per_second
+
+
+def _sum(first: int, last: int) -> int:
+    """The sum of the numbers from `first` to `last`."""
+    return (first + last) * (last - first + 1) // 2 if last >= first else 0

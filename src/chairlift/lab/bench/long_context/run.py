@@ -146,6 +146,7 @@ def _measure(
     cost = model_cost(started)
     # The tokens after the first see the prompt and, on average, half of the output.
     context = length + output // 2
+    read_kv = cost.read_bytes(context, context)
     note(f"attention to {length:,} tokens")
     attention, read = None, 0.0
     if isinstance(model, Decoder):
@@ -158,8 +159,8 @@ def _measure(
         kv_bytes=length * cost.kv_bytes,
         peak_bytes=peak,
         tpot_seconds=(run.last - run.first) / (output - 1),
-        tpot_floor_seconds=(cost.step_bytes + context * cost.kv_bytes) / ceilings.bytes_per_second,
-        kv_floor_seconds=context * cost.kv_bytes / ceilings.bytes_per_second,
+        tpot_floor_seconds=(cost.step_bytes + read_kv + 2 * cost.state_bytes) / ceilings.bytes_per_second,
+        kv_floor_seconds=read_kv / ceilings.bytes_per_second,
         attention_seconds=attention,
         attention_floor_seconds=read / ceilings.bytes_per_second,
     )

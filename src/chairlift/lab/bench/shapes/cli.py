@@ -125,14 +125,13 @@ def bench_shapes(
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
     asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
     asked |= {"quantize_head": quantize_head, "model_impl": model_impl, "layers": layers}
-    if layers is not None and peer is not None:
-        raise InvalidParameter("layers", "is not possible with --peer, which loads the whole shape")
     other = _peer(context, peer, peer_python, peer_timeout)
     if other is None:
         return _result(asked, run_shape(shape, config, names, note, scale=scale, layers=layers), None)
     compared = other.compare(
         *(shape, config, names, note),
         scale=scale,
+        layers=layers,
         keep=lambda half: _result(asked, half.own, half).finish("shapes", report),
     )
     result = _result(asked, compared.own, compared)

@@ -85,6 +85,7 @@ class ShapePeer:
         note: Note,
         *,
         scale: int = 1,
+        layers: int | None = None,
         keep: Callable[[ShapeComparison], None] = lambda half: None,
     ) -> ShapeComparison:
         """Run our engine, then the peer. Options are checked first.
@@ -93,14 +94,14 @@ class ShapePeer:
         """
         _refuse_other_formats(config, self.title)
         version = self.version()
-        own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
+        own, start_seconds = _run_own(shape, config, cases, note, scale=scale, layers=layers)
         half = ShapeComparison(self, version, own, start_seconds, None)
         keep(half)
-        theirs, failure = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
+        theirs, failure = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note, layers)
         return replace(half, theirs=theirs, failure=failure)
 
     def _run(
-        self, shape: str, config: EngineConfig, cases: Sequence[ShapeCase], note: Note
+        self, shape: str, config: EngineConfig, cases: Sequence[ShapeCase], note: Note, layers: int | None
     ) -> tuple[PeerRun | None, PeerFailed | None]:
         """Run the same cases in the same number format; after a failure, return the completed ones."""
         job = {
@@ -114,7 +115,7 @@ class ShapePeer:
         }
         environment = {"HF_HUB_OFFLINE": "1"} | _only_this(config)
         process = PeerProcess(self.python, _KINDS[self.name].program, self.timeout, environment)
-        with config_file(shape) as path, tempfile.TemporaryDirectory() as folder:
+        with config_file(shape, layers=layers) as path, tempfile.TemporaryDirectory() as folder:
             source = Path(path).expanduser()
             shutil.copyfile(source / "config.json" if source.is_dir() else source, Path(folder) / "config.json")
             answer: dict[str, Any] = {}
@@ -177,11 +178,11 @@ class ShapeComparison:
 
 
 def _run_own(
-    shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
+    shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1, layers: int | None = None
 ) -> tuple[ShapeRun, float]:
     """`run_shape` in a process of its own, and the seconds from its start to its first token."""
     process = PeerProcess(Path(sys.executable), OWN_PROGRAM, threading.TIMEOUT_MAX)
-    job = {"shape": shape, "config": asdict(config), "cases": list(cases), "scale": scale}
+    job = {"shape": shape, "config": asdict(config), "cases": list(cases), "scale": scale, "layers": layers}
     try:
         answer = _ask(process, job, "Chairlift", note)
     except PeerFailed as failure:

@@ -132,14 +132,24 @@ def run_shape(
 
 
 def model_cost(started: StartedEngine) -> ModelCost:
-    model = started.runner.model
-    kv_bytes = bytes_per_token(model.attention_layers, started.runner.storage.keys[0].dtype)
+    model, keys = started.runner.model, started.runner.storage.keys
+    dtype = keys[0].dtype if keys else model.dtype
+    windows: dict[int, int] = {}
+    for layer in model.attention_layers:
+        window = layer.window or layer.chunk  # of a chunk at most so many are read
+        if window:
+            windows[window] = windows.get(window, 0) + bytes_per_token([layer], dtype)
+    moved: dict[str, Any] = {
+        "kv_bytes": bytes_per_token(model.attention_layers, dtype),
+        "window_bytes": windows,
+        "state_bytes": sum(layer.num_bytes for layer in model.recurrent_layers),
+    }
     if not isinstance(model, Decoder):
         weights = model.num_weight_bytes()
-        return ModelCost(weights, 2 * (weights // model.dtype.itemsize), kv_bytes)
+        return ModelCost(weights, 2 * (weights // model.dtype.itemsize), **moved)
     # An embedding lookup reads one row; a head that shares the matrix reads all of it.
     step, prompt_token = total(products(model, 1, sampled=1)), total(products(model, 1, sampled=0))
-    return ModelCost(int(step.bytes) + linear_bytes(model.head), int(prompt_token.flops), kv_bytes)
+    return ModelCost(int(step.bytes) + linear_bytes(model.head), int(prompt_token.flops), **moved)
 
 
 def run_case(engine: Engine, case: ShapeCase, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:

@@ -17,7 +17,8 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     imported = time.time() - job["started"]
     try:
         config = EngineConfig(**job["config"])
-        done = run_shape(job["shape"], config, job["cases"], lambda text: answer(note=text), scale=job["scale"])
+        lengths = {"scale": job["scale"], "layers": job["layers"]}
+        done = run_shape(job["shape"], config, job["cases"], lambda text: answer(note=text), **lengths)
     except InvalidParameter as error:
         answer(parameter=error.parameter, problem=error.problem)
     except ChairliftError as error:

@@ -54,6 +54,24 @@ def test_blocks_are_for_cpus_and_hold_the_table(tied: bool, tmp_path: Path) -> N
     assert found.weight_bytes == pytest.approx(load(tmp_path, quantization="blocks").num_weight_bytes(), rel=0.02)
 
 
+def test_experts_of_4_bits_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4}
+    write(tmp_path, "gpt_oss", **sizes)
+    assert "checkpoint" not in check_model(str(tmp_path)).formats
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = check_model(str(tmp_path))
+    kept = 4 * 2 * 96 * 64  # gates and rows above; 96 columns of the others are no multiple of 64
+    saved = 2 * kept - kept // 2 - kept // 32
+    assert found.formats["checkpoint"].weight_bytes == found.weight_bytes["bfloat16"] - saved
+
+
+def test_a_config_without_a_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    found = check_model(str(tmp_path))
+    assert (found.path, found.model_type, found.reason) == ("refused", "unknown", "config.json names no model_type")
+
+
 def test_4_bit_weights_are_estimated(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     save(make_reference(tiny_config("llama", **sizes)), tmp_path)

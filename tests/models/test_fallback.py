@@ -184,7 +184,7 @@ def test_infinite_numbers_are_read(infinite: Any) -> None:
 
 
 def test_config_without_model_type() -> None:
-    with pytest.raises(UnsupportedModel, match="None"):
+    with pytest.raises(UnsupportedModel, match="names no model_type"):
         describe({})
 
 

@@ -13,9 +13,10 @@ from chairlift.errors import UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.model_config import ModelConfig, read_model_config
+from chairlift.loading.quantized_checkpoint import quantized_reader
 from chairlift.models import describe, is_native, model_obstacles
 from chairlift.models.read_config import text_config
-from chairlift.models.weight_sizes import weight_bytes
+from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
 
 NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
 PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,7 +60,7 @@ def check_model(name: str) -> ModelCheck:
         found = read_model_config(name)
     except UnsupportedModel as refusal:
         return ModelCheck(name, "unknown", REFUSED, _reason(refusal))
-    model_type = str(text_config(found.config).get("model_type"))
+    model_type = str(text_config(found.config).get("model_type", "unknown"))
     try:
         return _check(name, model_type, found)
     except UnsupportedModel as refusal:
@@ -100,6 +101,9 @@ def _formats(config: Mapping[str, Any]) -> dict[str, FormatCheck]:
         obstacles = tuple(model_obstacles(config, format, device))
         size = None if obstacles else weight_bytes(config, format, PLAIN_TYPES[kind], device)
         checks[name] = FormatCheck(title, size, obstacles)
+    reader = quantized_reader(config)
+    if reader is not None and reader.name == "mxfp4" and is_native(config):
+        checks["checkpoint"] = FormatCheck("GPU", microscaled_bytes(config, torch.bfloat16))
     return checks
 
 

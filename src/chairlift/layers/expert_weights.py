@@ -52,6 +52,12 @@ class ExpertWeights:
         self._keeps, self._rounds = keeps, rounds
 
     @property
+    def microscaled_bytes(self) -> int:
+        """Their bytes where they stay as an MXFP4 checkpoint stores them, if their shape allows it."""
+        count = self.shape.numel()
+        return count * self.dtype.itemsize if self.shape[2] % CHUNK else count // 2 + count // GROUP
+
+    @property
     def plain(self) -> Tensor:
         """[experts, out, in], if the weights are plain."""
         assert self.form == "plain"

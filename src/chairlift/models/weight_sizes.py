@@ -33,6 +33,15 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
     return round(stored + others * dtype.itemsize - saved)
 
 
+def microscaled_bytes(config: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """The bytes of the weights where experts stay as an MXFP4 checkpoint stores them, and all else is in `dtype`."""
+    decoder = Decoder(decoder_config(config), dtype=dtype, device=torch.device("meta"))
+    blocks = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    experts = [weights for block in blocks for weights in (block.gate_up, block.down)]
+    saved = sum(weights.num_bytes - weights.microscaled_bytes for weights in experts)
+    return weight_bytes(config, PlainWeight, dtype, "cuda") - saved
+
+
 def _decoder_linears(
     config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: str
 ) -> tuple[list[tuple[type[WeightFormat], int, int]], int]:

@@ -23,7 +23,9 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "recurrent", "mamba"}  # as `lay
 def read_transformers_config(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_type = str(config.get("model_type"))
+    if "model_type" not in config:
+        raise UnsupportedModel("config.json names no model_type")
+    model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refusal(model_type, "transformers has no causal language model of that name")
     plain = {key: value for key, value in config.items() if key != "quantization_config"}  # weights come dequantized

@@ -353,17 +353,11 @@ class HybridCache(KVCache):
             del self._expected[digest]
 
     def trim(self, request: Request, num_tokens: int) -> None:
+        """Continue from the state after the last accepted draft. Those before it may be snapshots."""
         super().trim(request, num_tokens)
         states = self._states[request.id]
-        if states.drafted_from is None:  # while a step is planned: fewer drafts than were reserved
-            kept = max(0, num_tokens - request.num_planned - 1)
-            self.slots.release(states.drafts[kept:])
-            del states.drafts[kept:]
-        else:
-            self._accept_drafts(states, states.drafted_from, num_tokens)
-
-    def _accept_drafts(self, states: RequestStates, start: int, num_tokens: int) -> None:
-        """Continue from the state after the last accepted draft. Those before it may be snapshots."""
+        start = states.drafted_from
+        assert start is not None, "only steps with drafts compute more tokens than they keep"
         rows = {start + row: slot for row, slot in enumerate((states.current, *states.drafts), 1)}
         states.current, states.drafts, states.drafted_from = rows.pop(num_tokens), [], None
         for position, slot in rows.items():

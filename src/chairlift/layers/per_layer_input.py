@@ -29,9 +29,11 @@ class PerLayerEmbedding:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        format: type[WeightFormat],
     ) -> None:
         self.table = torch.empty(vocab_size, num_layers * size, dtype=dtype, device=device)
-        self.projection = Linear.empty(hidden_size, num_layers * size, bias=False, dtype=dtype, device=device)
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
+        self.projection = Linear.empty(hidden_size, num_layers * size, **kind)
         self.norm = RMSNorm(size, eps, unit_offset=False, dtype=dtype, device=device)
         self._shape = (num_layers, size)
         self._scale = hidden_size**-0.5

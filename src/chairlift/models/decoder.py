@@ -85,6 +85,7 @@ class Decoder:
                 config.norm_eps,
                 dtype=dtype,
                 device=device,
+                format=format,
             )
         self.norm = make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
         if config.tied_head and isinstance(self.embedding, StoredEmbedding):
@@ -249,12 +250,12 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
+            logits.mul_(self.config.logit_scale)
         cap = self.config.logit_softcap
         if cap is None:
             return logits
-        shares = logits.float() / cap
-        return (one_by_one(torch.tanh, shares) if self.batch_invariant else torch.tanh(shares)) * cap
+        shares = logits.float().div_(cap)  # in place: the logits of a large vocabulary are megabytes per row
+        return (one_by_one(torch.tanh, shares) if self.batch_invariant else shares.tanh_()) * cap
 
     def num_weight_bytes(self) -> int:
         parts = sum(part.num_bytes for part in self._parts() if not (self._shares_table and part is self.head))

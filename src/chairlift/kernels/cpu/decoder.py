@@ -1,6 +1,6 @@
 """A whole decoder step as one kernel on a team of threads, from embedded tokens to normed hidden states.
 
-A layer has ten phases; the threads share each phase and barrier at a barrier after it.
+A layer has ten phases; the threads share each phase and wait at a barrier after it.
 """
 
 from __future__ import annotations

@@ -241,6 +241,16 @@ PARTS: dict[str, Part] = {
         (shapes("hybrid", "granite4-h-tiny", f"{DECODES},load-256", has_peer=True),),
         tuple(over_peer("hybrid", {"decode-1": None, "decode-32": None, "decode-128": None, "load-256": None})),
     ),
+    "delta": Part(
+        "Gated delta nets, half of the layers of Qwen3-Next-80B",
+        (shapes("delta", "qwen3-next-80b", f"{DECODES},load-256", "--layers", "24", has_peer=True),),
+        tuple(over_peer("delta", {"decode-1": 1.1, "decode-32": 1.1, "decode-128": 1.1, "load-256": 1.1})),
+    ),
+    "gpt-oss": Part(
+        "Attention sinks and experts of 4 bits, gpt-oss-20b shape",
+        (shapes("gpt-oss", "gpt-oss-20b", f"{DECODES},load-256", has_peer=True),),
+        tuple(over_peer("gpt-oss", {"decode-1": 1.1, "decode-32": 1.1, "decode-128": 1.1, "load-256": 1.1})),
+    ),
     "speculation": Part(
         "Drafts on the default model",
         (Command("speculation", ("speculation", "--proposers", "ngram,layers:8", "--batches", "1,4,16,64")),),

@@ -141,8 +141,16 @@ def test_a_shape_with_fewer_layers_is_a_model(shape: str) -> None:
         whole = describe(json.loads(Path(path).read_text()))
     with config_file(shape, layers=5) as path:
         shorter = describe(json.loads(Path(path).read_text()))
-    assert 1 <= len(shorter.attention_layers) <= 5 < len(whole.attention_layers)
+    counts = [len(info.attention_layers) + len(info.recurrent_layers) for info in (shorter, whole)]
+    assert 1 <= counts[0] <= 5 < counts[1]
     assert shorter.num_parameters < whole.num_parameters
+
+
+def test_a_folder_is_shortened_like_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama3-8b"]))
+    for shape in (tmp_path, tmp_path / "config.json"):
+        with config_file(str(shape), layers=3) as path:
+            assert json.loads(Path(path).read_text()) == SHAPES["llama3-8b"] | {"num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize("layers", [0, 1000])

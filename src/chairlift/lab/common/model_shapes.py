@@ -370,11 +370,16 @@ def config_file(shape: str, parameter: str = "shape", *, layers: int | None = No
     if shape not in SHAPES and layers is None:
         yield shape
         return
-    config = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
+    config = SHAPES[shape] if shape in SHAPES else _read(Path(shape))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config if layers is None else _shortened(config, layers)))
         yield str(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    return config
 
 
 def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:

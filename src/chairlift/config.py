@@ -95,7 +95,7 @@ class EngineConfig:
     )
     quantization: str | None = option(
         "auto",
-        help="Format of the weights: int8 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a quantized "
+        help="Format of the weights: int8 or int4 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a quantized "
         "checkpoint on a GPU, and of a large GGUF file on a CPU; otherwise it uses int8 on a CPU where it is faster, "
         "unless a dtype is given.",
         group=DEVICE,

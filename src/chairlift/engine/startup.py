@@ -65,7 +65,7 @@ log = logging.getLogger("chairlift")
 
 MIN_INT8_PARAMETERS = 20_000_000  # of models that are quantized by default: smaller ones fit into a CPU's caches
 # Of GGUF files whose blocks a CPU computes with by default. With 135 million, 8 bits are as fast for one request and
-# faster for several; with 1.1 billion, one request reads half as much (docs/notes/cpu.md).
+# faster for several; with 1.1 billion, one request reads half as much (docs/cpu.md).
 MIN_BLOCK_PARAMETERS = 500_000_000
 
 

@@ -114,7 +114,7 @@ def run(command: Command, options: argparse.Namespace, seconds: float) -> dict[s
 
 def command_line(command: Command, options: argparse.Namespace, report: Path) -> list[str]:
     if command.is_tests:
-        more = ["--collect-only"] if options.dry else []
+        more = ["--collect-only", "-n", "0"] if options.dry else []
         return [sys.executable, "-m", "pytest", "-q", *command.arguments, *more]
     arguments = list(command.arguments)
     if options.dry:
@@ -129,7 +129,7 @@ def command_line(command: Command, options: argparse.Namespace, report: Path) ->
 def dry_arguments(command: Command, folder: Path) -> list[str]:
     """A tiny form of a command for a CPU: the last of several values of an option counts."""
     tiny = folder / "config.json"
-    tiny.write_text(json.dumps(CONFIG))
+    tiny.write_text(json.dumps(CONFIG | {"vocab_size": 1024}))  # more than the prompts of bench cold-start use
     arguments, rest = [], list(command.arguments)
     while rest:
         argument = rest.pop(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -125,9 +127,9 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
     model = random_model(device, {"num_hidden_layers": 2}, dtype=torch.float16)
     rest, rows = DecoderLayer.rest, list[int]()
 
-    def recorded(layer: DecoderLayer, x: Tensor, attended: Tensor, positions: Tensor) -> Tensor | None:
+    def recorded(layer: DecoderLayer, x: Tensor, *others: Any) -> Tensor | None:
         rows.append(len(x))
-        return rest(layer, x, attended, positions)
+        return rest(layer, x, *others)
 
     monkeypatch.setattr(DecoderLayer, "rest", recorded)
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: False)  # captured steps sample a row of each request

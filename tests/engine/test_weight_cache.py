@@ -14,7 +14,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine import load_memory, weight_cache
 from chairlift.engine.startup import load_model
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.cpu import int8
 from chairlift.lab.make_model.gguf_file import write_random_gguf
 from chairlift.layers.formats import blocks
@@ -140,8 +140,7 @@ def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path: Path, monkey
     with pytest.raises(UnsupportedModel, match=r"10[0-9.]+ MiB of weights, but 30.0 MiB are free.*--quantization int8"):
         load_model(str(path), EngineConfig(quantization="none", weight_cache="off"), progress=False)
     monkeypatch.setattr(load_memory, "free_memory", lambda device: 1 << 30)
-    both = r"of weights \+ 2.00 GiB of KV cache = 2.[0-9]+ GiB, but 1.00 GiB are free"
-    with pytest.raises(UnsupportedModel, match=both):
+    with pytest.raises(InvalidParameter, match=r"kv_memory: 2.00 GiB is more than the .* free beside .* of weights"):
         load_model(str(path), EngineConfig(quantization="int8", kv_memory="2GiB"), progress=False)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.config import EngineConfig
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.checkpoint import Checkpoint
@@ -48,6 +48,9 @@ def require_memory(checkpoint: Checkpoint, num_bytes: int, dtype: torch.dtype, c
     if needed <= free:
         log.info(f"memory     {parts}, of {format_bytes(free)} that are free")
         return
+    if num_bytes < free:
+        left = f"the {format_bytes(free - num_bytes)} that are free beside {format_bytes(num_bytes)} of weights"
+        raise InvalidParameter("kv_memory", f"{format_bytes(kv_bytes)} is more than {left}")
     smaller = [
         f"--quantization {name} ({format_bytes(size)})"
         for name in SMALLER

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,21 @@ def worker_pids(server: RunningServer) -> list[int]:
 
 
 def workers_engine(server: RunningServer) -> int:
-    return next(pid for pid in server._children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    """The process of the engine; 0 while there is none."""
+    pids = (pid for pid in server._children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(pids, 0)
 
 
 @contextmanager
-def suspended_engine(server: RunningServer) -> Iterator[None]:
+def suspended_engine(server: RunningServer) -> Iterator[int]:
+    """Suspend the engine; one that is silent for ten seconds is replaced."""
     engine = workers_engine(server)
     os.kill(engine, signal.SIGSTOP)
     try:
-        yield
+        yield engine
     finally:
-        os.kill(engine, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGCONT)
 
 
 @contextmanager
@@ -168,22 +172,35 @@ def test_the_queue_is_one_for_all_workers(workers: RunningServer) -> None:
 
 
 def test_a_tenant_has_its_share_of_the_queue_across_the_workers(workers: RunningServer) -> None:
+    rounds = (statuses_of_a_full_queue(workers) for _ in range(3))
+    statuses = next(found for found in rounds if found)
+    assert sorted(statuses) == [("sk-alice", 200), *[("sk-root", 200)] * 11, ("sk-root", 429)]
+
+
+def statuses_of_a_full_queue(workers: RunningServer) -> list[tuple[str, int]]:
+    """Fill the queue as one tenant, then ask as another; empty if the engine was replaced before that was done."""
     statuses: list[tuple[str, int]] = []
 
     def ask(key: str) -> None:
         statuses.append((key, post(workers, key).status_code))
 
-    with suspended_engine(workers):  # so that all requests wait
+    with suspended_engine(workers) as engine:  # so that all requests wait
+
+        def replaced() -> bool:
+            return workers_engine(workers) != engine
+
         threads = [threading.Thread(target=ask, args=("sk-root",)) for _ in range(12)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: workers.metric("chairlift_requests_open") == 12, "the queue to be full")
+        wait_for(lambda: workers.metric("chairlift_requests_open") == 12 or replaced(), "the queue to be full")
         threads.append(threading.Thread(target=ask, args=("sk-alice",)))
         threads[-1].start()
-        wait_for(lambda: statuses, "a request to be displaced")
+        wait_for(lambda: statuses or replaced(), "a request to be displaced")
+        in_time = not replaced()
     for thread in threads:
         thread.join(60)
-    assert sorted(statuses) == [("sk-alice", 200), *[("sk-root", 200)] * 11, ("sk-root", 429)]
+    wait_for(lambda: HTTP.get(workers.url + "/ready").status_code == 200, "the engine to be ready")
+    return statuses if in_time else []
 
 
 def test_clients_that_disconnect_leave_nothing_behind(workers: RunningServer) -> None:

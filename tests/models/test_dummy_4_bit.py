@@ -35,7 +35,7 @@ def test_layers_are_4_bit_integers(tmp_path: Path) -> None:
     }
     values = torch.cat([weight.dequantized().flatten() for weight in stored.values()])
     assert 0.015 < float(values.std()) < 0.025
-    model = build_model(dummy.config, dummy.stored(), dtype=torch.float32, device=cpu, quantization="checkpoint")
+    model = build_model(dummy.config, dummy.stored(), dtype=torch.bfloat16, device=cpu, quantization="checkpoint")
     layer: Any = model.layers[0]  # type: ignore[attr-defined]
     assert all(isinstance(linear.weight, Int4Weight) for linear in layer.linears())
 

@@ -101,7 +101,7 @@ class MixtureOfExperts:
         forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.rounds_experts}
 
         def weights(out_features: int, in_features: int) -> ExpertWeights:
-            if keeps_blocks(format, dtype, device):
+            if not forms["keeps"] and keeps_blocks(format, dtype, device):
                 return BlockExperts(num_experts, out_features, in_features, dtype=dtype, device=device)
             return ExpertWeights(num_experts, out_features, in_features, **kind, **forms)
 

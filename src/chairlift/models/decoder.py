@@ -66,7 +66,7 @@ class Decoder:
         self.batch_invariant = batch_invariant
         scale = config.embedding_scale / config.residual_multiplier
         self.embedding: Embedding
-        if format.keeps_blocks and device.type == "cpu":
+        if format.becomes_blocks(dtype, device):
             weight = format.empty(config.vocab_size, config.hidden_size, dtype, device)
             self.embedding = StoredEmbedding(weight, scale, dtype)
         else:

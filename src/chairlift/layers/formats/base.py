@@ -69,6 +69,11 @@ class WeightFormat(ABC):
         return weight
 
     @classmethod
+    def becomes_blocks(cls, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the weights of a model in `dtype` on `device` may become blocks."""
+        return cls.keeps_blocks and device.type == "cpu" and dtype is torch.float32
+
+    @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Why a model in `dtype` on `device` cannot have this format; empty if it can."""
         return []

@@ -24,7 +24,7 @@ def choose_stack(
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts, fused_cpu.LayerTiles(parts.config, parts.layers))
         return PlainStack(parts, has_own_threads=True)
-    if format.keeps_blocks and device.type == "cpu" and dtype is torch.float32:
+    if format.becomes_blocks(dtype, device):
         from chairlift.models.stacks import fused_cpu
 
         if fused_cpu.can_fuse(parts.config):

@@ -102,6 +102,7 @@ def check_output(target: Path, count: int, num_tokens: int) -> None:
     assert not shard_folder(target).exists()
 
 
+@pytest.mark.slow
 def test_a_batch_on_two_workers_survives_the_death_of_one(ray: OwnRay, tiny: str, tmp_path: Path) -> None:
     source, target, log = write_input(tmp_path / "in.jsonl", 120, 16), tmp_path / "out.jsonl", tmp_path / "log"
     options = ["--model", tiny, "--served-model-name", "tiny", "--device", "cpu", "--kv-memory", "2MiB"]

@@ -123,6 +123,9 @@ def compile_products() -> None:
         product.product(x, weight, squares=squares, eps=1e-6, gated=True)
         product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
+    for rows in (1, 300):  # the splits of a sum in parallel and in sequence
+        x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
+        product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)
     if capability >= 89:
         numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)
         invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)

@@ -136,3 +136,41 @@ def test_a_decoder_with_8_bit_experts(device: torch.device) -> None:
     assert experts == 4 * (96 * (32 + 4) + 32 * (48 + 4))
     estimate = weight_bytes(MIXTURE, FP8Weight, torch.float16, "cuda")
     assert abs(estimate - model.num_weight_bytes()) < 2 * 4 * 32 + 64  # the router is counted as if it were rounded
+
+
+@pytest.mark.parametrize("block", [(1, 0), (16, 16)], ids=["channel", "block"])
+def test_a_decoder_of_an_8_bit_checkpoint(
+    block: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a checkpoint stay in 8 bits, expert by expert; what it holds plain stays plain."""
+    monkeypatch.setattr("chairlift.layers.expert_weights.on_gpu", lambda device: True)
+    monkeypatch.setattr("chairlift.layers.expert_weights.FP8Weight.obstacles", lambda dtype, device: [])
+    values: dict[str, Tensor] = {}
+
+    def stream() -> Any:
+        for name, tensor in dummy_tensors(MIXTURE, torch.device("cpu")):
+            if ".experts." not in name:
+                yield name, tensor
+                continue
+            down, across = block[0], block[1] or tensor.shape[1]
+            scales = torch.rand(tensor.shape[0] // down, tensor.shape[1] // across) + 0.5
+            weight = ScaledFloats((tensor.float() * 50).to(FP8), scales, (down, across))
+            values[name.removeprefix("model.")] = weight.dequantized()
+            yield name, weight
+
+    model = Decoder(decoder_config(MIXTURE), dtype=torch.float32, device=torch.device("cpu"), format=CheckpointWeight)
+    fill(dict(model.targets()), stream(), text_part_only=False, tied=True, filled_one=model.filled)
+    model.finalize()
+    mixture = model.layers[0].mlp
+    assert isinstance(mixture, MixtureOfExperts)
+    assert mixture.gate_up.form == mixture.down.form == "fp8"
+    limit = 0.0 if block == (1, 0) else 0.05
+    for expert in range(4):
+        parts = {
+            "gate_proj": mixture.gate_up.dequantized(expert)[:48],
+            "up_proj": mixture.gate_up.dequantized(expert)[48:],
+        }
+        parts["down_proj"] = mixture.down.dequantized(expert)
+        for part, found in parts.items():
+            expected = values[f"layers.0.mlp.experts.{expert}.{part}.weight"]
+            assert float((found - expected).norm() / expected.norm()) <= limit

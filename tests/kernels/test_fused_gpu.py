@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.attention.input_batch import build_batch
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton.int4.matrix import dequantized
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.int4 import Int4Weight
@@ -184,3 +188,48 @@ def test_fused_layers_with_4_bit_weights(plain: bool, device: torch.device, monk
                 side.copy_(torch.randn_like(side.float()))
             found.append(logits(one, storage, rows))
     assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 5e-3
+
+
+def hidden_rows(model: Decoder, storage: KVStorage, chunks: list[tuple[list[int], int, list[int]]]) -> list[Tensor]:
+    """The hidden states of one step of chunks (all tokens of a request, where the chunk starts, blocks), of each."""
+    planned = []
+    for index, (tokens, start, table) in enumerate(chunks):
+        request = Request(f"{index}", tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
+        planned.append(Chunk(request, start, len(tokens) - start, table, samples=False))
+    batch = build_batch(StepPlan(0, tuple(planned)), storage, torch.device("cpu"))
+    attend = PagedGPUAttention(invariant_for=64).plan(batch.layout, storage)
+    found = model.hidden_states(batch.tokens, batch.positions, attend).last
+    return list(found.split([chunk.count for chunk in planned]))
+
+
+def test_invariant_fused_layers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's hidden state is the same, bit for bit, in a prompt, in chunks, token by token and beside others."""
+    if device.type != "cpu":
+        pytest.skip("tests of whole models on the GPU compare with transformers")
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 16)
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.PROGRAMS", 4)
+    shape = FAMILIES["qwen2"] | {"num_hidden_layers": 2}
+    options: dict[str, Any] = {"dtype": torch.float16, "device": torch.device("cpu"), "batch_invariant": True}
+    model = build_model(CONFIG | shape, tensors(shape, device), **options)
+    assert isinstance(model, Decoder)
+    model.stack = FusedGPUStack(model.stack.parts)
+    for layer in model.layers:
+        model.stack.before_packing(layer)
+    model.stack.finalize()
+    storage = allocate_storage(model.attention_layers, 12, 8, torch.float16, torch.device("cpu"))
+    first = [3 + 7 * i % 250 for i in range(40)]
+    second = [5 + 11 * i % 250 for i in range(21)]
+    mine, theirs = list(range(5)), list(range(5, 8))
+    with torch.inference_mode():
+        (whole,) = hidden_rows(model, storage, [(first, 0, mine)])
+        (other,) = hidden_rows(model, storage, [(second, 0, theirs)])
+        again = [hidden_rows(model, storage, [(first[:13], 0, mine)])[0]]
+        again += hidden_rows(model, storage, [(first[:30], 13, mine)])
+        for end in range(31, 41):  # single tokens beside another request's chunk or token
+            start = 0 if end % 2 else 20
+            beside = [(second[:21], start, theirs), (first[:end], end - 1, mine)]
+            order = sorted(beside, key=lambda chunk: len(chunk[0]) - chunk[1])  # single tokens come first
+            found = dict(zip([chunk[2][0] for chunk in order], hidden_rows(model, storage, order), strict=True))
+            again.append(found[mine[0]])
+            assert found[theirs[0]].equal(other[start:])
+    assert torch.cat(again).equal(whole)

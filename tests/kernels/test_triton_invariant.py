@@ -8,8 +8,15 @@ from torch import Tensor
 
 from chairlift.kernels.triton import invariant as triton_invariant
 from chairlift.kernels.triton.invariant import invariant_linear
-from chairlift.kernels.triton.invariant_attention import SpanScratch, invariant_attention, queries_per_tile
-from tests.kernels.attention_cases import AttentionCase, as_ints, error, make_case, reference
+from chairlift.kernels.triton.invariant_attention import (
+    SpanScratch,
+    invariant_attention,
+    queries_per_tile,
+    small_tiles_agree,
+)
+from chairlift.kernels.triton.products import product as triton_product
+from chairlift.kernels.triton.products.product import product
+from tests.kernels.attention_cases import TOLERANCE, AttentionCase, as_ints, error, make_case, reference
 
 
 @pytest.mark.parametrize(("columns", "depth"), [(70, 40), (33, 1100)])
@@ -34,7 +41,15 @@ def test_linear(
     assert product(slice(None)).equal(whole)
 
 
-def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
+def attend(
+    case: AttentionCase,
+    *,
+    longest: int,
+    window: int | None,
+    softcap: float | None,
+    singles: bool,
+    programs: int | None = None,
+) -> Tensor:
     """Run the kernel, with `singles` through the launch for single tokens."""
     device = case.q.device
     _, heads, dim = case.q.shape
@@ -42,7 +57,8 @@ def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: fl
     queries = queries_per_tile(heads, kv_heads, dim, case.q.dtype)
     scratch = SpanScratch(len(case.slots) if singles else 1, heads, kv_heads, dim, longest, device)
     scratch.partial.fill_(float("nan"))
-    scratch.lse.fill_(float("nan"))
+    scratch.best.fill_(float("nan"))
+    scratch.total.fill_(float("nan"))
     tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
     out = torch.full_like(case.q, float("nan"))
     for _ in range(2 if singles else 1):  # the second run meets the scratch memory of the first
@@ -61,6 +77,7 @@ def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: fl
             chunk_count=as_ints(case.counts, device),
             scratch=scratch,
             singles=singles,
+            programs=programs,
             scale=dim**-0.5,
             window=window,
             softcap=softcap,
@@ -88,6 +105,7 @@ def cut(case: AttentionCase, sequence: int, first: int, count: int) -> Attention
     )
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "softcap", "chunk"),
     [(2, 1, 32, None, None, None), (6, 2, 24, 50, 30.0, None), (2, 1, 32, None, None, 40)],
@@ -99,22 +117,23 @@ def test_attention(
     window: int | None,
     softcap: float | None,
     chunk: int | None,
+    dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole, in chunks and token by token, over several spans: the same bits."""
+    """Whole, in chunks and token by token, over several spans that any number of programs share: the same bits."""
     monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": window, "softcap": softcap}
-    case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, device=device)
     case.chunk, case.sinks = chunk, torch.randn(heads, device=device) if window or chunk else None
     whole = attend(case, **options, singles=False)
-    assert error(whole, reference(case, dim**-0.5, window, softcap)) < 1e-5
+    assert error(whole, reference(case, dim**-0.5, window, softcap)) < TOLERANCE[dtype]
     for sequence, first, count in ((0, 13, 20), (1, 1, 20), (1, 20, 1)):
         row = case.rows[sequence] + first
         part = cut(case, sequence, first, count)
         assert attend(part, **options, singles=False).equal(whole[row : row + count])
-        if count == 1:
-            assert attend(part, **options, singles=True).equal(whole[row : row + 1])
+        for programs in (1, 2, 3, None) if count == 1 else ():
+            assert attend(part, **options, singles=True, programs=programs).equal(whole[row : row + 1])
 
 
 def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +152,51 @@ def test_the_launch_for_single_tokens_skips_longer_chunks(device: torch.device) 
     found = attend(case, longest=64, window=None, softcap=None, singles=True)
     assert not found[0].isnan().any()
     assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 32), (8, 2, 64), (6, 1, 24)])
+def test_small_tiles_agree(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    assert small_tiles_agree(heads, kv_heads, dim, dtype, device)
+
+
+@pytest.mark.parametrize(("columns", "depth", "gated"), [(96, 1040, False), (70, 2048, False), (40, 1040, True)])
+@pytest.mark.parametrize("kind", ["plain", "normed", "added"])
+def test_fused_products(
+    columns: int, depth: int, gated: bool, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a fused product and their sums of squares, for any number of rows and in sequence: the same bits."""
+    if gated and kind == "added":
+        pytest.skip("no layer has it")
+    torch.manual_seed(depth)
+    x = torch.randn(150, depth, device=device).bfloat16()
+    weight = (torch.randn(columns * (1 + gated), depth, device=device) * depth**-0.5).bfloat16()
+    squares = torch.rand(150, 3, device=device) * depth if kind == "normed" else None
+    total = torch.randn(150, columns, device=device).bfloat16()
+
+    def made(rows: slice) -> tuple[Tensor, ...]:
+        add_to = total[rows].clone() if kind == "added" else None
+        some = None if squares is None else squares[rows]
+        return tuple(
+            each
+            for each in product(
+                x[rows].clone(), weight, squares=some, eps=1e-6, gated=gated, add_to=add_to, invariant=True
+            )
+            if each is not None
+        )
+
+    whole = made(slice(None))
+    wide = x.double()
+    if squares is not None:
+        wide = wide * torch.rsqrt(squares.double().sum(1, keepdim=True) / depth + 1e-6)
+    expected = wide @ weight.double().T
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert error(whole[0], expected + total.double() if kind == "added" else expected) < TOLERANCE[torch.bfloat16]
+    for rows in (slice(0, 1), slice(149, 150), slice(3, 36), slice(0, 65)):
+        for found, wanted in zip(made(rows), whole, strict=True):
+            assert found.equal(wanted[rows])
+    monkeypatch.setattr(triton_product, "PARALLEL_ROWS", 0)
+    for found, wanted in zip(made(slice(None)), whole, strict=True):
+        assert found.equal(wanted)

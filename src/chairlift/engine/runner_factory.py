@@ -57,7 +57,8 @@ class RunnerFactory:
         if not self.attention.capabilities.captures:
             return self._build(memory, max_requests)
         # Steps on a GPU need memory too, and more of it the more requests they have.
-        self.attention.reserve(self._layers, max_requests + self._max_drafts, self.model.device)
+        rows = max_requests + self._max_drafts
+        self.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
         step_bytes = self._measure_step(memory, max_requests) if _measures_steps(self.model.device) else 0
         memory, limit = self._plan(step_bytes)
         return self._build(memory, min(max_requests, limit), step_bytes)

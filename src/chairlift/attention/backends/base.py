@@ -66,12 +66,12 @@ class AttentionBackend(ABC):
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         """Prepare what all layers of one step have in common."""
 
-    def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
-        """Allocate what steps of up to `rows` single tokens need besides the cache.
+    def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate what steps of up to `rows` single tokens of a model in `dtype` need besides the cache.
 
         Called before the cache is sized and before a graph is captured that goes on using the memory.
         """
-        del layers, rows, device  # most backends need nothing
+        del layers, rows, dtype, device  # most backends need nothing
 
     def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
         """How to pack batches for `attend`; only with `capabilities.captures`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend, P
 from chairlift.attention.latent import LatentAttend, LatentProjection
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import on_gpu
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch
@@ -36,6 +39,7 @@ class PagedGPUAttention(AttentionBackend):
         super().__init__(invariant_for)
         self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by (heads, kv_heads, head_dim)
         self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by the same
+        self._small_tiles: dict[tuple[int, int, int], bool] = {}  # by the same
         self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # by (heads, latent dimensions)
 
     @classmethod
@@ -133,7 +137,7 @@ class PagedGPUAttention(AttentionBackend):
             self._latent_scratch[key] = LatentScratch(*key, device)
         return self._latent_scratch[key]
 
-    def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
+    def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         for layer in layers:
             if layer.latent_dim is not None:
                 self.latent_scratch(layer, device)
@@ -141,6 +145,22 @@ class PagedGPUAttention(AttentionBackend):
                 self.scratch(layer, device)
             else:
                 self.span_scratch(layer, rows, device)
+                self._try_small_tiles(layer, dtype, device)
+
+    def _try_small_tiles(self, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> None:
+        """Find out whether single tokens may have tiles of their own; a GPU that is not there is assumed to agree."""
+        from chairlift.kernels.triton.invariant_attention import small_tiles_agree
+
+        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if key in self._small_tiles or device.type == "meta":
+            return
+        self._small_tiles[key] = small_tiles_agree(*key, dtype, device)
+        if not self._small_tiles[key]:
+            log.warning("single tokens are attended to in large tiles: small ones give other bits on this GPU")
+
+    def has_small_tiles(self, layer: AttentionLayer) -> bool:
+        """Whether single tokens have tiles of their own with batch invariance."""
+        return self._small_tiles.get((layer.num_heads, layer.num_kv_heads, layer.head_dim), True)
 
     def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
         """The scratch memory that all layers of one shape share, grown to the largest batch so far."""
@@ -309,6 +329,7 @@ class PagedGPUStep(FusedAttend, LatentAttend):
                 chunk_count=batch.chunk_count,
                 scratch=scratch,
                 singles=side_by_side,
+                small_tiles=self.backend.has_small_tiles(layer),
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,

@@ -47,6 +47,7 @@ class WeightFormat(ABC):
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
     keeps_blocks: ClassVar[bool] = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
     most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`
+    fuses_invariantly: ClassVar[bool] = False  # if `batch_invariant`, `fused` does so for any number of rows
     rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
 
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ class PlainWeight(WeightFormat):
 
     name = "none"
     stores_experts = True
+    fuses_invariantly = True
     most_fused_rows = 256  # with more rows the products take so long that fusing what is between them gains little
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
@@ -71,14 +72,22 @@ class PlainWeight(WeightFormat):
     def _multiply_on_gpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.plain is not None
         if self.batch_invariant:
-            from chairlift.kernels.triton.invariant import invariant_linear
-
-            return invariant_linear(x, self.plain, bias)
+            return self._multiply_invariantly(x, bias=bias)
         if bias is None and self._own_kernel_is_faster(x):
             from chairlift.kernels.triton.products.product import product
 
             return product(x, self.plain)[0]
         return F.linear(x, self.plain, bias)
+
+    def _multiply_invariantly(self, x: Tensor, *, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+        assert self.plain is not None
+        if self._has_own_kernel(x):
+            from chairlift.kernels.triton.products.product import product
+
+            return product(x.contiguous(), self.plain, bias=bias, add_to=add_to, invariant=True)[0]
+        from chairlift.kernels.triton.invariant import invariant_linear
+
+        return invariant_linear(x, self.plain, bias, add_to=add_to)
 
     def adds_in_place(self, x: Tensor) -> bool:
         return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
@@ -86,9 +95,7 @@ class PlainWeight(WeightFormat):
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         assert self.plain is not None
         if self.batch_invariant:
-            from chairlift.kernels.triton.invariant import invariant_linear
-
-            invariant_linear(x, self.plain, None, add_to=total)
+            self._multiply_invariantly(x, add_to=total)
         else:
             from chairlift.kernels.triton.products.product import product
 
@@ -97,6 +104,8 @@ class PlainWeight(WeightFormat):
     def fuses_rows(self, rows: int, *, gated: bool) -> bool:
         from chairlift.kernels.triton.products.tiling import is_faster
 
+        if self.batch_invariant:  # there is one order of sums
+            return True
         return is_faster(rows, self.out_features // (2 if gated else 1), self.in_features, gated)
 
     def fused(
@@ -112,13 +121,15 @@ class PlainWeight(WeightFormat):
         from chairlift.kernels.triton.products.product import product
 
         assert self.plain is not None
-        return product(x, self.plain, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+        what: dict[str, Any] = {"squares": squares, "eps": eps, "bias": bias, "gated": gated, "add_to": add_to}
+        return product(x, self.plain, **what, invariant=self.batch_invariant)
 
     def _own_kernel_is_faster(self, x: Tensor) -> bool:
         """Whether our Triton product is faster than torch's for `rows` rows."""
-        if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
-            return False
-        return self.fuses_rows(len(x), gated=False)
+        return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=False)
+
+    def _has_own_kernel(self, x: Tensor) -> bool:
+        return x.dtype in (torch.bfloat16, torch.float16) and self.in_features % 16 == 0
 
 
 def can_pack(weight: Tensor) -> bool:

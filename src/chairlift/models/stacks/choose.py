@@ -29,7 +29,7 @@ def choose_stack(
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
-    if format.most_fused_rows and not batch_invariant:
+    if format.most_fused_rows and (format.fuses_invariantly or not batch_invariant):
         from chairlift.models.stacks import fused_gpu
 
         if fused_gpu.can_fuse(parts.config, dtype, device):

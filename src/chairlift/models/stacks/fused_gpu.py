@@ -2,7 +2,8 @@
 
     norm + qkv | attention, with norms, rotation, cache write | output + add | norm + gate, up | down + add
 
-and ten for steps with more rows whose products are in 8 bits; other large steps run layer by layer.
+and ten for steps with more rows whose products are in 8 bits; other large steps run layer by layer. If all steps must
+add up in one order (batch invariance), all have the few kernels.
 
 A norm divides a row by its size and multiplies each column by a weight. The weights are multiplied into the matrix that
 follows when the model is loaded; the size of a row is computed by the kernel that writes it.
@@ -10,6 +11,7 @@ follows when the model is loaded; the size of a row is computed by the kernel th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -77,6 +79,8 @@ class FusedGPUStack(LayerStack):
     def finalize(self) -> None:
         weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
         self._most_fused_rows = min(weight.most_fused_rows for weight in weights)
+        if all(weight.batch_invariant and weight.fuses_invariantly for weight in weights):
+            self._most_fused_rows = sys.maxsize  # one order of sums for all steps
         self._rounds_rows = self._norms_are_moved and all(weight.rounds_rows for weight in weights)
 
     def first(self, count: int) -> FusedGPUStack:

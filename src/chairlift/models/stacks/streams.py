@@ -14,6 +14,8 @@ from chairlift.layers.mlp import gated as gate
 from chairlift.layers.norm import Norm
 from chairlift.models.stacks.base import picked
 
+MANY_ROWS = 256  # more than decode steps have
+
 
 class Stream(ABC):
     """The residual stream [rows, hidden] of one step."""
@@ -81,6 +83,9 @@ class FusedStream(Stream):
             self._normed = next_norm.add_(self.x, linear(y))
 
     def pick(self, rows: Tensor, y: Tensor) -> Tensor:
+        if len(self.x) > MANY_ROWS:
+            self.x = picked(self.x, rows)
+            return picked(y, rows)
         self._picked = rows  # computing a few rows more takes less time than dropping them
         return y
 

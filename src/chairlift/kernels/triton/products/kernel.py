@@ -14,7 +14,8 @@ have to be, each element of the normalised rows is replaced by the sum of two 8-
 bfloat16.
 
 Outputs with few columns do not fill the GPU; their sum is split among several programs, and the last one to finish adds
-the parts, always in the same order.
+the parts, always in the same order. With many rows and a tiling that must not depend on their number (batch
+invariance), one program computes the parts in sequence, with the same sums.
 
 Weights never change, so they are prefetched into L2 while the previous kernel still runs.
 """
@@ -77,6 +78,48 @@ def _two_terms(x, scale):
     return high, (wide - high.to(tl.float32)).to(tl.float8e4nv)
 
 
+@triton.jit
+def _sums(
+    x_tiles,
+    weight_tiles,
+    x_at,
+    w_at,
+    up_at,
+    x_row,
+    w_row,
+    up_row,
+    begin,
+    end,
+    scale,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+    GATED: tl.constexpr,
+    TWO_TERMS: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The products of a tile over the columns from `begin` to `end`; the second with the rows of `up` if GATED."""
+    acc = tl.zeros([A, B], tl.float32)
+    up = tl.zeros([A, B], tl.float32)
+    for at in range(begin, end, BK):
+        w = _tile(weight_tiles, w_row, w_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
+        x = _tile(x_tiles, x_row, x_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
+        if TWO_TERMS:
+            x, low = _two_terms(x, scale)
+            acc = _plus_product(acc, low, w, SWAPPED, PRECISION, FAST)
+        acc = _plus_product(acc, x, w, SWAPPED, PRECISION, FAST)
+        if GATED:
+            w = _tile(weight_tiles, up_row, up_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
+            if TWO_TERMS:
+                up = _plus_product(up, low, w, SWAPPED, PRECISION, FAST)
+            up = _plus_product(up, x, w, SWAPPED, PRECISION, FAST)
+    return acc, up
+
+
 @triton.jit(do_not_specialize=["M"])  # one kernel for all row counts of a tile
 def product_kernel(
     x_ptr,  # [M, K]
@@ -100,6 +143,7 @@ def product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
+    IN_SEQUENCE: tl.constexpr,  # one program computes all splits
     SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
@@ -144,22 +188,28 @@ def product_kernel(
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
     B: tl.constexpr = BM if SWAPPED else BN
-    acc = tl.zeros([A, B], tl.float32)
-    up = tl.zeros([A, B], tl.float32)
-    for at in range(begin, end, BK):
-        w = _tile(weight_tiles, block * BN, w_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
-        x = _tile(x_tiles, row_block * BM, x_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
-        if TWO_TERMS:
-            x, low = _two_terms(x, scale)
-            acc = _plus_product(acc, low, w, SWAPPED, PRECISION, OVERLAP)
-        acc = _plus_product(acc, x, w, SWAPPED, PRECISION, OVERLAP)
-        if GATED:
-            w = _tile(weight_tiles, N + block * BN, w_at + N.to(tl.int64) * K, at, end, BK, DESCRIBED, EVEN_DEPTH)
-            if TWO_TERMS:
-                up = _plus_product(up, low, w, SWAPPED, PRECISION, OVERLAP)
-            up = _plus_product(up, x, w, SWAPPED, PRECISION, OVERLAP)
+    up_at = w_at + N.to(tl.int64) * K
+    if not TWO_TERMS:
+        scale = eps  # not used
+    if IN_SEQUENCE:
+        acc = tl.zeros([A, B], tl.float32)
+        up = tl.zeros([A, B], tl.float32)
+        for part in range(SPLITS):
+            begin = part * per_split
+            end = tl.minimum(begin + per_split, K)
+            more, more_up = _sums(
+                x_tiles, weight_tiles, x_at, w_at, up_at, row_block * BM, block * BN, N + block * BN, begin, end, scale,
+                A, B, BK, GATED, TWO_TERMS, SWAPPED, DESCRIBED, EVEN_DEPTH, PRECISION, OVERLAP,
+            )  # fmt: skip
+            acc += more
+            up += more_up
+    else:
+        acc, up = _sums(
+            x_tiles, weight_tiles, x_at, w_at, up_at, row_block * BM, block * BN, N + block * BN, begin, end, scale,
+            A, B, BK, GATED, TWO_TERMS, SWAPPED, DESCRIBED, EVEN_DEPTH, PRECISION, OVERLAP,
+        )  # fmt: skip
 
-    if SPLITS > 1:
+    if SPLITS > 1 and not IN_SEQUENCE:
         TILE: tl.constexpr = BM * BN
         STEP: tl.constexpr = 2 * TILE if GATED else TILE
         program = row_block * tl.num_programs(1) + block

@@ -20,6 +20,9 @@ from chairlift.kernels.triton.products.tiling import (
     reads_ahead,
 )
 
+INVARIANT_ROWS = 64  # batch-invariant products have the tiling of this number of rows
+PARALLEL_ROWS = 256  # up to which the splits of an invariant sum have their own programs
+
 
 def product(
     x: Tensor,
@@ -34,6 +37,7 @@ def product(
     x_scales: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tiling: ProductTiling | None = None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows.
 
@@ -42,21 +46,25 @@ def product(
     `add_to` [M, N]: add the result to it in place.
     `weight_scales` [N] or [2 N]: the weight is in 8-bit floats, with a scale for each row.
     `x_scales` [M]: x is, too, and the result is of `out_dtype`.
+    `invariant`: a row of the result is bit for bit the same for any number of rows.
     """
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
     choose = choose_tiling if weight_scales is None else choose_rounded_tiling
-    tiling = fitting(tiling or choose(rows, columns, depth, gated), gated, x.dtype, weight.dtype, x.device)
+    tiling = tiling or choose(INVARIANT_ROWS if invariant else rows, columns, depth, gated)
+    tiling = fitting(tiling, gated, x.dtype, weight.dtype, x.device)
+    in_sequence = invariant and tiling.splits > 1 and rows > PARALLEL_ROWS
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
-    partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
+    stored = programs * tiling.splits * tile if tiling.splits > 1 and not in_sequence else 1
+    partial, arrived = _scratch(stored, programs if stored > 1 else 1, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
-    product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
+    product_kernel[(cdiv(rows, tiling.rows), across, 1 if in_sequence else tiling.splits)](
         x,
         weight,
         _rows_and_room(x, tiling) if described else x,
@@ -78,6 +86,7 @@ def product(
         BN=tiling.columns,
         BK=tiling.depth,
         SPLITS=tiling.splits,
+        IN_SEQUENCE=in_sequence,
         SQUARES=num_squares,
         SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
         EIGHT_BITS=weight_scales is not None,

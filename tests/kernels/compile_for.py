@@ -126,6 +126,7 @@ def compile_products() -> None:
     for rows in (1, 300):  # the splits of a sum in parallel and in sequence
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)
+        product.product(x, weight[:1], invariant=True)
     if capability >= 89:
         numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)
         invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)
@@ -191,6 +192,8 @@ def compile_experts() -> None:
         for gate in (Gate(), Gate(1.702, 7.0)):
             products.grouped_linear(x, both, groups, few_rows.few_rows_tiling(BF16), top_k, gate=gate)
         products.grouped_linear(pairs, outer, groups, few_rows.few_rows_tiling(BF16), top_k, **few)
+        one = grouping.Grouping(*(each[:top_k] for each in groups))  # of a single token
+        products.grouped_linear(pairs[:top_k], outer, one, few_rows.few_rows_tiling(BF16), top_k, **few)
 
 
 def eight_bits(*shape: int) -> ExpertMatrix:
@@ -202,15 +205,16 @@ def compile_routing() -> None:
     for sigmoid, groups, best in ((True, 8, 2), (False, 1, 1)):
         rule = routing.RouteRule(8, sigmoid, True, 1e-20, 2.5, groups, min(groups, 3), best)
         routing.route(torch.zeros(4, 160), bias if sigmoid else None, BF16, rule)
-        kind = torch.float32 if sigmoid else BF16
-        few_rows.route_and_group(
-            torch.zeros(4, HIDDEN).to(BF16),
-            torch.zeros(160, HIDDEN).to(kind),
-            None,
-            bias if sigmoid else None,
-            rule,
-            torch.zeros(4, dtype=torch.int32),
-        )
+        weight = torch.zeros(160, HIDDEN).to(torch.float32 if sigmoid else BF16)
+        for tokens in (1, 4):
+            few_rows.route_and_group(
+                torch.zeros(tokens, HIDDEN).to(BF16),
+                weight,
+                None,
+                bias if sigmoid else None,
+                rule,
+                torch.zeros(tokens, dtype=torch.int32),
+            )
 
 
 def compile_latent() -> None:

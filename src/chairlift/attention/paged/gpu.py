@@ -18,7 +18,7 @@ from chairlift.attention.latent import LatentAttend, LatentProjection
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import on_gpu
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("chairlift")
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch

@@ -188,7 +188,9 @@ def product_kernel(
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
     B: tl.constexpr = BM if SWAPPED else BN
-    up_at = w_at + N.to(tl.int64) * K
+    up_at = w_at
+    if GATED:
+        up_at += N.to(tl.int64) * K
     if not TWO_TERMS:
         scale = eps  # not used
     if IN_SEQUENCE:

@@ -197,7 +197,7 @@ def hidden_rows(model: Decoder, storage: KVStorage, chunks: list[tuple[list[int]
         request = Request(f"{index}", tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
         planned.append(Chunk(request, start, len(tokens) - start, table, samples=False))
     batch = build_batch(StepPlan(0, tuple(planned)), storage, torch.device("cpu"))
-    attend = PagedGPUAttention(invariant_for=64).plan(batch.layout, storage)
+    attend = PagedGPUAttention(invariant_for=128).plan(batch.layout, storage)
     found = model.hidden_states(batch.tokens, batch.positions, attend).last
     return list(found.split([chunk.count for chunk in planned]))
 
@@ -206,7 +206,7 @@ def test_invariant_fused_layers(device: torch.device, monkeypatch: pytest.Monkey
     """A token's hidden state is the same, bit for bit, in a prompt, in chunks, token by token and beside others."""
     if device.type != "cpu":
         pytest.skip("tests of whole models on the GPU compare with transformers")
-    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 16)
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 64)
     monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.PROGRAMS", 4)
     shape = FAMILIES["qwen2"] | {"num_hidden_layers": 2}
     options: dict[str, Any] = {"dtype": torch.float16, "device": torch.device("cpu"), "batch_invariant": True}
@@ -216,16 +216,16 @@ def test_invariant_fused_layers(device: torch.device, monkeypatch: pytest.Monkey
     for layer in model.layers:
         model.stack.before_packing(layer)
     model.stack.finalize()
-    storage = allocate_storage(model.attention_layers, 12, 8, torch.float16, torch.device("cpu"))
-    first = [3 + 7 * i % 250 for i in range(40)]
+    storage = allocate_storage(model.attention_layers, 15, 8, torch.float16, torch.device("cpu"))
+    first = [3 + 7 * i % 250 for i in range(90)]  # two spans
     second = [5 + 11 * i % 250 for i in range(21)]
-    mine, theirs = list(range(5)), list(range(5, 8))
+    mine, theirs = list(range(12)), list(range(12, 15))
     with torch.inference_mode():
         (whole,) = hidden_rows(model, storage, [(first, 0, mine)])
         (other,) = hidden_rows(model, storage, [(second, 0, theirs)])
         again = [hidden_rows(model, storage, [(first[:13], 0, mine)])[0]]
-        again += hidden_rows(model, storage, [(first[:30], 13, mine)])
-        for end in range(31, 41):  # single tokens beside another request's chunk or token
+        again += hidden_rows(model, storage, [(first[:82], 13, mine)])
+        for end in range(83, 91):  # single tokens beside another request's chunk or token
             start = 0 if end % 2 else 20
             beside = [(second[:21], start, theirs), (first[:end], end - 1, mine)]
             order = sorted(beside, key=lambda chunk: len(chunk[0]) - chunk[1])  # single tokens come first

@@ -21,6 +21,7 @@ COLUMNS = (
     Column("predicted", "predicted_cached_share", ".1%"),
     Column("TTFT\np50 ms", "ttft_p50_ms", ",.0f"),
     Column("predicted", "predicted_ttft_p50_ms", ",.0f"),
+    Column("outside\nengine", "outside_engine_ms", ",.0f"),
     Column("Most loaded\nto least", "imbalance", ".2f"),
 )
 
@@ -53,7 +54,9 @@ def bench_affinity(
     The same requests go to one replica, and to a fleet with the routers
     prefix-affine and round-robin. In the last run all of them share one prefix
     and come as fast as they are answered: its home must not get all the work.
-    The simulator runs the same router on the same requests. Needs chairlift[ray].
+    The simulator runs the same router on the same requests. It has engines
+    only: what a request takes outside of them is measured with requests of one
+    at a time before each run, and added. Needs chairlift[ray].
     """
     from chairlift.lab.bench.affinity.run import AffinitySettings, measure_affinity
 

@@ -32,10 +32,13 @@ from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions
 
 FLEET = "chairlift-bench"
+LONE_REQUESTS = 12  # one after the other, before the run: what a request takes outside the engine
+LONE_GAP = 1.0  # seconds between them in the simulator, longer than any of them takes
 HOT_CONCURRENCY = 4  # requests in flight for each replica, in the run with one prefix
 TOKENS = range(100, 250)  # ids that every vocabulary has
 REPORT_SECONDS = 3.0  # until the replicas have reported their counts
 TIMEOUT = 600.0
+PREDICTIONS = ("predicted_cached_share", "predicted_ttft_p50_ms", "outside_engine_ms")
 DEFAULTS = ReplicaSettings(num_blocks=1)
 
 
@@ -61,6 +64,11 @@ class AffinitySettings:
             for group in groups
         ]
 
+    def lone_requests(self) -> list[BenchRequest]:
+        """Short prompts that share nothing, with one token of output."""
+        source = random.Random(f"lone {self.seed}")
+        return [BenchRequest(tuple(source.choices(TOKENS, k=self.own_tokens)), 1) for _ in range(LONE_REQUESTS)]
+
     def times(self) -> list[float]:
         arrivals = Arrivals.parse(self.rate, "poisson", None)
         return list(islice(arrivals.times(self.seed), self.groups * self.per_group))
@@ -70,6 +78,7 @@ class AffinitySettings:
 class _Measured:
     records: Sequence[LoadRecord]
     loads: Sequence[dict[str, Any]]  # of the replicas, after the run
+    lone: Sequence[LoadRecord]  # requests of one at a time
 
 
 def measure_affinity(
@@ -95,7 +104,7 @@ def measure_affinity(
         measured = _measure(engine, traffic, router, count, loop)
         row = {"name": name, "replicas": count, **_figures(measured)}
         predicted = None if isinstance(loop, ClosedLoop) else _predict(engine, traffic, router, count, cost, measured)
-        rows.append(row | (predicted or {"predicted_cached_share": None, "predicted_ttft_p50_ms": None}))
+        rows.append(row | (predicted or dict.fromkeys(PREDICTIONS)))
     return rows
 
 
@@ -105,16 +114,21 @@ def _figures(measured: _Measured) -> dict[str, Any]:
     return {
         "requests": len(records),
         "cached_share": sum(one.cached_tokens for one in records) / sum(one.input_tokens for one in records),
-        "ttft_p50_ms": 1e3 * percentile([one.times[0] - one.due for one in records], 50),
+        "ttft_p50_ms": _ttft_p50_ms(records),
         "imbalance": max(work) / max(1, min(work)) if len(work) > 1 else None,
     }
 
 
+def _ttft_p50_ms(records: Sequence[LoadRecord]) -> float:
+    return 1e3 * percentile([one.times[0] - one.due for one in records], 50)
+
+
 def _measure(engine: EngineOptions, settings: AffinitySettings, router: str, count: int, loop: LoadLoop) -> _Measured:
     with _fleet(engine, router, count) as (url, loads):
+        lone = asyncio.run(_send(url, settings.lone_requests(), ClosedLoop(1)))
         records = asyncio.run(_send(url, settings.requests(), loop))
         time.sleep(REPORT_SECONDS)
-        return _Measured(records, loads())
+        return _Measured(records, loads(), lone)
 
 
 async def _send(url: str, requests: Sequence[BenchRequest], loop: LoadLoop) -> Sequence[LoadRecord]:
@@ -148,7 +162,10 @@ def _predict(
     cost: StepCost | None,
     measured: _Measured,
 ) -> dict[str, Any]:
-    """Simulate the run; without measured prices the times mean nothing, but the hit rate hardly depends on them."""
+    """Simulate the run; without measured prices the times mean nothing, but the hit rate hardly depends on them.
+
+    The simulator has engines only. What clients, ingress and servers add is known from the lone requests.
+    """
     from chairlift.lab.planning.model_shape import model_shape, read_config
     from chairlift.lab.simulator.devices import device_named
     from chairlift.lab.simulator.roofline import Roofline
@@ -162,13 +179,17 @@ def _predict(
         seats=engine.max_batch_requests or DEFAULTS.seats,
         max_batch_tokens=engine.max_batch_tokens or DEFAULTS.max_batch_tokens,
     )
-    arrivals = [
-        Arrival(at, request.prompt_ids, request.n_out)
-        for at, request in zip(settings.times(), settings.requests(), strict=True)
-    ]
-    engines = [replica.make(prices, index / count) for index in range(count)]
-    found = figures(simulate(arrivals, engines, Router(router)), Targets())
+
+    def run(times: Sequence[float], requests: Sequence[BenchRequest]) -> dict[str, Any]:
+        arrivals = [Arrival(at, request.prompt_ids, request.n_out) for at, request in zip(times, requests, strict=True)]
+        engines = [replica.make(prices, index / count) for index in range(count)]
+        return figures(simulate(arrivals, engines, Router(router)), Targets())
+
+    found = run(settings.times(), settings.requests())
+    lone = run([LONE_GAP * index for index in range(LONE_REQUESTS)], settings.lone_requests())
+    outside = max(0.0, _ttft_p50_ms(measured.lone) - lone["ttft_p50_ms"])
     return {
         "predicted_cached_share": found["cached_share"],
-        "predicted_ttft_p50_ms": None if cost is None else found["ttft_p50_ms"],
+        "predicted_ttft_p50_ms": None if cost is None else found["ttft_p50_ms"] + outside,
+        "outside_engine_ms": None if cost is None else outside,
     }

@@ -136,7 +136,7 @@ def test_the_compiling_process_does_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variants", ["brief", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [*(pytest.param(each, marks=pytest.mark.slow) for each in (80, 89)), 90])
 def test_every_kernel_compiles(capability: int, variants: str, tmp_path: Path) -> None:
     """Compiling needs no GPU. FP8 caches and weights are left out before compute capability 8.9."""
     run = subprocess.run(

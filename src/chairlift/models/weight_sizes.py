@@ -56,7 +56,7 @@ def _decoder_linears(
         mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
         shapes += [(format, experts * out, size) for experts, out, size in products]
-    if format.keeps_blocks and device == "cpu":  # of the table, too; a tied head shares it
+    if format.becomes_blocks(dtype, torch.device(device)):  # of the table, too; a tied head shares it
         of_head = format.for_head(dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.stores_head and packs_head:

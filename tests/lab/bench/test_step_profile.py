@@ -26,6 +26,7 @@ from chairlift.lab.profile.gpu_timeline import (
     HOST_GAP,
     LAUNCH,
     OTHER,
+    RECURRENCE,
     device_activities,
     kind_of,
     launch_seconds,
@@ -82,7 +83,7 @@ def test_the_parts_of_a_timeline_add_up_to_its_steps() -> None:
     assert timeline.steps == 3
     assert timeline.seconds == pytest.approx(300e-6)
     per_step = {name: 1e6 * seconds / 3 for name, seconds in timeline.parts.items()}
-    expected = {GEMM: 50, ATTENTION: 20, SAMPLING: 7, OTHER: 4 + 5, LAUNCH: 1 + 3, HOST_GAP: 10}
+    expected = {GEMM: 50, ATTENTION: 20, RECURRENCE: 0, SAMPLING: 7, OTHER: 4 + 5, LAUNCH: 1 + 3, HOST_GAP: 10}
     assert per_step == pytest.approx(expected)
     assert timeline.idle_share == pytest.approx(0.14)
     assert timeline.num_kernels == 12
@@ -109,7 +110,8 @@ def test_kernels_are_grouped_by_name() -> None:
             "sm90_xmma_gemm_bf16",
             "cublasLt::splitKreduce_kernel",
         ],
-        ATTENTION: ["decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel"],
+        ATTENTION: ["decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel", "_absorbed_kernel", "_join_kernel"],
+        RECURRENCE: ["_recurrence_kernel", "_scan_kernel", "_convolve_kernel", "_step_kernel"],
         SAMPLING: ["_sample_kernel"],
         OTHER: ["_add_norm_kernel", "_sort_kernel", "_rotate_and_store_kernel", "_silu_mul_kernel", FIRST_KERNEL],
     }

@@ -9,8 +9,8 @@ from typing import Any
 
 from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING
 
-HOST_GAP, LAUNCH, OTHER = "host gap", "launch", "other"
-PARTS = (GEMM, ATTENTION, SAMPLING, OTHER, LAUNCH, HOST_GAP)
+RECURRENCE, HOST_GAP, LAUNCH, OTHER = "recurrence", "host gap", "launch", "other"
+PARTS = (GEMM, ATTENTION, RECURRENCE, SAMPLING, OTHER, LAUNCH, HOST_GAP)
 FIRST_KERNEL = "begin_step_kernel"  # first kernel of every step of the GPU runner
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")  # names of torch's profiler
 LAUNCH_CALLS = re.compile(r"(cuda|cu)(GraphLaunch|LaunchKernel|LaunchKernelExC|LaunchKernelEx)(_.*)?$")
@@ -18,7 +18,18 @@ LAUNCH_CALLS = re.compile(r"(cuda|cu)(GraphLaunch|LaunchKernel|LaunchKernelExC|L
 # By substrings of a kernel's name, first match; cuBLAS has many names.
 _KINDS = (
     (SAMPLING, re.compile(r"_sample_kernel|argmax|multinomial", re.IGNORECASE)),
-    (ATTENTION, re.compile(r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn", re.IGNORECASE)),
+    (
+        ATTENTION,
+        re.compile(
+            r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn"
+            r"|_absorbed_kernel|_absorb_kernel|_join_kernel|_expanded_kernel|_prepare_kernel",  # of latents
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        RECURRENCE,
+        re.compile(r"_recurrence_kernel|_scan_kernel|_solve_kernel|_convolve_kernel|_keep_kernel|^_step_kernel"),
+    ),
     (
         GEMM,
         re.compile(

@@ -170,8 +170,11 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("tile_queries", "padding"), [(16, 2), (4, 0)])
-def test_decodes_and_chunks(tile_queries: int, padding: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("tile_queries", "padding", "few_rows"), [(16, 2, 0), (16, 2, 64), (4, 0, 64)])
+def test_decodes_and_chunks(
+    tile_queries: int, padding: int, few_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.attention.paged.latent_gpu.FEW_ROWS", few_rows)
     case = make_case([0, 21, 5, 0, 37], [1, 1, 1, 19, 23], device=device)
     assert error(run(case, tile_queries=tile_queries, padding=padding), reference(case)) < TOLERANCE[torch.float32]
 

@@ -12,8 +12,8 @@ from chairlift.attention.latent import LatentProjection
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
-from chairlift.kernels.triton.latent.prepare import prepare_latents_
-from chairlift.kernels.triton.launch import empty_rows
+from chairlift.kernels.triton.latent.prepare import FEW_ROWS, prepare_and_absorb_, prepare_latents_
+from chairlift.kernels.triton.launch import empty_rows, tuned
 
 
 def attend_to_batch(
@@ -25,18 +25,20 @@ def attend_to_batch(
 ) -> Tensor:
     """Store the new latents and attend: [T, heads, value_dim]."""
     q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
-    prepare_latents_(
-        q,
-        latent,
-        cache,
-        norm=projection.norm,
-        eps=projection.eps,
-        cos=projection.cos,
-        sin=projection.sin,
-        slots=batch.slots,
-        positions=batch.positions,
-        tables=batch.tables,
-    )
+    given: dict[str, Any] = {
+        "norm": projection.norm,
+        "eps": projection.eps,
+        "cos": projection.cos,
+        "sin": projection.sin,
+        "slots": batch.slots,
+        "positions": batch.positions,
+        "tables": batch.tables,
+    }
+    if len(q) <= FEW_ROWS and tuned():
+        absorbed = prepare_and_absorb_(q, latent, up.weight, cache, **given)
+    else:
+        prepare_latents_(q, latent, cache, **given)
+        absorbed = up.absorb(q[..., : up.nope_dim])
     chunks = Chunks(
         slot=batch.chunk_slot,
         row=batch.chunk_row,
@@ -47,7 +49,7 @@ def attend_to_batch(
         tile_queries=batch.tile_queries,
     )
     rank, has_tiles = len(projection.norm), len(batch.tile_chunk) > 0
-    absorbed, q_rope = up.absorb(q[..., : up.nope_dim]), q[..., up.nope_dim :]
+    q_rope = q[..., up.nope_dim :]
     sums = empty_rows(len(q), layer.num_heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(len(q) if has_tiles else 0, layer.num_heads, dtype=torch.float32, device=q.device)
     where: dict[str, Any] = {"chunks": chunks, "tables": batch.tables, "scale": layer.scale}

@@ -62,7 +62,7 @@ from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.latent import absorbed
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
-from chairlift.kernels.triton.latent.prepare import prepare_latents_
+from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
@@ -148,6 +148,7 @@ def compile_layers() -> None:
     x, weight = torch.randn(4, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
     layers.rms_norm(x, weight, 1e-6)
     layers.add_rms_norm_(x, x.clone(), weight, 1e-6)
+    layers.add_gated_(x, x.clone(), x.clone(), weight[None])
     layers.silu_mul(torch.randn(4, 2 * INNER).to(BF16))
     ints = torch.zeros(4, dtype=torch.int32)
     tables = torch.zeros(8, 16, dtype=torch.int32)
@@ -227,12 +228,12 @@ def compile_latent() -> None:
         latent = torch.zeros(4, rank + rope).to(BF16)
         sums, out = torch.zeros(4, heads, rank).to(BF16), torch.zeros(4, heads, value).to(BF16)
         lse, norm, angles = torch.zeros(4, heads), torch.ones(rank).to(BF16), torch.ones(4, rope // 2).to(BF16)
-        scratch = absorbed.LatentScratch(heads, rank, CPU)
+        scratch, up = absorbed.LatentScratch(heads, rank, CPU), torch.zeros(heads, nope + value, rank).to(BF16)
         for cache_type in (BF16, FP8) if capability >= 89 else (BF16,):
             cache = torch.zeros(8, 16, 1, rank + rope).to(cache_type)
-            prepare_latents_(
-                q, latent, cache, norm=norm, eps=1e-6, cos=angles, sin=angles, slots=ints, positions=ints, tables=tables
-            )
+            given = {"norm": norm, "cos": angles, "sin": angles, "slots": ints, "positions": ints, "tables": tables}
+            prepare_latents_(q, latent, cache, eps=1e-6, **given)
+            prepare_and_absorb_(q, latent, up, cache, eps=1e-6, **given)
             where = {"chunks": chunks, "tables": tables, "scale": 1.0}
             absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, **where)
             absorbed.attend_contexts(sums, q[..., nope:], cache, sums, lse, **where)

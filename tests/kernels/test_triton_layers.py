@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.layers import add_rms_norm_, begin_step, rms_norm, rotate_and_store_, rotation, silu_mul
+from chairlift.kernels.triton.layers import (
+    add_gated_,
+    add_rms_norm_,
+    begin_step,
+    rms_norm,
+    rotate_and_store_,
+    rotation,
+    silu_mul,
+)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,6 +47,15 @@ def test_silu_mul(size: int, device: torch.device) -> None:
     gate_up = torch.randn(3, 2 * size, device=device)
     gate, up = gate_up.double().chunk(2, dim=-1)
     torch.testing.assert_close(silu_mul(gate_up).double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "depth"), [(16, 16), (100, 40), (1536, 100)])
+def test_add_gated(size: int, depth: int, device: torch.device) -> None:
+    total, x = (torch.randn(3, size, device=device) for _ in range(2))
+    rows, gate = torch.randn(3, depth, device=device), torch.randn(1, depth, device=device)
+    expected = total.double() + (rows.double() @ gate.double().T).sigmoid() * x.double()
+    assert add_gated_(total, x, rows, gate) is total
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,14 @@ class Linear:
             return x.new_empty(0, self.out_features)
         return self.weight.multiply(x, self.bias)
 
+    def gates_in_place(self, x: Tensor) -> bool:
+        """Whether one kernel does the product with `x` and the gate behind it."""
+        return self.bias is None and self.weight.gates_in_place(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu of the first half of the product times the second half, where `gates_in_place` allows it."""
+        return self.weight.fused(x, gated=True)[0]
+
     def adds_in_place(self, x: Tensor) -> bool:
         """Whether one kernel does the product with `x` and adds it to another tensor."""
         return self.bias is None and self.weight.adds_in_place(x)

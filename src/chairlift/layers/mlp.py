@@ -182,6 +182,11 @@ class GatedMLP(DenseMLP):
     def gate_up(self) -> Linear:
         return self.first
 
+    def inner(self, x: Tensor) -> Tensor:
+        if self._activation is F.silu and len(x) and self.gate_up.gates_in_place(x):
+            return self.gate_up.gated(x)
+        return super().inner(x)
+
     def activate(self, x: Tensor) -> Tensor:
         return gated(x, self._activation)
 

@@ -67,12 +67,22 @@ class SharedExpert:
         self.mlp.make_batch_invariant()
         self._batch_invariant = True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        found = self.mlp(x)
+    def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
+        """Add the block's output for x to `total` in place and return it."""
+        inner, down = self.mlp.inner(x), self.mlp.down
+        if self.gate is None and down.adds_in_place(inner):
+            down.add_to_(total, inner)
+            return total
+        found = down(inner)
         if self.gate is None:
-            return found
+            return total.add_(found)
+        if on_gpu(x.device):
+            from chairlift.kernels.triton.layers import add_gated_
+
+            assert self.gate.weight.plain is not None
+            return add_gated_(total, found, x, self.gate.weight.plain)
         gate = self.gate(x)
-        return found * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid())
+        return total.add_(found * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid()))
 
 
 class MixtureOfExperts:
@@ -173,7 +183,7 @@ class MixtureOfExperts:
             routed = self.grouped(rows, *self.router(x), positions)
         if self.latent is not None:
             routed = self.latent[1](routed)
-        return routed if self.shared is None else routed.add_(self.shared(x))
+        return routed if self.shared is None else self.shared.add_to_(routed, x)
 
     def _one_after_the_other(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.

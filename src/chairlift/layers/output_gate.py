@@ -7,7 +7,10 @@ from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.parts import PermutedHeads, Targets
+from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.rows import one_by_one
+
+SIGMOID = GateOrder(norm=False, activation="sigmoid")
 
 
 class OutputGate:
@@ -17,6 +20,7 @@ class OutputGate:
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         heads = torch.arange(2 * num_heads * head_dim).view(num_heads, 2, head_dim)
+        self._head_dim = head_dim
         self._order = torch.cat((heads[:, 1].flatten(), heads[:, 0].flatten()))
         self._batch_invariant = False
 
@@ -34,4 +38,8 @@ class OutputGate:
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         if self._batch_invariant and not on_gpu(x.device):
             return one_by_one(torch.sigmoid, gate).mul_(x)
+        if on_gpu(x.device):
+            from chairlift.kernels.triton.recurrent.gates import gated_norm
+
+            return gated_norm(x, gate, None, self._head_dim, 0.0, SIGMOID)
         return torch.sigmoid(gate).mul_(x)

@@ -219,6 +219,53 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _add_gated_kernel(
+    total_ptr,  # [T, size]
+    x_ptr,  # [T, size]: what is added
+    rows_ptr,  # [T, depth]: the gate's input
+    gate_ptr,  # [depth]
+    size,
+    depth,
+    BLOCK: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_DEPTH)
+    weight = tl.load(gate_ptr + k, mask=k < depth, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.sum(weight * tl.load(rows_ptr + row * depth + k, mask=k < depth, other=0.0).to(tl.float32), 0)
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    at = total_ptr + row * size + column
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32) + share * x
+    tl.store(at, total.to(total_ptr.dtype.element_ty), mask=inside)
+
+
+def add_gated_(total: Tensor, x: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
+    """total [T, size] += sigmoid(rows [T, depth] · gate [1, depth]) * x [T, size], in place; returns it."""
+    size, depth = x.shape[1], rows.shape[1]
+    block = min(next_power_of_2(size), 1024)
+    _add_gated_kernel[(len(x), cdiv(size, block))](
+        total,
+        x,
+        rows,
+        gate,
+        size,
+        depth,
+        BLOCK=block,
+        BLOCK_DEPTH=next_power_of_2(depth),
+        num_warps=4,
+        **overlapping(x.device),
+    )
+    return total
+
+
+@triton.jit
 def _rotate_and_store_kernel(
     qkv_ptr,  # [T, (heads + 2 * kv_heads) * D]: queries are rotated in place
     keys_ptr,  # [blocks, block_size, kv_heads, D]

@@ -177,6 +177,10 @@ class WeightFormat(ABC):
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
         raise NotImplementedError
 
+    def gates_in_place(self, x: Tensor) -> bool:
+        """Whether one kernel does the product with `x` and the gate behind it: `fused` with `gated`."""
+        return False
+
     def scale_columns(self, factors: Tensor) -> bool:
         """Multiply each input column by a factor, before `pack`; False if that is not possible."""
         assert self.plain is not None

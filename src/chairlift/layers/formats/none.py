@@ -92,6 +92,9 @@ class PlainWeight(WeightFormat):
     def adds_in_place(self, x: Tensor) -> bool:
         return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
 
+    def gates_in_place(self, x: Tensor) -> bool:
+        return on_gpu(x.device) and self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
+
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         assert self.plain is not None
         if self.batch_invariant:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from chairlift.config import EngineConfig
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import Run, run_greedy
 from tests.comparison import compare
 from tests.models.checkpoints import load
 from tests.tiny import byte_level_tokenizer
+
+NUM_STATES = 64  # of recurrent layers: more than the requests of a test need
 
 
 def load_tiny(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> LoadedModel:
@@ -26,11 +29,14 @@ def load_tiny(folder: Path, device: torch.device, dtype: torch.dtype, **options:
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Run:
-    """Generate greedily on a new engine; the option `num_blocks` sets `kv_memory` to this number of blocks."""
+    """Generate greedily on a new engine; the option `num_blocks` sets `kv_memory` to this number of blocks, beside the
+    states of recurrent layers."""
     model = loaded.model
     block_size = options.get("block_size", 16)
-    per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.attention_layers) * model.dtype.itemsize
-    memory = options.pop("num_blocks", 400) * block_size * per_token
+    per_token = bytes_per_token(model.attention_layers, model.dtype)
+    states = NUM_STATES * sum(layer.num_bytes for layer in model.recurrent_layers)
+    memory = options.pop("num_blocks", 400) * block_size * per_token + states
+    options |= {"state_memory": states} if states else {}
     dtype = str(model.dtype).removeprefix("torch.")
     config = EngineConfig(device=model.device.type, dtype=dtype, kv_memory=memory, **options)
     return run_greedy(start_engine(loaded, config).engine, prompts, count)

@@ -43,13 +43,16 @@ def test_greedy_tokens_equal_transformers(
         if waits:
             monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
         for setting, options in SETTINGS.items():
+            if setting == "swapped" and loaded.model.recurrent_layers:
+                continue  # states are not swapped
             runs[setting, waits] = generate(
                 loaded, prompt_ids, NEW_TOKENS if "num_blocks" not in options else 10, **options
             )
     ties = 0
     for (setting, _), run in runs.items():
         ties += count_ties(hf, prompt_ids, expected, run.outputs)
-        assert setting not in ("preempted", "swapped") or run.num_preemptions > 0
+        small = setting in ("preempted", "swapped") and loaded.model.attention_layers
+        assert not small or run.num_preemptions > 0
     together = runs["together", False].outputs
     assert all(
         runs[setting, waits].outputs == together

@@ -127,10 +127,10 @@ def exact_convolution(
     return (out * out.sigmoid() if silu else out), state
 
 
-def make_layer(shape: RecurrentShape) -> RecurrentMixer:
-    """A layer with seeded weights on the CPU."""
+def make_layer(shape: RecurrentShape, device: torch.device = CPU) -> RecurrentMixer:
+    """A layer with seeded weights, the same on every device."""
     torch.manual_seed(0)
-    layer = shape.make(HIDDEN, 1e-5, torch.float32, CPU, PlainWeight)
+    layer = shape.make(HIDDEN, 1e-5, torch.float32, device, PlainWeight)
     for _, target in layer.targets():
         target.copy_(torch.randn(target.shape) * 0.5)
     for part in layer.parts():

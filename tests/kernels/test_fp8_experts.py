@@ -158,7 +158,7 @@ def test_a_decoder_of_an_8_bit_checkpoint(
             values[name.removeprefix("model.")] = weight.dequantized()
             yield name, weight
 
-    model = Decoder(decoder_config(MIXTURE), dtype=torch.float32, device=torch.device("cpu"), format=CheckpointWeight)
+    model = Decoder(decoder_config(MIXTURE), dtype=torch.float32, device=device, format=CheckpointWeight)
     fill(dict(model.targets()), stream(), text_part_only=False, tied=True, filled_one=model.filled)
     model.finalize()
     mixture = model.layers[0].mlp
@@ -173,4 +173,4 @@ def test_a_decoder_of_an_8_bit_checkpoint(
         parts["down_proj"] = mixture.down.dequantized(expert)
         for part, found in parts.items():
             expected = values[f"layers.0.mlp.experts.{expert}.{part}.weight"]
-            assert float((found - expected).norm() / expected.norm()) <= limit
+            assert float((found.cpu() - expected).norm() / expected.norm()) <= limit

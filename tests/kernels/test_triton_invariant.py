@@ -80,6 +80,7 @@ def attend(
             chunk_count=as_ints(case.counts, device),
             scratch=scratch,
             singles=singles,
+            small_tiles=small_tiles_agree(heads, kv_heads, dim, case.q.dtype, device),  # as an engine does
             programs=programs,
             scale=dim**-0.5,
             window=window,
@@ -158,10 +159,11 @@ def test_the_launch_for_single_tokens_skips_longer_chunks(device: torch.device) 
     assert found[1:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 32), (8, 2, 64), (6, 1, 24)])
-def test_small_tiles_agree(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    assert small_tiles_agree(heads, kv_heads, dim, dtype, device)
+def test_small_tiles_agree(heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("this is a property of the GPU, which engines find out")
+    assert small_tiles_agree(heads, kv_heads, dim, torch.float16, device)
 
 
 @pytest.mark.parametrize(("columns", "depth", "gated"), [(96, 1040, False), (70, 2048, False), (40, 1040, True)])

@@ -115,17 +115,18 @@ def test_step_gates(width: int, limits: tuple[float, float] | None, has_rate: bo
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_layers(shape: RecurrentShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers(shape: RecurrentShape, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer with the GPU's kernels is what it is with the CPU's."""
-    layer, batch = make_layer(shape), make_batch()
-    x = torch.randn(len(batch.write), HIDDEN)
+    x = torch.randn(len(make_batch().write), HIDDEN)
     states = {spec.name: torch.randn(SLOTS, *spec.shape) for spec in shape.states()}
     found, kept = [], []
-    for on_gpu in (False, True):
+    for on_gpu, where in ((False, CPU), (True, device)):
         for module in (convolution, gated_norms, recurrence):
             monkeypatch.setattr(module, "on_gpu", lambda device, value=on_gpu: value)
-        kept.append({name: state.clone() for name, state in states.items()})
-        found.append(layer(x, batch, kept[-1])[: int(batch.starts[-1])])
+        layer, batch = make_layer(shape, where), make_batch(where)
+        own = {name: state.clone().to(where) for name, state in states.items()}
+        found.append(layer(x.to(where), batch, own)[: int(batch.starts[-1])].cpu())
+        kept.append({name: state.cpu() for name, state in own.items()})
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     for name in states:
         torch.testing.assert_close(kept[1][name], kept[0][name], rtol=1e-4, atol=1e-4)

@@ -55,8 +55,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> SlowCompiler:
     return made
 
 
-def test_no_step_waits_for_its_kernels(compiler: SlowCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(torch.device("cpu"))
+def test_no_step_waits_for_its_kernels(
+    compiler: SlowCompiler, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(device)
     work = [(prompt, SamplingParams(temperature=0.0, max_tokens=4)) for prompt in random_prompts(3)]
     expected = generate(make_engine(model, gpu=False), work)
     computed: list[tuple[BatchShape, bool]] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from chairlift.runner.gpu import runner as gpu_runner
 from tests.comparison import reference_tokens
@@ -27,13 +28,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preempted": SMALL_POOL | {"prefix_caching": False},
     "swapped": SMALL_POOL | {"preemption": "swap", "swap_memory": "1MiB"},
 }
+# transformers computes them as the published models do from 5.23 on; 5.17 has other logits.
+CHANGED = ("gpt oss", "minimax_m2", "mamba 2", "bamba", "granite 4", "granite 4 dense, rope")
+BEFORE_CHANGE = Version(transformers.__version__) < Version("5.23")
+
+
+def reference_of(name: str) -> Any:
+    if BEFORE_CHANGE and name in CHANGED:
+        pytest.skip(f"transformers {transformers.__version__} computes it in another way")
+    return make_reference(CONFIGS[name]()).to(DEVICE)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_transformers(
     name: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf = make_reference(CONFIGS[name]()).to(DEVICE)
+    hf = reference_of(name)
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, torch.float32)
     prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
@@ -65,7 +75,7 @@ def test_greedy_tokens_equal_transformers(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, record_property: Any) -> None:
-    hf = make_reference(CONFIGS[name]()).to(DEVICE).bfloat16()
+    hf = reference_of(name).bfloat16()
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, torch.bfloat16)
     prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]

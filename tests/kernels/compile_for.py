@@ -65,7 +65,7 @@ from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
-from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
+from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
 from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch
@@ -252,10 +252,11 @@ def compile_recurrent() -> None:
         batch = RecurrentBatch(starts, read, as_ints([-1] * rows, CPU), longest=longest)
         convolve(x[:, : 3 * heads * DIM], torch.ones(width, 3 * heads * DIM), None, states[0], batch, silu=True)
         for rule in (RecurrenceRule(delta=True, normalize=True), RecurrenceRule(delta=False)):
-            decay, rate = step_gates(x[:, :heads], x[:, :heads], torch.ones(heads), torch.ones(heads), None)
-            run_recurrence(q, k, v, decay, rate, rule, states[1], batch, torch.ones(heads), sequential=False)
-        wide = step_gates(x[:, : heads * DIM], x[:, :heads], torch.ones(heads), torch.ones(heads * DIM), None)
-        run_recurrence(q, k, v, *wide, RecurrenceRule(delta=True), states[1], batch, None, sequential=False)
+            for rate in (x[:, :heads], None):
+                gates = RawGates(x[:, :heads], rate, torch.ones(heads), torch.ones(heads), (0.0, 1.0))
+                run_recurrence(q, k, v, gates, rule, states[1], batch, torch.ones(heads), sequential=False)
+        wide = RawGates(x[:, : heads * DIM], x[:, :heads], torch.ones(heads), torch.ones(heads * DIM), (0.0, 1.0))
+        run_recurrence(q, k, v, wide, RecurrenceRule(delta=True), states[1], batch, None, sequential=False)
     for order in (GateOrder(), GateOrder(first=True)):
         gated_norm(x[:, : heads * DIM].contiguous(), gate, norm, DIM, 1e-6, order)
 

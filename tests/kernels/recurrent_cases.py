@@ -65,8 +65,8 @@ class Recurrence:
     state: Tensor
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v, self.decay, self.rate
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        return self.q, self.k, self.v, (self.decay, self.rate)
 
 
 def make_recurrence(
@@ -90,7 +90,7 @@ def make_recurrence(
 
 def exact_recurrence(case: Recurrence, rule: RecurrenceRule, batch: RecurrentBatch) -> tuple[Tensor, Tensor]:
     """The outputs and the states after the batch, in float64."""
-    q, k, v, decay, rate = (tensor.double() for tensor in case.inputs)
+    q, k, v, decay, rate = (tensor.double() for tensor in (case.q, case.k, case.v, case.decay, case.rate))
     groups = v.shape[1] // q.shape[1]
     q, k = (tensor.repeat_interleave(groups, dim=1) for tensor in (q, k))
     if rule.normalize:

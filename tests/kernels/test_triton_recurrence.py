@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chairlift.kernels.triton.recurrent.convolution import convolve
-from chairlift.kernels.triton.recurrent.gates import gated_norm, step_gates
+from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm, step_gates
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
 from chairlift.layers.recurrent import convolution, recurrence
 from chairlift.layers.recurrent import gated_norm as gated_norms
@@ -59,6 +59,23 @@ def test_recurrence(
     torch.testing.assert_close(case.state.double(), states, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("has_rate", [False, True])
+def test_gates_in_the_same_kernel(has_rate: bool, device: torch.device) -> None:
+    """Token by token, decays and rates are computed on the way."""
+    batch, rule = make_batch(device), RULES["gated delta"]
+    found = []
+    for in_kernel in (False, True):
+        case = make_recurrence(batch, key_heads=1, heads=2, key_dim=16, value_dim=24, wide_decay=False)
+        wide = torch.randn(len(batch.write), 6, generator=torch.Generator().manual_seed(0)).to(device)
+        bias, log_rate = torch.tensor([0.3, -0.2], device=device), torch.tensor([0.1, -0.4], device=device)
+        raw = RawGates(wide[:, 1:3], wide[:, 3:5] if has_rate else None, log_rate, bias, (0.05, 1.0))
+        gates = raw if in_kernel else step_gates(raw)
+        out = run_recurrence(case.q, case.k, case.v, gates, rule, case.state, batch, None, sequential=True)
+        found.append((out[: int(batch.starts[-1])], case.state))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_tiles_of_equal_keys(device: torch.device) -> None:
     """The matrix that a tile inverts is as large as it can be; powers of all of it would lose every digit."""
     batch, rule = make_batch(device), RULES["gated delta"]
@@ -109,7 +126,8 @@ def test_step_gates(width: int, limits: tuple[float, float] | None, has_rate: bo
     x = torch.randn(4, 5 * width + 2)[:, 1:-1]
     rate = torch.randn(4, 5) if has_rate else None
     given = None if rate is None else rate.to(device)
-    found = step_gates(x.to(device), given, gate.log_rate.to(device), gate.bias.to(device), limits)
+    raw = RawGates(x.to(device), given, gate.log_rate.to(device), gate.bias.to(device), limits or (0.0, torch.inf))
+    found = step_gates(raw)
     for actual, expected in zip(found, gate(x, rate), strict=True):
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-6)
 

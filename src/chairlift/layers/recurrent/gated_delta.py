@@ -106,7 +106,7 @@ class GatedDeltaNet(RecurrentMixer):
             q.unflatten(1, keys),
             k.unflatten(1, keys),
             v.unflatten(1, values),
-            *self.step(step, rate),
+            self.step(step, rate),
             states["recurrent"],
             batch,
         )

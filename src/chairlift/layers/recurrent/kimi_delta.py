@@ -97,5 +97,5 @@ class KimiDeltaAttention(RecurrentMixer):
         mixed = self.convolution(self.inputs(x), batch, states["convolution"])
         q, k, v = (part.unflatten(1, heads) for part in mixed.chunk(3, dim=1))
         gates = self.step(self.decay(decay.contiguous()), rate)
-        out = self.recurrence(q, k, v, *gates, states["recurrent"], batch)
+        out = self.recurrence(q, k, v, gates, states["recurrent"], batch)
         return self.norm(out.flatten(1), self.gate(gate.contiguous()))

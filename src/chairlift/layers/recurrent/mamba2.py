@@ -115,7 +115,7 @@ class Mamba2Mixer(RecurrentMixer):
             queries.unflatten(1, (-1, shape.state_size)),
             keys.unflatten(1, (-1, shape.state_size)),
             values.unflatten(1, (-1, shape.head_dim)),
-            *self.step(step, None),
+            self.step(step, None),
             states["recurrent"],
             batch,
             self.skip,

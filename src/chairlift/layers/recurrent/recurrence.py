@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +17,11 @@ from chairlift.layers.parts import Targets
 from chairlift.layers.recurrent.host import on_host
 from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 from chairlift.layers.rows import one_by_one
+
+if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.recurrent.gates import RawGates
+
+    Gates = tuple[Tensor, Tensor] | RawGates
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +64,27 @@ class LinearRecurrence:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Tensor,
-        rate: Tensor,
+        gates: Gates,
         state: Tensor,
         batch: RecurrentBatch,
         skip: Tensor | None = None,
     ) -> Tensor:
         """q, k [T, key heads, d_k], v [T, heads, d_v] -> [T, heads, d_v].
 
-        decay [T, heads, 1 or d_k] float32 is the logarithm; rate [T, heads] float32; skip [heads]: multiples of v to
-        add. Consecutive heads share a key head.
+        gates: decay [T, heads, 1 or d_k] float32, the logarithm, and rate [T, heads] float32, or what the GPU's kernel
+        computes them from; skip [heads]: multiples of v to add. Consecutive heads share a key head.
         """
         rule = self.rule
         if on_gpu(v.device):
             from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
 
-            return run_recurrence(q, k, v, decay, rate, rule, state, batch, skip, sequential=self._sequential)
+            return run_recurrence(q, k, v, gates, rule, state, batch, skip, sequential=self._sequential)
         from chairlift.kernels.cpu.recurrence import Rule, run_on_team  # numba is slow to import
 
         numbers = Rule(rule.delta, rule.normalize, np.float32(rule.scale), np.float32(rule.eps))
         skip = torch.zeros(v.shape[1]) if skip is None else skip
+        decay, rate = gates[:2]
+        assert rate is not None
         return run_on_team(q, k, v, decay, rate, skip, numbers, state, on_host(batch))
 
 
@@ -106,15 +114,15 @@ class StepGate:
     def make_batch_invariant(self) -> None:
         self._batch_invariant = True
 
-    def __call__(self, x: Tensor, rate: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [T, heads * width] -> decay [T, heads, width] and rate [T, heads], both float32.
+    def __call__(self, x: Tensor, rate: Tensor | None) -> Gates:
+        """x [T, heads * width] -> decay [T, heads, width] and rate [T, heads], both float32; on a GPU their inputs.
 
         The rate is the sigmoid of `rate` [T, heads] or, without it, the step.
         """
         if on_gpu(x.device):
-            from chairlift.kernels.triton.recurrent.gates import step_gates
+            from chairlift.kernels.triton.recurrent.gates import RawGates
 
-            return step_gates(x, rate, self.log_rate, self.bias, self.limits)
+            return RawGates(x, rate, self.log_rate, self.bias, self.limits or (0.0, math.inf))
         return self._step(x, rate)
 
     def _step(self, x: Tensor, rate: Tensor | None) -> tuple[Tensor, Tensor]:

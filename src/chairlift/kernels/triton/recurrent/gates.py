@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -30,9 +30,27 @@ class NormOrder(Protocol):
     def scale(self) -> float: ...
 
 
+class RawGates(NamedTuple):
+    """What decays and rates are computed from, as in `StepGate` of the layers."""
+
+    x: Tensor  # [T, heads * width], maybe columns of a wider tensor
+    rate: Tensor | None  # [T, heads], as x; None: the rate is the step
+    log_rate: Tensor  # [heads] float32
+    bias: Tensor  # [heads * width] float32
+    limits: tuple[float, float]  # of the step
+
+    @property
+    def width(self) -> int:
+        """Decays per head."""
+        return len(self.bias) // len(self.log_rate)
+
+
 @triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+def step_of(x, bias, low, high):
+    """The time step: softplus(x + bias), within limits."""
+    x += bias
+    step = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.minimum(tl.maximum(step, low), high)
 
 
 @triton.jit
@@ -61,8 +79,7 @@ def _step_kernel(
     inside = column < size
     head = column // WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    step = _softplus(x + tl.load(bias_ptr + column, mask=inside, other=0.0))
-    step = tl.minimum(tl.maximum(step, low), high)
+    step = step_of(x, tl.load(bias_ptr + column, mask=inside, other=0.0), low, high)
     decay = -tl.exp(tl.load(log_rate_ptr + head, mask=inside, other=0.0)) * step
     tl.store(decay_ptr + row * size + column, decay, mask=inside)
     first = inside & (column % WIDTH == 0)
@@ -72,14 +89,12 @@ def _step_kernel(
     tl.store(out_ptr + row * (size // WIDTH) + head, step, mask=first)
 
 
-def step_gates(
-    x: Tensor, rate: Tensor | None, log_rate: Tensor, bias: Tensor, limits: tuple[float, float] | None
-) -> tuple[Tensor, Tensor]:
-    """x [T, heads * width] -> decay [T, heads, width] and rate [T, heads]; as `StepGate` of the layers."""
+def step_gates(gates: RawGates) -> tuple[Tensor, Tensor]:
+    """decay [T, heads, width] and rate [T, heads], both float32."""
+    x, rate, log_rate, bias, (low, high) = gates
     rows, heads, size = len(x), len(log_rate), len(bias)
     decay = torch.empty(rows, heads, size // heads, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, heads, dtype=torch.float32, device=x.device)
-    low, high = (0.0, float("inf")) if limits is None else limits
     block = min(_BLOCK, next_power_of_2(size))
     _step_kernel[(rows, cdiv(size, block))](
         x,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.recurrent.gates import RawGates, step_gates, step_of
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch
 
 COLUMNS = 32  # of the state in one program
@@ -43,8 +44,10 @@ def _recurrence_kernel(
     q_ptr,  # [T, key heads, DIM], rows `q_stride` apart
     k_ptr,
     v_ptr,  # [T, heads, columns]
-    decay_ptr,  # [T, heads, 1 or DIM] float32
-    rate_ptr,  # [T, heads] float32
+    decay_ptr,  # [T, heads, 1 or DIM] float32; with RAW, what the step is computed from
+    rate_ptr,  # [T, heads] float32; with RAW, before the sigmoid
+    log_rate_ptr,  # [heads] float32; this and the next with RAW only
+    bias_ptr,
     skip_ptr,  # [heads] float32
     state_ptr,  # [slots, heads, DIM, columns] float32
     starts_ptr,
@@ -54,6 +57,10 @@ def _recurrence_kernel(
     q_stride,
     k_stride,
     v_stride,
+    decay_stride,
+    rate_stride,
+    low,
+    high,
     scale,
     eps,
     HEADS: tl.constexpr,
@@ -64,6 +71,8 @@ def _recurrence_kernel(
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     WIDE_DECAY: tl.constexpr,
+    RAW: tl.constexpr,
+    HAS_RATE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -90,14 +99,21 @@ def _recurrence_kernel(
         q = tl.load(q_ptr + row * q_stride + head // GROUP * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + row * k_stride + head // GROUP * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + row * v_stride + head * VALUES + column, mask=inside, other=0.0).to(tl.float32)
-        rate = tl.load(rate_ptr + row * HEADS + head)
         if NORMALIZE:
             q = unit_length(q, eps)
             k = unit_length(k, eps)
-        if WIDE_DECAY:
-            s *= tl.exp(tl.load(decay_ptr + (row * HEADS + head) * DIM + i, mask=i < DIM, other=0.0))[:, None]
+        if RAW:
+            x = tl.load(decay_ptr + row * decay_stride + head).to(tl.float32)
+            rate = step_of(x, tl.load(bias_ptr + head), low, high)
+            s *= tl.exp(-tl.exp(tl.load(log_rate_ptr + head)) * rate)
+            if HAS_RATE:
+                rate = 1.0 / (1.0 + tl.exp(-tl.load(rate_ptr + row * rate_stride + head).to(tl.float32)))
         else:
-            s *= tl.exp(tl.load(decay_ptr + row * HEADS + head))
+            rate = tl.load(rate_ptr + row * rate_stride + head)
+            if WIDE_DECAY:
+                s *= tl.exp(tl.load(decay_ptr + row * decay_stride + head * DIM + i, mask=i < DIM, other=0.0))[:, None]
+            else:
+                s *= tl.exp(tl.load(decay_ptr + row * decay_stride + head))
         error = v
         if DELTA:
             error = v - tl.sum(k[:, None] * s, 0)
@@ -116,8 +132,7 @@ def run_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
+    gates: tuple[Tensor, Tensor] | RawGates,
     rule: StateRule,
     state: Tensor,
     batch: SlotBatch,
@@ -132,8 +147,13 @@ def run_recurrence(
     heads, values = v.shape[1:]
     key_heads, dim = q.shape[1:]
     out = empty_rows(len(v), heads, values, dtype=v.dtype, device=v.device)
-    wide = decay.shape[2] > 1
+    wide = (gates.width if isinstance(gates, RawGates) else gates[0].shape[2]) > 1
     in_chunks = batch.longest > FEW and not wide and not sequential
+    if isinstance(gates, RawGates) and (in_chunks or wide):
+        gates = step_gates(gates)
+    raw = gates if isinstance(gates, RawGates) else None
+    decay, given_rate = gates[:2]
+    rate = decay if given_rate is None else given_rate
     if in_chunks:
         from chairlift.kernels.triton.recurrent.chunked import run_chunks
 
@@ -145,7 +165,9 @@ def run_recurrence(
         v,
         decay,
         rate,
-        rate if skip is None else skip,
+        decay if raw is None else raw.log_rate,
+        decay if raw is None else raw.bias,
+        state if skip is None else skip,
         state,
         batch.starts,
         batch.read,
@@ -154,6 +176,9 @@ def run_recurrence(
         q.stride(0),
         k.stride(0),
         v.stride(0),
+        decay.stride(0),
+        rate.stride(0),
+        *((0.0, 0.0) if raw is None else raw.limits),
         rule.scale,
         rule.eps,
         HEADS=heads,
@@ -164,6 +189,8 @@ def run_recurrence(
         DELTA=rule.delta,
         NORMALIZE=rule.normalize,
         WIDE_DECAY=wide,
+        RAW=raw is not None,
+        HAS_RATE=given_rate is not None,
         HAS_SKIP=skip is not None,
         BLOCK_DIM=next_power_of_2(dim),
         COLUMNS=columns,

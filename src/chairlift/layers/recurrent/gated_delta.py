@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Part, PermutedHeads, Targets
+from chairlift.layers.parts import Part, PermutedHeads, Target, Targets
 from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
 from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
 from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
@@ -53,7 +54,10 @@ class GatedDeltaShape(RecurrentShape):
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """One product gives q, k, v and the output's gate z, another the gates of the recurrence, which stays plain."""
+    """One product gives q, k, v, the output's gate z and the gates of the recurrence.
+
+    The gates stay plain: they are another product where the other weights are rounded.
+    """
 
     def __init__(
         self,
@@ -66,10 +70,12 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         self.shape = shape
         size, heads = shape.value_size, shape.heads
-        self.inputs = Linear.empty(
-            hidden_size, shape.channels + size, bias=False, dtype=dtype, device=device, format=format
-        )
-        self.gates = Linear.empty(hidden_size, 2 * heads, bias=False, dtype=dtype, device=device)
+        self._sizes = [shape.channels, size, heads, heads]  # of q, k and v, of z, and of the rates and steps
+        first = sum(self._sizes) if format is PlainWeight else shape.channels + size
+        self.inputs = Linear.empty(hidden_size, first, bias=False, dtype=dtype, device=device, format=format)
+        self.gates: Linear | None = None
+        if format is not PlainWeight:
+            self.gates = Linear.empty(hidden_size, 2 * heads, bias=False, dtype=dtype, device=device)
         self.convolution = CausalConvolution(shape.channels, shape.width, bias=False, silu=True, device=device)
         self.step = StepGate(heads, device=device)
         self.norm = GatedNorm(size, shape.value_dim, eps, GateOrder(), repeats=heads, device=device)
@@ -81,24 +87,37 @@ class GatedDeltaNet(RecurrentMixer):
         if shape.by_key_head:
             groups = shape.heads // shape.key_heads
             qkvz = (shape.key_dim, shape.key_dim, groups * shape.value_dim, groups * shape.value_dim)
-            yield from _split(self.inputs.targets(["in_proj_qkvz"]), shape.key_heads, qkvz)
-            yield from _split(self.gates.targets(["in_proj_ba"]), shape.key_heads, (groups, groups))
+            sizes = [shape.channels + shape.value_size, 2 * shape.heads]
+            inputs, gates = self._input_targets(["in_proj_qkvz", "in_proj_ba"], sizes)
+            yield from _split([inputs], shape.key_heads, qkvz)
+            yield from _split([gates], shape.key_heads, (groups, groups))
         else:
-            sizes = [shape.channels, shape.value_size]
-            yield from self.inputs.targets(["in_proj_qkv", "in_proj_z"], sizes)
-            yield from self.gates.targets(["in_proj_b", "in_proj_a"], [shape.heads] * 2)
+            yield from self._input_targets(["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"], self._sizes)
         yield from self.convolution.targets(["conv1d"])
         yield from self.step.targets()
         yield from self.norm.targets("norm")
         yield from self.output.targets(["out_proj"])
 
+    def _input_targets(self, names: Sequence[str], sizes: Sequence[int]) -> Targets:
+        """The rows of the first product, or of the first two."""
+        if self.gates is None:
+            yield from self.inputs.targets(names, sizes)
+            return
+        count = len(names) // 2
+        yield from self.inputs.targets(names[:count], sizes[:count])
+        yield from self.gates.targets(names[count:], sizes[count:])
+
     def parts(self) -> Iterator[Part]:
-        yield from (self.inputs, self.gates, self.convolution, self.step, self.recurrence, self.norm, self.output)
+        yield self.inputs
+        if self.gates is not None:
+            yield self.gates
+        yield from (self.convolution, self.step, self.recurrence, self.norm, self.output)
 
     def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
         shape = self.shape
-        mixed, gate = self.inputs(x).split((shape.channels, shape.value_size), dim=1)
-        rate, step = self.gates(x).chunk(2, dim=1)
+        projected = self.inputs(x).split(self._sizes[: 4 if self.gates is None else 2], dim=1)
+        mixed, gate = projected[:2]
+        rate, step = projected[2:] if self.gates is None else self.gates(x).chunk(2, dim=1)
         mixed = self.convolution(mixed, batch, states["convolution"])
         q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=1)
         keys, values = (-1, shape.key_dim), (-1, shape.value_dim)
@@ -113,7 +132,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self.norm(out.flatten(1), gate)
 
 
-def _split(targets: Targets, heads: int, sizes: Sequence[int]) -> Targets:
+def _split(targets: Iterable[tuple[str, Target]], heads: int, sizes: Sequence[int]) -> Targets:
     """Put the parts, of these sizes, one after the other; the checkpoint has all parts of each head together."""
     order = torch.arange(heads * sum(sizes)).view(heads, -1).split(list(sizes), dim=1)
     rows = torch.cat([part.flatten() for part in order])

@@ -84,7 +84,8 @@ def reads_ahead(device: torch.device) -> bool:
 def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
     """The best of about thirty tilings per kind of product on an H200, most of them measured within whole steps, where
     the best is not always the one that is fastest alone."""
-    if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
+    few_tiles = gated and columns <= 64 * PROGRAMS // 2  # of 64 columns; as for shared experts
+    if few_tiles or columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:
         if gated:

@@ -27,7 +27,8 @@ def test_kernels(heads: int, cache: torch.dtype) -> None:
     for starts, counts in (([0, 700, 9000], [1, 1, 1]), ([5, 300, 0, 1000], [1, 1, 130, 200])):
         case = make_case(starts, counts, heads=heads, dtype=torch.bfloat16, cache_dtype=cache, **DEEPSEEK)
         allowed = 2 * TOLERANCE[torch.bfloat16] if cache is torch.bfloat16 else 0.05
-        assert error(run(case, tile_queries=64, padding=3), reference(case)) < allowed
+        for long in (False, True):
+            assert error(run(case, tile_queries=64, padding=3, long=long), reference(case)) < allowed
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -235,7 +235,8 @@ def compile_latent() -> None:
             prepare_latents_(q, latent, cache, eps=1e-6, **given)
             prepare_and_absorb_(q, latent, up, cache, eps=1e-6, **given)
             where = {"chunks": chunks, "tables": tables, "scale": 1.0}
-            absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, **where)
+            for long in (False, True):
+                absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, long=long, **where)
             absorbed.attend_contexts(sums, q[..., nope:], cache, sums, lse, **where)
         kv = torch.zeros(4, heads, nope + value).to(BF16)
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=1.0)

@@ -114,7 +114,7 @@ def test_products_with_8_bit_weights(
             out_dtype=torch.float32 if rounded and not added else None,
             tiling=chosen,
         )
-        assert error(found, expected) < 2e-3
+        assert error(found, expected) < (3e-3 if gated else 2e-3)
         if added:
             assert sums is not None
             assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)
@@ -254,8 +254,8 @@ def test_every_backend_reads_an_fp8_cache() -> None:
 
 
 def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
-    exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
-    model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, format=FP8Weight)
+    exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float16, device=device)
+    model = Decoder(decoder_config(CONFIG), dtype=torch.float16, device=device, format=FP8Weight)
     fill(
         dict(model.targets()),
         dummy_tensors(CONFIG, device),
@@ -269,7 +269,7 @@ def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.devi
         assert mine.num_bytes == mine.out_features * (
             mine.in_features + 4
         )  # one byte per weight and one scale per channel
-        x = torch.randn(5, mine.in_features, device=device)
+        x = torch.randn(5, mine.in_features, device=device).half()
         assert error(mine(x), theirs(x).double()) < 0.06
 
 

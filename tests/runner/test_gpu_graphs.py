@@ -296,8 +296,9 @@ def test_replayed_steps_compute_the_same(
     assert graphs is not None
     assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
     assert device.type == "cuda" or ReplayedGraph.count > 5
+    if device.type == "cuda":  # in idle time kernels are compiled first
+        return
     graphs._captured.clear()
-    graphs._pool = None  # a pool is freed with its last graph
     assert engine.prepare()
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
     while engine.prepare():

@@ -373,8 +373,8 @@ def _tiling(
     """Tiles of which two fit into the shared memory beside the queries: one is read while the other is computed.
 
     The best of six tilings on an H200 with 16 heads and one request: four warps with contexts of 8,192 and 65,536
-    tokens (eight: 1.05 and 1.1 times as long; tiles of 32 positions: 1.4 times); eight warps and two stages with 256 and
-    1,024 tokens, where a part is one tile. With long contexts a program has one tile, so that there is room for two.
+    tokens (eight: 1.05 and 1.1 times as long; tiles of 32 positions: 1.4 times); eight warps and two stages with 256
+    and 1,024 tokens, where a part is one tile. With long contexts a program has one tile: there is room for two.
     """
     heads = _heads_per_program(num_heads)
     queries = min(tile_queries, 64 // heads)

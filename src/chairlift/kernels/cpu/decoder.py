@@ -152,7 +152,7 @@ def decode_layer(
         _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
         barrier(shared, members)
     weight = layer_of(net.gate_up, layer)
-    times(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
+    times(shared, members, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
     barrier(shared, members)
     _activate_and_round(shared, count, buffers, net, layer)
     barrier(shared, members)
@@ -175,10 +175,10 @@ def _add_product(
 ) -> None:
     """Add the product of `rows` to the residual stream, normed if there is a norm behind the block."""
     if norms.weight.shape[1] == 0:
-        times(shared, rows, x.shape[0], weight, bias[layer], True, x)
+        times(shared, members, rows, x.shape[0], weight, bias[layer], True, x)
         barrier(shared, members)
         return
-    times(shared, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
+    times(shared, members, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
     barrier(shared, members)
     while True:
         row = claim(shared, 1)
@@ -199,7 +199,7 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows)
     barrier(shared, members)
     weight = layer_of(net.qkv, layer)
-    times(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
+    times(shared, members, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
     barrier(shared, members)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     barrier(shared, members)

@@ -19,7 +19,9 @@ def layer_of(weight: StepWeight, layer: int) -> StepWeight:
     raise NotImplementedError("compiled code only")
 
 
-def times(shared: Any, rows: StepRows, count: int, weight: StepWeight, bias: Any, adding: bool, out: Any) -> None:
+def times(
+    shared: Any, members: int, rows: StepRows, count: int, weight: StepWeight, bias: Any, adding: bool, out: Any
+) -> None:
     """out [count, channels] = (or +=) rows times weight + bias. All threads of the team call this."""
     raise NotImplementedError("compiled code only")
 
@@ -37,10 +39,13 @@ def _layer_of(weight: Any, layer: Any) -> Any:
 
 
 @overload(times, strict=False)
-def _times(shared: Any, rows: Any, count: Any, weight: Any, bias: Any, adding: Any, out: Any) -> Any:
-    product = multiply if weight.instance_class is PackedWeight else multiply_panels
-    return lambda shared, rows, count, weight, bias, adding, out: product(
-        shared, rows, count, weight, bias, adding, out
+def _times(shared: Any, members: Any, rows: Any, count: Any, weight: Any, bias: Any, adding: Any, out: Any) -> Any:
+    if weight.instance_class is PackedWeight:
+        return lambda shared, members, rows, count, weight, bias, adding, out: multiply(
+            shared, rows, count, weight, bias, adding, out
+        )
+    return lambda shared, members, rows, count, weight, bias, adding, out: multiply_panels(
+        shared, members, rows, count, weight, bias, adding, out
     )
 
 

@@ -21,7 +21,9 @@ from chairlift.kernels.cpu.threads import barrier, claim
 ISA = find_instruction_set()
 MOST_ROWS = 8 if ISA is VNNI_512 else 3  # of a tile: as many sums as there are registers for
 ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
-CLAIMS = 32  # pieces in which a weight is shared among the threads
+# Percent of the panels that the threads claim in one piece each: memory is read faster in long pieces. What is left is
+# claimed in ever smaller ones, so that all finish together.
+FIRST = 85
 ADDRESS, FUNCTION, UNITS = range(3)  # columns of `PanelWeight.panels`
 
 
@@ -92,15 +94,14 @@ def _call(
 
 @compiled(FAST)
 def multiply_panels(
-    shared: Any, rows: BlockRows, count: int, weight: PanelWeight, bias: Any, adding: bool, out: Any
+    shared: Any, members: int, rows: BlockRows, count: int, weight: PanelWeight, bias: Any, adding: bool, out: Any
 ) -> None:
     """Compute out [count, channels] = rows times weight + bias (empty: none), or add that to `out`.
 
     All threads of the team call this, with a `barrier` before and after.
     """
     panels = weight.panels
-    at_once = max(1, panels.shape[0] // CLAIMS)
-    claims = -(-panels.shape[0] // at_once)
+    claims = _num_pieces(panels.shape[0], members)
     blocks = -(-count // ROWS_AT_ONCE)
     sums = np.empty((min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)
     row_stride, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
@@ -108,11 +109,12 @@ def multiply_panels(
         piece = claim(shared, 1)
         if piece >= claims * blocks:
             return
-        first, begin = piece % claims * at_once, piece // claims * ROWS_AT_ONCE
+        begin = piece // claims * ROWS_AT_ONCE
         size = min(ROWS_AT_ONCE, count - begin)
         left = rows.numbers.ctypes.data + begin * row_stride
         spans = rows.spans.ctypes.data + begin * span_stride
-        for panel in range(first, min(first + at_once, panels.shape[0])):
+        first, last = _piece(piece % claims, panels.shape[0], members)
+        for panel in range(first, last):
             where = panels[panel]
             _call(
                 where[FUNCTION],
@@ -126,6 +128,31 @@ def multiply_panels(
                 size,
             )
             _finish(sums, size, begin, panel * PANEL, bias, adding, out)
+
+
+@compiled()
+def _end_of_piece(index: int, first: int, panels: int, members: int) -> int:
+    """Where the piece `index` ends that begins at the panel `first`."""
+    if index < members:
+        return first + panels * FIRST // (100 * members)
+    return first + max(1, (panels - first) // members)
+
+
+@compiled()
+def _num_pieces(panels: int, members: int) -> int:
+    count, first = 0, 0
+    while first < panels:
+        first = _end_of_piece(count, first, panels, members)
+        count += 1
+    return count
+
+
+@compiled()
+def _piece(index: int, panels: int, members: int) -> Any:
+    first, last = 0, 0
+    for each in range(index + 1):
+        first, last = last, _end_of_piece(each, last, panels, members)
+    return first, last
 
 
 @compiled(FAST)
@@ -153,5 +180,5 @@ def linear_panels(shared: Any, members: int, x: Any, rows: BlockRows, weight: Pa
             break
         round_block_row(x[row], rows, row)
     barrier(shared, members)
-    multiply_panels(shared, rows, x.shape[0], weight, bias, False, out)
+    multiply_panels(shared, members, rows, x.shape[0], weight, bias, False, out)
     barrier(shared, members)

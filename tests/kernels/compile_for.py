@@ -63,6 +63,7 @@ from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.latent import absorbed
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
+from chairlift.kernels.triton.latent.values import values_of
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
@@ -238,6 +239,7 @@ def compile_latent() -> None:
             for long in (False, True):
                 absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, long=long, **where)
             absorbed.attend_contexts(sums, q[..., nope:], cache, sums, lse, **where)
+        values_of(sums, up, nope)
         kv = torch.zeros(4, heads, nope + value).to(BF16)
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=1.0)
 

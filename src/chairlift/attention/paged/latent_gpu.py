@@ -13,6 +13,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import FEW_ROWS, prepare_and_absorb_, prepare_latents_
+from chairlift.kernels.triton.latent.values import values_of
 from chairlift.kernels.triton.launch import empty_rows, tuned
 
 
@@ -35,7 +36,8 @@ def attend_to_batch(
         "positions": batch.positions,
         "tables": batch.tables,
     }
-    if len(q) <= FEW_ROWS and tuned():
+    few = len(q) <= FEW_ROWS and tuned()
+    if few:
         absorbed = prepare_and_absorb_(q, latent, up.weight, cache, **given)
     else:
         prepare_latents_(q, latent, cache, **given)
@@ -58,7 +60,8 @@ def attend_to_batch(
         attend_singles(absorbed, q_rope, cache, sums, rows=batch.num_single, scratch=scratch, long=long, **where)
     if has_tiles:
         attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
-    out = up.values(sums)
+    fuses_values = few and q.dtype != torch.float32  # whose tiles are too large
+    out = values_of(sums, up.weight, up.nope_dim) if fuses_values else up.values(sums)
     if has_tiles:
         kv = up.expand(latent[:, :rank], slice(None))
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=layer.scale)

@@ -21,8 +21,8 @@ _KINDS = (
     (
         ATTENTION,
         re.compile(
-            r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn"
-            r"|_absorbed_kernel|_absorb_kernel|_join_kernel|_expanded_kernel|_prepare_kernel",  # of latents
+            r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn"  # and those of latents
+            r"|_absorbed_kernel|_absorb_kernel|_join_kernel|_expanded_kernel|_prepare_kernel|_values_kernel",
             re.IGNORECASE,
         ),
     ),

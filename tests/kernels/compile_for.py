@@ -56,8 +56,9 @@ launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling
 from chairlift.kernels.triton.decode import Fresh
-from chairlift.kernels.triton.experts import activation, few_rows, grouping, products, routing
+from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate
+from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.latent import absorbed
@@ -68,13 +69,14 @@ from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.layers.microscaled import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch
 from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper
-int4.has_asm = lambda device: True
+int4.has_asm = microscaled.has_asm = lambda device: True
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
@@ -169,7 +171,7 @@ def compile_layers() -> None:
 def compile_experts() -> None:
     num_experts, top_k, inner, x = 8, 2, 256, torch.randn(4, HIDDEN).to(BF16)
     experts = torch.zeros(4, top_k, dtype=torch.int64)
-    tiling = products.tiling_for(8, num_experts, BF16, invariant=False)
+    tiling = tiling_for(8, num_experts, BF16, invariant=False).inner
     groups = grouping.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
     pairs = products.grouped_linear(
         x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, tiling, top_k
@@ -179,27 +181,36 @@ def compile_experts() -> None:
     for bias in (None, torch.zeros(num_experts, HIDDEN).to(BF16)):
         found = products.grouped_linear(pairs, down, groups, tiling, top_k, scatter=True, bias=bias, share=share)
         products.add_up(found, top_k)
-    packed = ExpertMatrix(*(torch.zeros(num_experts, HIDDEN, size, dtype=torch.uint8) for size in (128, 8)))
-    products.grouped_linear(pairs, packed, groups, tiling, top_k, scatter=True, share=share)
     activation.clamped_mul(torch.cat((pairs, pairs), dim=1), 1.702, 7.0)
     few: dict[str, Any] = {"scatter": True, "share": share, "sum_tokens": True}
     forms = [(ExpertMatrix(torch.zeros(num_experts, 2 * inner, HIDDEN).to(BF16)), down)]
+    forms.append((four_bits(num_experts, 2 * inner, HIDDEN), four_bits(num_experts, HIDDEN, inner)))
+    for rows in (8, 100) if brief else (8, 30, 100):
+        both = tiling_for(rows * num_experts, num_experts, BF16, invariant=False, microscaled=True)
+        products.grouped_linear(pairs, forms[-1][1], groups, both.outer, top_k, scatter=True, share=share)
     if capability >= 89:
         forms.append((eight_bits(num_experts, 2 * inner, HIDDEN), eight_bits(num_experts, HIDDEN, inner)))
         numbers, scales = fp8.round_rows(pairs, 448.0)
         rounded: dict[str, Any] = {"x_scales": scales, "out_dtype": BF16, "scatter": True, "share": share}
-        wide = products.tiling_for(100 * num_experts, num_experts, BF16, invariant=False)
+        wide = tiling_for(100 * num_experts, num_experts, BF16, invariant=False).inner
         products.grouped_linear(numbers, forms[-1][1], groups, wide, top_k, **rounded)
     for both, outer in forms:
+        tilings = few_rows_tiling(BF16, microscaled=both.is_microscaled)
         for gate in (Gate(), Gate(1.702, 7.0)):
-            products.grouped_linear(x, both, groups, few_rows.few_rows_tiling(BF16), top_k, gate=gate)
-        products.grouped_linear(pairs, outer, groups, few_rows.few_rows_tiling(BF16), top_k, **few)
+            products.grouped_linear(x, both, groups, tilings.inner, top_k, gate=gate)
+        products.grouped_linear(pairs, outer, groups, tilings.outer, top_k, **few)
         one = grouping.Grouping(*(each[:top_k] for each in groups))  # of a single token
-        products.grouped_linear(pairs[:top_k], outer, one, few_rows.few_rows_tiling(BF16), top_k, **few)
+        products.grouped_linear(pairs[:top_k], outer, one, tilings.outer, top_k, **few)
 
 
 def eight_bits(*shape: int) -> ExpertMatrix:
     return ExpertMatrix(torch.zeros(shape).to(FP8), torch.ones(shape[:2]))
+
+
+def four_bits(experts: int, rows: int, columns: int) -> ExpertMatrix:
+    chunks = num_chunks(columns)
+    words = torch.zeros(experts, rows // PANEL, chunks, PANEL, RUN, dtype=torch.int16)
+    return ExpertMatrix(words, torch.zeros(experts, chunks, rows, dtype=torch.int32))
 
 
 def compile_routing() -> None:

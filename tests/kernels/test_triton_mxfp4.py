@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.experts import grouping, products
-from chairlift.layers.expert_weights import ExpertWeights, reordered, restored
+from chairlift.kernels.triton.experts.tiling import ExpertTiling
+from chairlift.layers.expert_weights import ExpertWeights
 from chairlift.layers.formats.checkpoint import CheckpointWeight
+from chairlift.layers.microscaled import packed, unpacked
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -84,7 +86,7 @@ def test_every_number_is_multiplied(device: torch.device) -> None:
     for expert, weight in enumerate(each):
         weights.fill(expert, 0, weight)
     experts = torch.arange(2, device=device).repeat(64, 1)
-    tiling = products.tiling_for(128, 2, torch.float32, invariant=False)
+    tiling = ExpertTiling(16, 32, 32, 2)
     groups = grouping.group_by_expert(experts, 2, tiling.rows)
     found = products.grouped_linear(torch.eye(64, device=device), weights.matrix, groups, tiling, 2)
     for expert, weight in enumerate(each):  # the result is sorted by expert
@@ -93,19 +95,23 @@ def test_every_number_is_multiplied(device: torch.device) -> None:
 
 def test_what_is_kept_in_4_bits() -> None:
     kind: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    codes = stored(8, 128, seed=0)
-    assert restored(reordered(codes.codes)).equal(codes.codes)
-    plain = ExpertWeights(1, 8, 128, **kind)
+    codes = stored(16, 128, seed=0)
+    for columns in (128, 96):  # whole chunks, and a part of one
+        weight = stored(32, columns, seed=2)
+        again = unpacked(*packed(weight), columns)
+        assert again.codes.equal(weight.codes)
+        assert again.exponents.equal(weight.exponents)
+    plain = ExpertWeights(1, 16, 128, **kind)
     plain.fill(0, 0, codes)
     assert plain.form == "plain"
     assert plain.plain[0].equal(codes.dequantized())
-    odd = ExpertWeights(1, 8, 96, **kind, keeps=frozenset({"mxfp4"}))
-    odd.fill(0, 0, stored(8, 96, seed=1))
-    assert odd.form == "plain", "rows that are not whole runs of 64"
-    mixed = ExpertWeights(2, 8, 128, **kind, keeps=frozenset({"mxfp4"}))
+    odd = ExpertWeights(1, 24, 96, **kind, keeps=frozenset({"mxfp4"}))
+    odd.fill(0, 0, stored(24, 96, seed=1))
+    assert odd.form == "plain", "rows that are not whole panels of 16"
+    mixed = ExpertWeights(2, 16, 128, **kind, keeps=frozenset({"mxfp4"}))
     mixed.fill(1, 0, codes)
     assert mixed.form == "mxfp4"
-    values = torch.randn(8, 128)
+    values = torch.randn(16, 128)
     mixed.fill(0, 0, values)
     assert mixed.form == "plain"
     assert mixed.plain[0].equal(values)

@@ -11,12 +11,11 @@ from torch import Tensor
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.fp8 import FP8, FP8Weight, round_rows
-from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, ScaledFloats, StoredWeight
+from chairlift.layers.microscaled import PANEL, RUN, can_pack, num_chunks, packed, unpacked
+from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
     from chairlift.kernels.triton.experts.products import ExpertMatrix
-
-CHUNK = 2 * GROUP  # columns in a run of bytes: the first half in their lower bits, the second in their upper bits
 
 Form = Literal["plain", "fp8", "mxfp4"]
 
@@ -25,11 +24,8 @@ class ExpertWeights:
     """[experts, out, in]; memory is allocated when the first rows come.
 
     `keeps`: the forms in which rows stay if a checkpoint stores them so; `rounds`: all rows become 8-bit floats. Every
-    row of 8-bit floats has a scale; rows that a checkpoint stores with scales per block are rounded again.
-
-    Bytes of 4-bit floats with a power of two per 32 columns (MXFP4) are reordered: byte i of a run of 32 has column i
-    of a group in its lower bits and column i of the next group in its upper bits. A kernel that reads a tile of bytes
-    gets two tiles of neighbouring columns, each with its scale.
+    row of 8-bit floats has a scale; rows that a checkpoint stores with scales per block are rounded again. 4-bit floats
+    with a power of two per 32 columns (MXFP4) lie in memory as `layers/microscaled.py` says.
     """
 
     def __init__(
@@ -54,8 +50,9 @@ class ExpertWeights:
     @property
     def microscaled_bytes(self) -> int:
         """Their bytes where they stay as an MXFP4 checkpoint stores them, if their shape allows it."""
-        count = self.shape.numel()
-        return count * self.dtype.itemsize if self.shape[2] % CHUNK else count // 2 + count // GROUP
+        if not can_pack(*self.shape[1:]):
+            return self.shape.numel() * self.dtype.itemsize
+        return self.shape[:2].numel() * num_chunks(self.shape[2]) * (2 * RUN + 4)
 
     @property
     def plain(self) -> Tensor:
@@ -106,7 +103,7 @@ class ExpertWeights:
             assert isinstance(source, StoredWeight)
             stored = source.as_microscaled()
             assert stored is not None
-            self._put(expert, rows, reordered(stored.codes.to(self.device)), stored.exponents)
+            self._put_packed(expert, first, *packed(stored))
         elif self.form == "fp8":
             self._put(expert, rows, *_rounded(source, self.device))
         else:
@@ -119,7 +116,7 @@ class ExpertWeights:
         if isinstance(source, Tensor):
             return "plain"
         form: Form = "plain"
-        if source.as_microscaled() is not None and self.shape[2] % CHUNK == 0:
+        if source.as_microscaled() is not None and can_pack(source.shape[0], self.shape[2]):
             form = "mxfp4"
         elif isinstance(source, ScaledFloats) and source.numbers.dtype is FP8:
             form = "fp8"
@@ -134,10 +131,9 @@ class ExpertWeights:
             self._numbers = torch.zeros(self.shape, dtype=torch.uint8, device=self.device).view(FP8)
             self._scales = torch.zeros(experts, out_features, device=self.device)
         else:
-            self._numbers, self._scales = (
-                torch.zeros(experts, out_features, columns, dtype=torch.uint8, device=self.device)
-                for columns in (in_features // 2, in_features // GROUP)
-            )
+            chunks, kind = num_chunks(in_features), {"device": self.device}
+            self._numbers = torch.zeros(experts, out_features // PANEL, chunks, PANEL, RUN, dtype=torch.int16, **kind)
+            self._scales = torch.zeros(experts, chunks, out_features, dtype=torch.int32, **kind)
 
     def _put(self, expert: int, rows: slice, numbers: Tensor, scales: Tensor) -> None:
         assert self._numbers is not None
@@ -145,6 +141,13 @@ class ExpertWeights:
         # As bytes: not every operation of torch takes 8-bit floats.
         self._numbers.view(torch.uint8)[expert, rows] = numbers.view(torch.uint8).to(self.device)
         self._scales[expert, rows] = scales.to(self.device)
+
+    def _put_packed(self, expert: int, first: int, words: Tensor, exponents: Tensor) -> None:
+        assert self._numbers is not None
+        assert self._scales is not None
+        panel = first // PANEL
+        self._numbers[expert, panel : panel + len(words)] = words.to(self.device)
+        self._scales[expert, :, first : first + exponents.shape[1]] = exponents.to(self.device)
 
     def _become_plain(self) -> None:
         """Rows came in different forms."""
@@ -155,14 +158,14 @@ class ExpertWeights:
         self._numbers = self._scales = None
         self._allocate("plain")
         for expert, plain in enumerate(self.plain):
-            plain.copy_(_values(form, numbers[expert], scales[expert]))
+            plain.copy_(_values(form, numbers[expert], scales[expert], self.shape[2]))
 
     def dequantized(self, expert: int) -> Tensor:
         """[out, in]: the values of an expert's weights."""
         if self._scales is None:
             return self.plain[expert]
         assert self._numbers is not None
-        return _values(self.form, self._numbers[expert], self._scales[expert])
+        return _values(self.form, self._numbers[expert], self._scales[expert], self.shape[2])
 
 
 class ExpertRows:
@@ -185,10 +188,10 @@ def kept_forms(format: type[WeightFormat], dtype: torch.dtype, device: torch.dev
     return frozenset({"mxfp4"} if FP8Weight.obstacles(dtype, device) else {"mxfp4", "fp8"})
 
 
-def _values(form: Form, numbers: Tensor, scales: Tensor) -> Tensor:
+def _values(form: Form, numbers: Tensor, scales: Tensor, columns: int) -> Tensor:
     """[out, in] in float32, of rows in 8- or 4-bit floats."""
     if form == "mxfp4":
-        return MicroscaledFloats(restored(numbers), scales).dequantized()
+        return unpacked(numbers, scales, columns).dequantized()
     return numbers.float() * scales[:, None]
 
 
@@ -200,20 +203,3 @@ def _rounded(source: Tensor | StoredWeight, device: torch.device) -> tuple[Tenso
     if values.is_meta:  # a GPU that is only described: there is nothing to round
         return torch.empty_like(values, dtype=torch.uint8), values.new_empty(len(values), dtype=torch.float32)
     return round_rows(values)
-
-
-def reordered(codes: Tensor) -> Tensor:
-    """[out, groups, 16], neighbouring columns in a byte -> [out, in / 2], as `ExpertWeights` stores them."""
-    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [out, groups, 32]
-    pairs = numbers.unflatten(-2, (-1, 2))  # [out, chunks, 2, 32]
-    both: Tensor = pairs[..., 0, :] | pairs[..., 1, :] << 4
-    return both.flatten(-2)
-
-
-def restored(codes: Tensor) -> Tensor:
-    """The inverse of `reordered`."""
-    bytes_ = codes.unflatten(-1, (-1, GROUP))  # [out, chunks, 32]
-    numbers = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-2).flatten(-3, -2)  # [out, groups, 32]
-    pairs = numbers.unflatten(-1, (-1, 2))
-    found: Tensor = pairs[..., 0] | pairs[..., 1] << 4
-    return found

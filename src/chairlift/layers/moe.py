@@ -209,24 +209,31 @@ class MixtureOfExperts:
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]."""
         from chairlift.kernels.triton.experts import grouping, products
+        from chairlift.kernels.triton.experts.tiling import ExpertTiling, has_few_pairs, tiling_for
 
         pairs = experts.numel()
-        tiling = products.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
-        groups = grouping.group_by_expert(experts, self._num_experts, tiling.rows, positions)
+        tilings = tiling_for(
+            pairs,
+            self._num_experts,
+            x.dtype,
+            invariant=self._batch_invariant,
+            microscaled=self.gate_up.form == "mxfp4",
+        )
+        groups = grouping.group_by_expert(experts, self._num_experts, tilings.rows, positions)
         # Widening weights of 8 bits takes no longer than reading them as long as they are read once.
-        few = products.has_few_pairs(pairs, self._num_experts)
+        few = has_few_pairs(pairs, self._num_experts)
         rounds = self.gate_up.form == "fp8" and (self._batch_invariant or not few)
         before, after = self._shares(weights)
 
-        def product(rows: Tensor, weights: ExpertWeights, **more: Any) -> Tensor:
+        def product(rows: Tensor, weights: ExpertWeights, tiling: ExpertTiling, **more: Any) -> Tensor:
             scales = None
             if rounds:
                 rows, scales = round_rows(rows)
             more |= {"x_scales": scales, "out_dtype": x.dtype}
             return products.grouped_linear(rows, weights.matrix, groups, tiling, self._top_k, **more)
 
-        inner = self._activate(product(x, self.gate_up, bias=self.gate_up_bias, share=before))
-        outputs = product(inner, self.down, scatter=True, bias=self.down_bias, share=after)
+        inner = self._activate(product(x, self.gate_up, tilings.inner, bias=self.gate_up_bias, share=before))
+        outputs = product(inner, self.down, tilings.outer, scatter=True, bias=self.down_bias, share=after)
         return products.add_up(outputs, self._top_k)
 
     def _has_few_rows(self, x: Tensor) -> bool:
@@ -239,14 +246,22 @@ class MixtureOfExperts:
     def few_rows(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """As `grouped`, in three kernels: the routing of x, and two products of `rows`, which are x but for models that
         project it."""
-        from chairlift.kernels.triton.experts.few_rows import few_rows_tiling
         from chairlift.kernels.triton.experts.products import grouped_linear
+        from chairlift.kernels.triton.experts.tiling import few_rows_tiling
 
         weights, groups = self.router.group_few(x, positions)
-        tiling, gate = few_rows_tiling(x.dtype), self._kernel_gate()
+        tilings = few_rows_tiling(x.dtype, microscaled=self.gate_up.form == "mxfp4")
+        gate = self._kernel_gate()
         before, after = self._shares(weights)
         inner = grouped_linear(
-            rows, self.gate_up.matrix, groups, tiling, self._top_k, gate=gate, bias=self.gate_up_bias, share=before
+            rows,
+            self.gate_up.matrix,
+            groups,
+            tilings.inner,
+            self._top_k,
+            gate=gate,
+            bias=self.gate_up_bias,
+            share=before,
         )
         if gate is None:
             inner = self._activate(inner)
@@ -254,7 +269,7 @@ class MixtureOfExperts:
             inner,
             self.down.matrix,
             groups,
-            tiling,
+            tilings.outer,
             self._top_k,
             scatter=True,
             bias=self.down_bias,

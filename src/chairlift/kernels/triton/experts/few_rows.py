@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.experts.grouping import BEYOND, NO_EXPERT, Grouping, expert_of
 from chairlift.kernels.triton.experts.routing import NEVER, RouteRule, chosen_experts, expert_tile
-from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, last_power_of_2, next_power_of_2, overlapping
 
 MOST_TOKENS = 8  # one program chooses for one token after the other
 MOST_PAIRS = 64  # of which each is compared with all
@@ -127,11 +127,6 @@ def _route_and_group_kernel(
 
 def can_route_few(tokens: int, top_k: int) -> bool:
     return 0 < tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
-
-
-def few_rows_tiling(dtype: torch.dtype) -> Tiling:
-    """The tile of the products with this grouping: one of 16 rows has all pairs of an expert."""
-    return Tiling(ROWS, 64, 32, 2) if dtype == torch.float32 else Tiling(ROWS, 64, 128, 4)
 
 
 def route_and_group(

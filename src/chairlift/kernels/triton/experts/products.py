@@ -1,15 +1,14 @@
 """The products of a mixture of experts: one grid computes the tiles of all experts.
 
-Weights are plain, 8-bit floats with a scale per row, or 4-bit floats with a power of two per 32 columns (in the order
-of `layers/expert_weights.py`). Weights in fewer bits than the activations are widened in registers. Activations that
-are rounded to 8 bits, too, are multiplied with 8-bit weights as they are.
+Weights are plain, 8-bit floats with a scale per row, or 4-bit floats with a power of two per 32 columns (in
+`microscaled.py`). Weights in fewer bits than the activations are widened in registers. Activations that are rounded to 8
+bits, too, are multiplied with 8-bit weights as they are.
 
 With few tokens, the activation is part of the first product, and the sum over a token's experts of the second.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,26 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
-from chairlift.kernels.triton.launch import Tiling, cdiv, next_power_of_2, overlapping, tuned
+from chairlift.kernels.triton.experts.microscaled import (
+    CLAMPED_GATE,
+    NO_GATE,
+    SILU_GATE,
+    add_tokens,
+    microscaled_linear,
+    scratch,
+    sum_of_parts,
+)
+from chairlift.kernels.triton.experts.tiling import ExpertTiling
+from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, prefetch_rows
 from chairlift.kernels.triton.widen import widened
-
-NO_GATE, SILU_GATE, CLAMPED_GATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _dequantized(numbers, scale, like):
-    """4-bit floats (sign, two bits of exponent, one of mantissa) times a scale per row, in the type of `like`."""
-    exponent = (numbers >> 1) & 3
-    mantissa = numbers & 1
-    doubled = tl.where(exponent == 0, mantissa, ((2 + mantissa) << exponent) >> 1)
-    signed = tl.where((numbers & 8) != 0, -doubled, doubled)
-    return (signed.to(tl.float32) * (0.5 * scale)[:, None]).to(like.dtype)
-
-
-@triton.jit
-def _power_of_two(exponents):
-    """2 ** (exponent - 127) by the bits of a float; the smallest is 0."""
-    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -56,19 +47,21 @@ def _gated(both, alpha, limit, ROWS: tl.constexpr, BN: tl.constexpr, GATE: tl.co
 @triton.jit
 def _grouped_kernel(
     x_ptr,  # [tokens, K], or with SCATTER [pairs, K] in sorted order
-    weight_ptr,  # [experts, N, K], with a gate [experts, 2 * N, K]; PACKED: K / 2 bytes per row
-    scales_ptr,  # EIGHT_BITS: [experts, rows] float32; PACKED: [experts, rows, K / 32] bytes
+    weight_ptr,  # [experts, N, K], with a gate [experts, 2 * N, K]
+    scales_ptr,  # [experts, rows] float32, with EIGHT_BITS only
     x_scales_ptr,  # [rows of x] float32, with ROUNDED only
     bias_ptr,  # [experts, rows], with HAS_BIAS only
-    out_ptr,  # [pairs, N] in sorted order, or with SCATTER in the order of the pairs
+    out_ptr,  # [pairs, N] sorted, or with SCATTER in the order of the pairs; SUM_TOKENS: [SPLITS, pairs, N]
     order_ptr,
     tile_expert_ptr,
     tile_begin_ptr,
     tile_end_ptr,
     share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
     sums_ptr,  # [tokens, N], with SUM_TOKENS only
-    arrived_ptr,  # [programs along the columns] int32, all zero between launches
+    partial_ptr,  # [programs, SPLITS, ROWS * columns of the weight] float32
+    arrived_ptr,  # int32, all zero between launches
     num_tokens,
+    num_experts,
     N,
     K,
     alpha,
@@ -77,7 +70,6 @@ def _grouped_kernel(
     SCATTER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SHARE: tl.constexpr,
-    PACKED: tl.constexpr,  # 4-bit floats in the order of `layers/expert_weights.py`; BK has no effect
     EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
     ROUNDED: tl.constexpr,  # x is, too
     GATE: tl.constexpr,
@@ -85,15 +77,29 @@ def _grouped_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns prefetched before the previous kernel has ended, which must not have sorted pairs
+    EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    slot = tl.program_id(1)
+    split = tl.program_id(2)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    per_split = tl.cdiv(K, SPLITS * BK) * BK
+    first = split * per_split
+    last = tl.minimum(first + per_split, K)
     if OVERLAP:
+        if PREFETCH > 0:
+            early = tl.load(tile_expert_ptr + slot, cache_modifier=".cg")
+            if (early >= 0) & (early < num_experts):
+                size = tl.maximum(tl.minimum(last - first, PREFETCH), 0) * (
+                    weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+                )
+                prefetch_rows(weight_ptr + (early.to(tl.int64) * N + n % N) * K + first, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     if expert != NO_EXPERT:
         place = tl.load(tile_begin_ptr + slot) + tl.arange(0, ROWS)
         is_row = place < tl.load(tile_end_ptr + slot)
@@ -110,59 +116,60 @@ def _grouped_kernel(
         source = (place if SCATTER else pair // TOP_K).to(tl.int64)
         x_at = x_ptr + source[:, None] * K
         acc = tl.zeros([ROWS, BN if GATE == NO_GATE else 2 * BN], tl.float32)
-        if PACKED:
-            byte = tl.arange(0, 32)
-            w_at = weight_ptr + row[:, None] * (K // 2) + byte[None, :]
-            scale_at = scales_ptr + row * (K // 32)
-            x_at += byte[None, :]
-            for chunk in range(K // 64):
-                codes = tl.load(w_at + chunk * 32, mask=inside[:, None], other=0).to(tl.int32)
-                low = _power_of_two(tl.load(scale_at + 2 * chunk, mask=inside, other=0))
-                high = _power_of_two(tl.load(scale_at + 2 * chunk + 1, mask=inside, other=0))
-                x = tl.load(x_at + chunk * 64, mask=is_row[:, None], other=0.0)
-                acc = tl.dot(x, tl.trans(_dequantized(codes & 15, low, x)), acc, input_precision=PRECISION)
-                x = tl.load(x_at + chunk * 64 + 32, mask=is_row[:, None], other=0.0)
-                acc = tl.dot(x, tl.trans(_dequantized(codes >> 4, high, x)), acc, input_precision=PRECISION)
-        else:
-            w_at = weight_ptr + row[:, None] * K
-            for at in range(0, K, BK):
-                kk = at + k
-                within = (kk < K)[None, :]
+        w_at = weight_ptr + row[:, None] * K
+        for at in range(first, last, BK):
+            kk = at + k
+            if EVEN_DEPTH:
+                w = tl.load(w_at + kk[None, :], mask=inside[:, None], other=0.0)
+                x = tl.load(x_at + kk[None, :], mask=is_row[:, None], other=0.0)
+            else:
+                within = (kk < last)[None, :]
                 w = tl.load(w_at + kk[None, :], mask=inside[:, None] & within, other=0.0)
                 x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & within, other=0.0)
-                if ROUNDED:  # accumulate in float32 here: the tensor cores accumulate 8-bit products less exactly
-                    acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BK)
-                else:
-                    if EIGHT_BITS:
-                        w = widened(w, x.dtype, OVERLAP)
-                    acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+            if ROUNDED:  # accumulate in float32 here: the tensor cores accumulate 8-bit products less exactly
+                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BK)
+            else:
+                if EIGHT_BITS:
+                    w = widened(w, x.dtype, OVERLAP)
+                acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        if SPLITS > 1 and SUM_TOKENS == 0:
+            WIDTH: tl.constexpr = BN if GATE == NO_GATE else 2 * BN
+            program = slot * tl.num_programs(0) + tl.program_id(0)
+            parts = partial_ptr + program.to(tl.int64) * SPLITS * ROWS * WIDTH
+            tile = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(parts + split * ROWS * WIDTH + tile, acc)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+                return
+            tl.debug_barrier()
+            acc = sum_of_parts(parts, tile, ROWS, WIDTH, SPLITS, ROWS * WIDTH)
+            tl.store(arrived_ptr + program, 0)
         if ROUNDED:
             acc *= tl.load(x_scales_ptr + source, mask=is_row, other=0.0)[:, None]
         if EIGHT_BITS:
             acc *= tl.load(scales_ptr + row, mask=inside, other=0.0)[None, :]
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+            bias = tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
+            if SUM_TOKENS > 0 and SPLITS > 1:  # part of one of the parts
+                bias = tl.where(split == 0, bias, 0.0)
+            acc += bias[None, :]
         if HAS_SHARE:
             acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if GATE != NO_GATE:
             acc = _gated(acc, alpha, limit, ROWS, BN, GATE)
         target = (pair if SCATTER else place).to(tl.int64)
+        if SUM_TOKENS > 0:
+            target += split * num_tokens * TOP_K
         out_at = out_ptr + target[:, None] * N + n[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
     if SUM_TOKENS > 0:
         tl.debug_barrier()
         counter = arrived_ptr + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != tl.num_programs(1) - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != tl.num_programs(1) * SPLITS - 1:
             return
         tl.debug_barrier()
         tl.store(counter, 0)
-        token = tl.arange(0, SUM_TOKENS)
-        keep = (token < num_tokens)[:, None] & (n < N)[None, :]
-        total = tl.zeros([SUM_TOKENS, BN], tl.float32)
-        for i in tl.static_range(TOP_K):  # read from L2, where other multiprocessors wrote them
-            term_at = out_ptr + (token * TOP_K + i)[:, None] * N + n[None, :]
-            total += tl.load(term_at, mask=keep, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(sums_ptr + token[:, None] * N + n[None, :], total.to(sums_ptr.dtype.element_ty), mask=keep)
+        add_tokens(out_ptr, sums_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, BN)
 
 
 @triton.jit
@@ -180,32 +187,15 @@ def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.cons
     tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: bool) -> Tiling:
-    """Tiling for a number of pairs: few pairs per expert use few rows, since experts do not share tiles. Invariant
-    products use one tiling for all."""
-    if dtype == torch.float32:
-        return Tiling(16, 32, 32, 2)
-    if invariant or not tuned() or pairs > 64 * num_experts:
-        return Tiling(64, 128, 64, 4)
-    return Tiling(16, 64, 128, 4) if has_few_pairs(pairs, num_experts) else Tiling(32, 128, 64, 4)
-
-
-def has_few_pairs(pairs: int, num_experts: int) -> bool:
-    """Whether most experts have one tile of few rows, so that reading the weights takes most of the time."""
-    return pairs <= 16 * num_experts
-
-
 class ExpertMatrix(NamedTuple):
     """The weights of one product of all experts, as they are multiplied."""
 
-    numbers: Tensor  # [experts, rows, K] plain or 8-bit floats, or [experts, rows, K / 2] bytes of 4-bit floats
-    scales: Tensor | None = (
-        None  # of 8-bit floats [experts, rows] float32; of 4-bit floats [experts, rows, K / 32] bytes
-    )
+    numbers: Tensor  # [experts, rows, K] plain or 8-bit floats; of 4-bit floats the words of `layers/microscaled.py`
+    scales: Tensor | None = None  # of 8-bit floats [experts, rows] float32; of 4-bit floats their exponents
 
     @property
-    def is_packed(self) -> bool:
-        return self.numbers.dtype == torch.uint8
+    def is_microscaled(self) -> bool:
+        return self.numbers.dtype == torch.int16
 
 
 class Gate(NamedTuple):
@@ -219,7 +209,7 @@ def grouped_linear(
     x: Tensor,
     weight: ExpertMatrix,
     grouping: Grouping,
-    tiling: Tiling,
+    tiling: ExpertTiling,
     top_k: int,
     *,
     x_scales: Tensor | None = None,
@@ -238,16 +228,31 @@ def grouped_linear(
     `gate`: the weight is [experts, 2 N, K], the gate's rows first; returns the activation [pairs, N].
     `sum_tokens`, with `scatter` and few tokens: returns the sum of each token's rows [T, N].
     """
-    pairs, (_, columns, depth) = len(grouping.order), weight.numbers.shape
-    depth *= 2 if weight.is_packed else 1
+    if weight.is_microscaled:
+        assert weight.scales is not None
+        assert x_scales is None
+        return microscaled_linear(
+            x, weight.numbers, weight.scales, grouping, tiling, top_k, gate=gate, scatter=scatter, bias=bias,
+            share=share, sum_tokens=sum_tokens,
+        )  # fmt: skip
+    pairs, (num_experts, columns, depth) = len(grouping.order), weight.numbers.shape
     columns //= 1 if gate is None else 2
     kind = out_dtype or x.dtype
-    out = torch.empty(pairs, columns, dtype=kind, device=x.device)
-    tokens = pairs // top_k
-    sums = torch.empty(tokens, columns, dtype=kind, device=x.device) if sum_tokens else out
+    tokens, slots = pairs // top_k, len(grouping.tile_expert)
     width = tiling.columns // (1 if gate is None else 2)
     across = cdiv(columns, width)
-    _grouped_kernel[(across, len(grouping.tile_expert))](
+    out = torch.empty(
+        tiling.splits if sum_tokens else 1,
+        pairs,
+        columns,
+        dtype=torch.float32 if sum_tokens else kind,
+        device=x.device,
+    )
+    sums = torch.empty(tokens, columns, dtype=kind, device=x.device) if sum_tokens else out[0]
+    in_parts = tiling.splits > 1 and not sum_tokens
+    stored = across * slots * tiling.splits * tiling.rows * tiling.columns if in_parts else 1
+    partial, arrived = scratch(stored, across * (slots if in_parts else 1), x.device)
+    _grouped_kernel[(across, slots, tiling.splits)](
         x,
         weight.numbers,
         weight.numbers if weight.scales is None else weight.scales,
@@ -257,8 +262,10 @@ def grouped_linear(
         *grouping,
         x if share is None else share,
         sums,
-        _counters(across, x.device) if sum_tokens else grouping.order,
+        partial,
+        arrived,
         tokens,
+        num_experts,
         columns,
         depth,
         1.0 if gate is None else gate.alpha,
@@ -267,26 +274,22 @@ def grouped_linear(
         SCATTER=scatter,
         HAS_BIAS=bias is not None,
         HAS_SHARE=share is not None,
-        PACKED=weight.is_packed,
-        EIGHT_BITS=weight.scales is not None and not weight.is_packed,
+        EIGHT_BITS=weight.scales is not None,
         ROUNDED=x_scales is not None,
         GATE=(NO_GATE if gate is None else SILU_GATE if gate.limit is None else CLAMPED_GATE).value,
         SUM_TOKENS=next_power_of_2(tokens) if sum_tokens else 0,
         ROWS=tiling.rows,
         BN=width,
         BK=tiling.depth,
+        SPLITS=tiling.splits,
+        PREFETCH=tiling.prefetch * tiling.depth if scatter else 0,
+        EVEN_DEPTH=depth % tiling.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=tiling.warps,
         num_stages=tiling.stages,
         **overlapping(x.device),
     )
     return sums
-
-
-@cache
-def _counters(size: int, device: torch.device) -> Tensor:
-    """Counters shared by all kernels of one stream, which run in sequence."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def add_up(pairs: Tensor, top_k: int) -> Tensor:

@@ -103,7 +103,7 @@ class ExpertWeights:
             assert isinstance(source, StoredWeight)
             stored = source.as_microscaled()
             assert stored is not None
-            self._put_packed(expert, first, *packed(stored))
+            self._put_packed(expert, first, *packed(stored.to(self.device)))
         elif self.form == "fp8":
             self._put(expert, rows, *_rounded(source, self.device))
         else:

@@ -150,6 +150,9 @@ class MicroscaledFloats(StoredWeight):
     def as_microscaled(self) -> MicroscaledFloats:
         return self
 
+    def to(self, device: torch.device) -> MicroscaledFloats:
+        return MicroscaledFloats(self.codes.to(device), self.exponents.to(device))
+
     def matrices(self) -> list[MicroscaledFloats]:
         return [self] if len(self.shape) == 2 else [self[index] for index in range(len(self.codes))]
 

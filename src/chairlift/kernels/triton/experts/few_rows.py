@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.experts.grouping import BEYOND, NO_EXPERT, Grouping, expert_of
 from chairlift.kernels.triton.experts.routing import NEVER, RouteRule, chosen_experts, expert_tile
-from chairlift.kernels.triton.launch import cdiv, last_power_of_2, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, last_power_of_2, next_power_of_2, overlapping, prefetch_rows
 
 MOST_TOKENS = 8  # one program chooses for one token after the other
 MOST_PAIRS = 64  # of which each is compared with all
@@ -62,6 +62,7 @@ def _route_and_group_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,  # columns of x at once
+    PREFETCH: tl.constexpr,  # rows of the weight are whole runs of 16 bytes
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -73,6 +74,9 @@ def _route_and_group_kernel(
     per_split = tl.cdiv(K, SPLITS * BD) * BD
     end = tl.minimum((split + 1) * per_split, K)
     if OVERLAP:
+        if PREFETCH:  # the weight never changes
+            size = tl.maximum(end - split * per_split, 0) * (kind.primitive_bitwidth // 8)
+            prefetch_rows(weight_ptr + tl.minimum(n, num_experts - 1) * K + split * per_split, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BM, BN], tl.float32)
@@ -169,6 +173,7 @@ def route_and_group(
         BM=ROWS,
         BN=BLOCK,
         BD=64 if weight.dtype == torch.float32 else 128,
+        PREFETCH=depth * weight.element_size() % 16 == 0,
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,

@@ -282,7 +282,7 @@ def grouped_linear(
         BN=width,
         BK=tiling.depth,
         SPLITS=tiling.splits,
-        PREFETCH=tiling.prefetch * tiling.depth if scatter else 0,
+        PREFETCH=tiling.prefetch * tiling.depth if scatter and depth * weight.numbers.element_size() % 16 == 0 else 0,
         EVEN_DEPTH=depth % tiling.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,

@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift.kernels.triton.launch import next_power_of_2, overlapping
 
 NEVER = tl.constexpr(-1.0e30)  # below every score
+LEAST = tl.constexpr(-(2**63))  # below every score's bits
 
 
 @triton.jit
@@ -66,12 +67,21 @@ def chosen_experts(
     k = tl.arange(0, BK)
     chosen = tl.zeros([BK], tl.int32)
     weights = tl.zeros([BK], tl.float32)
+    # One number to compare: a score's bits, in the order of the scores, before those of the expert.
+    bits = choice.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    keys = (bits.to(tl.int64) << 32) | (num_experts - expert).to(tl.int64)
+    keys = tl.where(exists, keys, LEAST)
     for i in range(TOP_K):
-        # The bound is for scores that are not numbers.
-        first = tl.min(tl.where(choice == tl.max(choice), expert, num_experts - 1))
+        best = tl.max(keys)
+        first = num_experts - best.to(tl.int32)
         chosen = tl.where(k == i, first, chosen)
-        weights = tl.where(k == i, tl.sum(tl.where((expert == first) & exists, scores, 0.0)), weights)
-        choice = tl.where(expert == first, NEVER, choice)
+        if HAS_BIAS:
+            score = tl.sum(tl.where(expert == first, scores, 0.0))
+        else:  # scores are not below zero
+            score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        weights = tl.where(k == i, score, weights)
+        keys = tl.where(expert == first, LEAST, keys)
     if NORMALIZE:
         weights = weights / (tl.sum(weights) + eps)
     return weights * scale, chosen

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -75,8 +76,20 @@ def variants(shape: Shape, tokens: int) -> tuple[list[Any], list[Any]]:
             ]  # fmt: skip
             return (inner, outer) if tokens == 1 else (inner[:8:2] + inner[5:7], outer[1:6])
         if tokens > 1024:
-            inner = [T(r, c, 128, st, 1, w) for r, c, w, st in [(64, 128, 4, 3), (64, 256, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 256, 8, 2)]]  # noqa: E501
-            outer = [T(r, c, 128, st, 1, w) for r, c, w, st in [(64, 64, 4, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3)]]  # noqa: E501
+            inner = [
+                T(r, c, 128, st, 1, w)
+                for r, c, w, st in [
+                    (64, 128, 4, 3),
+                    (64, 256, 8, 3),
+                    (128, 128, 4, 3),
+                    (128, 128, 8, 3),
+                    (128, 256, 8, 2),
+                ]
+            ]  # noqa: E501
+            outer = [
+                T(r, c, 128, st, 1, w)
+                for r, c, w, st in [(64, 64, 4, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3)]
+            ]  # noqa: E501
             return inner, outer
         rows = (8, 16) if per_expert <= 4 else (16, 32) if per_expert <= 16 else (32, 64)
         inner = [
@@ -174,7 +187,9 @@ class Layers:
             return ExpertMatrix(numbers, torch.ones(experts, rows) if self.shape.form == "fp8" else None)
         numbers = torch.empty(experts, rows, columns, dtype=BF16, device=device).normal_(0, 0.02)
         if self.shape.form == "fp8":
-            return ExpertMatrix((numbers * 1000).to(torch.float8_e4m3fn), torch.full((experts, rows), 1e-3, device=device))
+            return ExpertMatrix(
+                (numbers * 1000).to(torch.float8_e4m3fn), torch.full((experts, rows), 1e-3, device=device)
+            )
         return ExpertMatrix(numbers)
 
     def values(self, matrix: Any, expert: int, columns: int) -> Tensor:
@@ -271,7 +286,8 @@ class Layers:
         """Microseconds in which the touched experts of a layer are read once at 4.2 TB/s."""
         touched = sum(len(experts.unique()) for experts in self.experts) / self.count
         size = sum(
-            m.numbers[0].nbytes + (0 if m.scales is None else m.scales[0].nbytes) for m in (self.inner[0], self.outer[0])
+            m.numbers[0].nbytes + (0 if m.scales is None else m.scales[0].nbytes)
+            for m in (self.inner[0], self.outer[0])
         )
         return float(touched * size / 4.2e6)
 
@@ -416,7 +432,13 @@ def timed(run: Any, count: int, seconds: float = 0.012) -> float:
     return best * 1e6
 
 
-def measure(shape: Shape, tokens: int, device: torch.device, weights: dict[str, Layers]) -> None:
+class Broken(Exception):
+    """A variant after which the GPU's context cannot be used."""
+
+
+def measure(
+    shape: Shape, tokens: int, device: torch.device, weights: dict[str, Layers], skipped: frozenset[str] = frozenset()
+) -> None:
     count = 4
     layers = Layers.__new__(Layers)
     if shape.name not in weights:
@@ -442,6 +464,9 @@ def measure(shape: Shape, tokens: int, device: torch.device, weights: dict[str, 
     best: dict[str, list[tuple[float, Any]]] = {"inner": [], "outer": []}
     for part, tilings in (("inner", inner), ("outer", outer)):
         for tiling in tilings:
+            name = f"{shape.name}/{tokens}/{part}/{tuple(tiling)}"
+            if name in skipped:
+                continue
             try:
                 if part == "inner":
                     found = layers.multiply_inner(tiling, 0)
@@ -453,12 +478,18 @@ def measure(shape: Shape, tokens: int, device: torch.device, weights: dict[str, 
                 else:
                     got, wanted = layers.multiply_outer(tiling, 0)[:some].double(), expected_outer
                 error = float((got - wanted).norm() / wanted.norm())
-                took = timed(lambda i: (layers.multiply_inner if part == "inner" else layers.multiply_outer)(tiling, i), count)  # noqa: B023, E501
+                took = timed(
+                    lambda i: (layers.multiply_inner if part == "inner" else layers.multiply_outer)(tiling, i), count
+                )  # noqa: B023, E501
                 best[part].append((took, tiling))
                 mark = "" if error < 0.01 else f"   WRONG by {error:.3g}"
                 say(f"   {part} {took:8.1f} us {tuple(tiling)}{mark}")
             except Exception as problem:
                 say(f"   {part} {tuple(tiling)}: {type(problem).__name__} {str(problem)[:200]}")
+                try:
+                    torch.cuda.synchronize()
+                except Exception:
+                    raise Broken(name) from None
         best[part].sort(key=lambda each: each[0])
     say(f"   route and sort {timed(lambda i: layers.route(inner[0].rows), count):.1f} us")
     if not few and shape.form != "fp8":
@@ -475,14 +506,44 @@ def measure(shape: Shape, tokens: int, device: torch.device, weights: dict[str, 
 
 
 def main() -> int:
-    global OUT
+    global OUT, BEGUN
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--limit", type=float, default=105.0, help="seconds")
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--start", type=int, help="measure from this case on, with what is compiled already")
+    parser.add_argument("--begun", type=float)
+    parser.add_argument("--skip", action="append", default=[])
     parser.add_argument("--compile-only", type=int, metavar="N", help="compile the first N variants and end")
     options = parser.parse_args()
-    OUT = open(options.out, "w")  # noqa: SIM115
+    OUT = open(options.out, "w" if options.start is None else "a")  # noqa: SIM115
+    if options.begun is not None:
+        BEGUN = options.begun
+    if options.start is None:
+        compile_all(options)
+    if options.compile_only is not None:
+        return 0
+    device = torch.device("cuda")
+    weights: dict[str, Layers] = {}
+    for index, (shape, tokens) in enumerate(CASES):
+        if index < (options.start or 0):
+            continue
+        if time.monotonic() - BEGUN > options.limit - 2:
+            say(f"no time for {shape.name} {tokens}")
+            continue
+        try:
+            measure(shape, tokens, device, weights, frozenset(options.skip))
+        except Broken as variant:
+            say("again in a fresh process, without", variant)
+            more = [word for name in (*options.skip, str(variant)) for word in ("--skip", name)]
+            line = ["--out", options.out, "--limit", str(options.limit), "--begun", str(BEGUN), "--start", str(index)]
+            os.execv(sys.executable, [sys.executable, "-m", "tests.gpu.tune_g2", *line, *more])
+        except Exception:
+            say(traceback.format_exc()[-600:])
+    return 0
+
+
+def compile_all(options: argparse.Namespace) -> None:
     work = jobs()[: options.compile_only]
     say(f"{len(work)} variants to compile")
     done = 0
@@ -496,19 +557,6 @@ def main() -> int:
                 pool.terminate()
                 break
     say(f"compiled {done}")
-    if options.compile_only is not None:
-        return 0
-    device = torch.device("cuda")
-    weights: dict[str, Layers] = {}
-    for shape, tokens in CASES:
-        if time.monotonic() - BEGUN > options.limit - 2:
-            say(f"no time for {shape.name} {tokens}")
-            continue
-        try:
-            measure(shape, tokens, device, weights)
-        except Exception:
-            say(traceback.format_exc()[-600:])
-    return 0
 
 
 if __name__ == "__main__":

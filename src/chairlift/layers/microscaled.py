@@ -37,7 +37,7 @@ def num_chunks(columns: int) -> int:
 
 def packed(weight: MicroscaledFloats) -> tuple[Tensor, Tensor]:
     """[rows, columns] -> words [panels, chunks, PANEL, RUN] int16, exponents [chunks, rows] int32, four bytes each."""
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     missing = num_chunks(columns) * 4 - columns // GROUP
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(-2)  # [rows, groups, 32]
     chunks = F.pad(codes, (0, 0, 0, missing)).unflatten(1, (-1, 4)).int()  # [rows, chunks, 4, 32]

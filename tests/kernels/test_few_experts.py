@@ -55,7 +55,7 @@ def test_routing_and_grouping(name: str, tokens: int, more: str, device: torch.d
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     positions[1::3] = -1  # padding
     assert can_route_few(tokens, rule.top_k)
-    weights, grouping = router.group_few(x, positions)
+    weights, grouping, _ = router.group_few(x, positions)
     expected_weights, expected = router.choose_on_gpu(router.linear(x.to(router._dtype)), dtype)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
     live = {token: set(expected[token].tolist()) for token in range(tokens) if positions[token] >= 0}
@@ -67,7 +67,7 @@ def test_scores_that_are_not_numbers(device: torch.device) -> None:
     assert router.linear.weight.plain is not None
     router.linear.weight.plain.zero_()
     x = torch.full((2, HIDDEN), torch.nan, device=device)
-    _, grouping = router.group_few(x, torch.zeros(2, dtype=torch.int32, device=device))
+    _, grouping, _ = router.group_few(x, torch.zeros(2, dtype=torch.int32, device=device))
     used = [expert for expert in grouping.tile_expert.tolist() if expert != NO_EXPERT.value]
     assert all(0 <= expert < 8 for expert in used)
 

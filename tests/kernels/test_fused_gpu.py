@@ -31,6 +31,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},  # biases of queries, keys and values
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "norm_topk_prob": True,
+    },
 }
 
 

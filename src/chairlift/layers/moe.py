@@ -22,6 +22,8 @@ from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.experts.few_rows import RowNorm
+    from chairlift.kernels.triton.experts.grouping import Grouping
     from chairlift.kernels.triton.experts.products import Gate
 
 
@@ -246,11 +248,28 @@ class MixtureOfExperts:
     def few_rows(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """As `grouped`, in three kernels: the routing of x, and two products of `rows`, which are x but for models that
         project it."""
-        from chairlift.kernels.triton.experts.products import grouped_linear
+        weights, groups, _ = self.router.group_few(x, positions)
+        return self._few_products(rows, weights, groups)[0]
+
+    def adds_few_rows(self, x: Tensor) -> bool:
+        """Whether `add_few_rows` computes these rows."""
+        return self.shared is None and self.latent is None and self._has_few_rows(x)
+
+    def add_few_rows(self, x: Tensor, norm: RowNorm, positions: Tensor) -> Tensor:
+        """Add the block of the normed rows to x in place, in three kernels; returns the partial sums of squares of the
+        new rows."""
+        weights, groups, rows = self.router.group_few(x, positions, norm)
+        squares = self._few_products(rows, weights, groups, add_to=x)[1]
+        assert squares is not None
+        return squares
+
+    def _few_products(
+        self, rows: Tensor, weights: Tensor, groups: Grouping, add_to: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.experts.products import grouped_linear, grouped_product
         from chairlift.kernels.triton.experts.tiling import few_rows_tiling
 
-        weights, groups = self.router.group_few(x, positions)
-        tilings = few_rows_tiling(x.dtype, microscaled=self.gate_up.form == "mxfp4")
+        tilings = few_rows_tiling(rows.dtype, microscaled=self.gate_up.form == "mxfp4")
         gate = self._kernel_gate()
         before, after = self._shares(weights)
         inner = grouped_linear(
@@ -265,7 +284,7 @@ class MixtureOfExperts:
         )
         if gate is None:
             inner = self._activate(inner)
-        return grouped_linear(
+        return grouped_product(
             inner,
             self.down.matrix,
             groups,
@@ -275,6 +294,7 @@ class MixtureOfExperts:
             bias=self.down_bias,
             share=after,
             sum_tokens=True,
+            add_to=add_to,
         )
 
     def _shares(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:

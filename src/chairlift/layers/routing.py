@@ -19,6 +19,7 @@ from chairlift.layers.parts import Targets
 from chairlift.layers.rows import one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
+    from chairlift.kernels.triton.experts.few_rows import RowNorm
     from chairlift.kernels.triton.experts.grouping import Grouping
     from chairlift.kernels.triton.experts.routing import RouteRule
 
@@ -98,14 +99,14 @@ class ExpertRouter:
 
         return route(logits, self.correction_bias, dtype, self._rule())
 
-    def group_few(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Grouping]:
-        """The weights [T, top_k] of few tokens' experts, and the tiles of all experts, in one kernel; rows at positions
-        below 0 are in no tile."""
+    def group_few(self, x: Tensor, positions: Tensor, norm: RowNorm | None = None) -> tuple[Tensor, Grouping, Tensor]:
+        """The weights [T, top_k] of few tokens' experts, the tiles of all experts, and x, normed if there is a norm, in
+        one kernel; rows at positions below 0 are in no tile."""
         from chairlift.kernels.triton.experts.few_rows import route_and_group
 
         weight = self.linear.weight.plain
         assert weight is not None
-        return route_and_group(x, weight, self.linear.bias, self.correction_bias, self._rule(), positions)
+        return route_and_group(x, weight, self.linear.bias, self.correction_bias, self._rule(), positions, norm)
 
     def _rule(self) -> RouteRule:
         from chairlift.kernels.triton.experts.routing import RouteRule

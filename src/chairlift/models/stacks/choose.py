@@ -29,7 +29,8 @@ def choose_stack(
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
-    if format.most_fused_rows and (format.fuses_invariantly or not batch_invariant):
+    has_experts = any(layer.experts is not None for layer in parts.config.layers)
+    if format.most_fused_rows and (not batch_invariant or (format.fuses_invariantly and not has_experts)):
         from chairlift.models.stacks import fused_gpu
 
         if fused_gpu.can_fuse(parts.config, dtype, device):

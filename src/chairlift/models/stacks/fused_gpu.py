@@ -20,12 +20,13 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
-from chairlift.models.stacks.base import LayerStack, StackParts
+from chairlift.models.stacks.base import LayerStack, StackParts, picked
 from chairlift.models.stacks.plain import PlainStack
 from chairlift.models.stacks.streams import FusedStream, RoundedStream, ScaledStream, Stream
 
@@ -43,7 +44,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         on_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
         and plain_norms
-        and all(layer.experts is None and layer.latent is None for layer in config.layers)
+        and all(layer.latent is None for layer in config.layers)
         and config.activation == "silu"
         and not config.output_bias
         and not config.mlp_bias
@@ -70,9 +71,12 @@ class FusedGPUStack(LayerStack):
         self._norms_are_moved = True
 
     def before_packing(self, layer: DecoderLayer) -> None:
-        """Multiply the norms' weights into the matrices that follow them, where their format allows it."""
-        assert isinstance(layer.mlp, GatedMLP)
-        for norm, linear in ((layer.before_attention, layer.attention.qkv), (layer.before_mlp, layer.mlp.gate_up)):
+        """Multiply the norms' weights into the matrices that follow them, where their format allows it; before experts
+        they stay."""
+        followed = [(layer.before_attention, layer.attention.qkv)]
+        if isinstance(layer.mlp, GatedMLP):
+            followed.append((layer.before_mlp, layer.mlp.gate_up))
+        for norm, linear in followed:
             assert norm is not None
             self._norms_are_moved &= norm.move_weight(linear.weight.scale_columns)
 
@@ -108,14 +112,19 @@ class FusedGPUStack(LayerStack):
             if index in taps:
                 inputs[index] = stream.value().clone()
             attention, mlp = layer.attention, layer.mlp
-            assert isinstance(mlp, GatedMLP)
             rotation = None if layer.rope is None else rotations[layer.rope]
             qkv = stream.product(layer.before_attention, attention.qkv)
             attended = attention.attended(qkv, rotation, attend)
             if layer is self.parts.layers[-1] and rows is not None:
                 attended = stream.pick(rows, attended)
-            if stream.num_rows:  # a step may sample no row
-                stream.add_product(attention.output, attended, layer.before_mlp)
+                positions = positions if len(attended) == len(positions) else picked(positions, rows)
+            if not stream.num_rows:  # a step may sample no row
+                continue
+            stream.add_product(attention.output, attended, layer.before_mlp)
+            if isinstance(mlp, MixtureOfExperts):
+                stream.add_experts(layer.before_mlp, mlp, positions, self._norm_after(index))
+            else:
+                assert isinstance(mlp, GatedMLP)
                 stream.add_gated_products(layer.before_mlp, mlp, self._norm_after(index))
         tapped = torch.stack([inputs[index] for index in taps]) if taps else None
         return HiddenStates(stream.normed(self.parts.norm), tapped)

@@ -11,6 +11,7 @@ from chairlift.layers.formats.base import ScaledRows
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
 from chairlift.models.stacks.base import picked
 
@@ -44,6 +45,12 @@ class Stream(ABC):
         """Add the feed-forward block of the normed stream."""
 
     @abstractmethod
+    def add_experts(
+        self, norm: Norm | None, experts: MixtureOfExperts, positions: Tensor, next_norm: Norm | None
+    ) -> None:
+        """Add the mixture of experts of the normed stream."""
+
+    @abstractmethod
     def pick(self, rows: Tensor, y: Tensor) -> Tensor:
         """Only these rows are needed from now on; returns y, without the others if they are dropped at once."""
 
@@ -73,6 +80,23 @@ class FusedStream(Stream):
     def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
         inner = self._product(norm, mlp.gate_up, gated=True)
         self.add_product(mlp.down, inner, next_norm)
+
+    def add_experts(
+        self, norm: Norm | None, experts: MixtureOfExperts, positions: Tensor, next_norm: Norm | None
+    ) -> None:
+        assert norm is not None
+        assert next_norm is not None
+        if self._squares is not None and self._adds_experts(experts):
+            from chairlift.kernels.triton.experts.few_rows import RowNorm
+
+            self._squares = experts.add_few_rows(self.x, RowNorm(self._squares, norm.weight, norm.eps), positions)
+        else:
+            rows = norm(self.x) if self._normed is None else self._normed
+            self._squares, self._normed = None, next_norm.add_(self.x, experts(rows, positions))
+
+    def _adds_experts(self, experts: MixtureOfExperts) -> bool:
+        """Whether the kernels of experts add to the stream."""
+        return experts.adds_few_rows(self.x)
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         assert next_norm is not None
@@ -116,6 +140,9 @@ class ScaledStream(FusedStream):
     def _unnormed(self) -> Tensor:
         return self._scaled
 
+    def _adds_experts(self, experts: MixtureOfExperts) -> bool:
+        return False  # they do not multiply by the next norm's weight
+
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         assert next_norm is not None
         self._squares = self._normed = None
@@ -144,6 +171,13 @@ class RoundedStream(Stream):
         inner = mlp.gate_up.weight.multiply_rounded(self._rounded(norm), mlp.gate_up.bias, gated=True)
         assert isinstance(inner, ScaledRows)
         self._add(mlp.down, inner)
+
+    def add_experts(
+        self, norm: Norm | None, experts: MixtureOfExperts, positions: Tensor, next_norm: Norm | None
+    ) -> None:
+        assert norm is not None
+        rows = norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
+        self._delta = experts(rows, positions)
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         from chairlift.layers.formats.fp8 import round_rows

@@ -8,6 +8,7 @@ tiles have the first slots, so that the grid of the products is as large as the 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,6 +34,9 @@ def _route_and_group_kernel(
     product_bias_ptr,  # [experts], with HAS_PRODUCT_BIAS only
     bias_ptr,  # [experts] float32: added for the choice, with HAS_BIAS only
     positions_ptr,  # [tokens] int32, below 0 for padding rows, whose pairs are in no tile
+    squares_ptr,  # [tokens, SQUARES] float32: partial sums of squares of x's rows
+    norm_ptr,  # [K]: the weight of the norm, with SQUARES only
+    normed_ptr,  # [tokens, K]: where the normed rows are written, with SQUARES only
     parts_ptr,  # [SPLITS, tokens, experts] float32
     arrived_ptr,  # [1] int32, zero between launches
     weights_ptr,  # [tokens, TOP_K]
@@ -46,6 +50,7 @@ def _route_and_group_kernel(
     K,
     scale,
     eps,
+    norm_eps,
     HAS_PRODUCT_BIAS: tl.constexpr,
     SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -62,6 +67,8 @@ def _route_and_group_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,  # columns of x at once
+    SQUARES: tl.constexpr,  # 0: x is not normalised
+    SQUARES_PADDED: tl.constexpr,
     PREFETCH: tl.constexpr,  # rows of the weight are whole runs of 16 bytes
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -79,14 +86,24 @@ def _route_and_group_kernel(
             prefetch_rows(weight_ptr + tl.minimum(n, num_experts - 1) * K + split * per_split, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if SQUARES > 0:
+        part = tl.arange(0, SQUARES_PADDED)
+        squares_at = squares_ptr + m[:, None] * SQUARES + part[None, :]
+        squares = tl.load(squares_at, mask=(m < num_tokens)[:, None] & (part < SQUARES)[None, :], other=0.0)
+        factor = tl.rsqrt(tl.sum(squares, 1) / K + norm_eps)
     acc = tl.zeros([BM, BN], tl.float32)
     for at in range(split * per_split, end, BD):
         within = (at + d < end)[None, :]
         w = tl.load(weight_ptr + n[:, None] * K + at + d[None, :], mask=(n < num_experts)[:, None] & within, other=0.0)
         x = tl.load(x_ptr + m[:, None] * K + at + d[None, :], mask=(m < num_tokens)[:, None] & within, other=0.0)
+        if SQUARES > 0:
+            norm = tl.load(norm_ptr + at + d, mask=at + d < end, other=0.0).to(tl.float32)
+            x = (x.to(tl.float32) * factor[:, None] * norm[None, :]).to(x_ptr.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(normed_ptr + m[:, None] * K + at + d[None, :], x, mask=(m < num_tokens)[:, None] & within)
         acc = tl.dot(x.to(kind), tl.trans(w), acc, input_precision=PRECISION)
-    part = parts_ptr + (split * num_tokens + m)[:, None] * num_experts + n[None, :]
-    tl.store(part, acc, mask=(m < num_tokens)[:, None] & (n < num_experts)[None, :])
+    out_at = parts_ptr + (split * num_tokens + m)[:, None] * num_experts + n[None, :]
+    tl.store(out_at, acc, mask=(m < num_tokens)[:, None] & (n < num_experts)[None, :])
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") != tl.num_programs(0) * SPLITS - 1:
         return
@@ -133,10 +150,25 @@ def can_route_few(tokens: int, top_k: int) -> bool:
     return 0 < tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
 
 
+class RowNorm(NamedTuple):
+    """The norm of rows whose partial sums of squares are known."""
+
+    squares: Tensor  # [T, parts] float32
+    weight: Tensor  # [K]
+    eps: float
+
+
 def route_and_group(
-    x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, rule: RouteRule, positions: Tensor
-) -> tuple[Tensor, Grouping]:
-    """The weights [T, top_k], in the type of x [T, K], of each token's experts, and the tiles of all experts.
+    x: Tensor,
+    weight: Tensor,
+    product_bias: Tensor | None,
+    bias: Tensor | None,
+    rule: RouteRule,
+    positions: Tensor,
+    norm: RowNorm | None = None,
+) -> tuple[Tensor, Grouping, Tensor]:
+    """The weights [T, top_k], in the type of x [T, K], of each token's experts, the tiles of all experts, and the rows
+    that the experts read: x, normed if there is a norm.
 
     `weight` [experts, K] and `product_bias` [experts] of the router; `bias` [experts] is added for the choice.
     Tokens with a position [T] below 0 are padding and in no tile.
@@ -149,12 +181,18 @@ def route_and_group(
     parts, arrived = _scratch(splits * MOST_TOKENS * num_experts, device)
     weights = torch.empty(tokens, rule.top_k, dtype=x.dtype, device=device)
     experts, order, *tiles = torch.empty(5, pairs, dtype=torch.int32, device=device)
+    x = x.contiguous()
+    rows = x if norm is None else torch.empty_like(x)
+    num_squares = 0 if norm is None else norm.squares.shape[1]
     _route_and_group_kernel[(blocks, splits)](
-        x.contiguous(),
+        x,
         weight,
         weight if product_bias is None else product_bias,
         parts if bias is None else bias,
         positions,
+        parts if norm is None else norm.squares,
+        weight if norm is None else norm.weight,
+        rows,
         parts,
         arrived,
         weights,
@@ -166,6 +204,7 @@ def route_and_group(
         depth,
         rule.scale,
         rule.normalize_eps,
+        0.0 if norm is None else norm.eps,
         HAS_PRODUCT_BIAS=product_bias is not None,
         **rule.constants(num_experts, bias is not None),
         SPLITS=splits,
@@ -173,13 +212,15 @@ def route_and_group(
         BM=ROWS,
         BN=BLOCK,
         BD=64 if weight.dtype == torch.float32 else 128,
+        SQUARES=num_squares,
+        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
         PREFETCH=depth * weight.element_size() % 16 == 0,
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,
         **overlapping(device),
     )
-    return weights, Grouping(order, *tiles)
+    return weights, Grouping(order, *tiles), rows
 
 
 @cache

@@ -116,17 +116,26 @@ def sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def add_tokens(
-    terms_ptr, sums_ptr, n, num_tokens, N,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr,
+    terms_ptr, sums_ptr, squares_ptr, n, num_tokens, N,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms [SPLITS, pairs, N] of each token in order, read from L2 where other multiprocessors wrote them."""
+    """Sum the terms [SPLITS, pairs, N] of each token in order, read from L2 where other multiprocessors wrote them.
+    RESIDUAL: add the sums to `sums_ptr`, and write the sums of squares that the next norm needs."""
     token = tl.arange(0, TOKENS)
     keep = (token < num_tokens)[:, None] & (n < N)[None, :]
     sums = tl.zeros([TOKENS, BN], tl.float32)
     for i in tl.static_range(TOP_K * SPLITS):
         term = i // TOP_K * num_tokens * TOP_K + token * TOP_K + i % TOP_K
         sums += tl.load(terms_ptr + term[:, None] * N + n[None, :], mask=keep, other=0.0, cache_modifier=".cg")
-    tl.store(sums_ptr + token[:, None] * N + n[None, :], sums.to(sums_ptr.dtype.element_ty), mask=keep)
+    sums_at = sums_ptr + token[:, None] * N + n[None, :]
+    if RESIDUAL:
+        sums += tl.load(sums_at, mask=keep, other=0.0).to(tl.float32)
+    rounded = sums.to(sums_ptr.dtype.element_ty)
+    tl.store(sums_at, rounded, mask=keep)
+    if RESIDUAL:
+        kept = tl.where(keep, rounded.to(tl.float32), 0.0)
+        squares_at = squares_ptr + token * tl.num_programs(0) + tl.program_id(0)
+        tl.store(squares_at, tl.sum(kept * kept, 1), mask=token < num_tokens)
 
 
 @triton.jit
@@ -141,7 +150,8 @@ def _microscaled_kernel(
     tile_begin_ptr,
     tile_end_ptr,
     share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
-    sums_ptr,  # [tokens, N], with SUM_TOKENS only
+    sums_ptr,  # [tokens, N], with SUM_TOKENS only; with RESIDUAL the sums are added to it
+    squares_ptr,  # [tokens, programs along the columns] float32, with RESIDUAL only
     partial_ptr,  # [programs, SPLITS, 1 or 2, BN * ROWS] float32
     arrived_ptr,  # int32, all zero between launches
     num_tokens,
@@ -157,6 +167,7 @@ def _microscaled_kernel(
     HAS_SHARE: tl.constexpr,
     GATE: tl.constexpr,
     SUM_TOKENS: tl.constexpr,  # 0, or a bound of num_tokens: the last program adds the rows of each token
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,  # columns of the result
     SPLITS: tl.constexpr,
@@ -271,7 +282,7 @@ def _microscaled_kernel(
             return
         tl.debug_barrier()
         tl.store(counter, 0)
-        add_tokens(out_ptr, sums_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, BN)
+        add_tokens(out_ptr, sums_ptr, squares_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, RESIDUAL, BN)
 
 
 def microscaled_linear(
@@ -287,7 +298,8 @@ def microscaled_linear(
     bias: Tensor | None,
     share: Tensor | None,
     sum_tokens: bool,
-) -> Tensor:
+    add_to: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     """As `products.grouped_linear`, for 4-bit floats."""
     pairs, (num_experts, chunks, rows), depth = len(grouping.order), exponents.shape, x.shape[1]
     columns = rows if gate is None else rows // 2
@@ -296,7 +308,11 @@ def microscaled_linear(
     across = cdiv(columns, width)
     kind = torch.float32 if sum_tokens else x.dtype
     out = torch.empty(tiling.splits if sum_tokens else 1, pairs, columns, dtype=kind, device=x.device)
-    sums = torch.empty(tokens, columns, dtype=x.dtype, device=x.device) if sum_tokens else out[0]
+    sums, squares = out[0], None
+    if add_to is not None:
+        sums, squares = add_to, torch.empty(tokens, across, dtype=torch.float32, device=x.device)
+    elif sum_tokens:
+        sums = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     in_parts = tiling.splits > 1 and not sum_tokens
     stored = across * slots * tiling.splits * tiling.rows * tiling.columns if in_parts else 1
     partial, arrived = scratch(stored, across * (slots if in_parts else 1), x.device)
@@ -309,6 +325,7 @@ def microscaled_linear(
         *grouping,
         x if share is None else share,
         sums,
+        partial if squares is None else squares,
         partial,
         arrived,
         tokens,
@@ -324,6 +341,7 @@ def microscaled_linear(
         HAS_SHARE=share is not None,
         GATE=(NO_GATE if gate is None else SILU_GATE if gate[1] is None else CLAMPED_GATE).value,
         SUM_TOKENS=next_power_of_2(tokens) if sum_tokens else 0,
+        RESIDUAL=squares is not None,
         ROWS=tiling.rows,
         BN=width,
         SPLITS=tiling.splits,
@@ -335,7 +353,7 @@ def microscaled_linear(
         num_warps=tiling.warps,
         **overlapping(x.device),
     )
-    return sums
+    return sums, squares
 
 
 @cache

@@ -9,7 +9,7 @@ With few tokens, the activation is part of the first product, and the sum over a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,7 +57,8 @@ def _grouped_kernel(
     tile_begin_ptr,
     tile_end_ptr,
     share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
-    sums_ptr,  # [tokens, N], with SUM_TOKENS only
+    sums_ptr,  # [tokens, N], with SUM_TOKENS only; with RESIDUAL the sums are added to it
+    squares_ptr,  # [tokens, programs along the columns] float32, with RESIDUAL only
     partial_ptr,  # [programs, SPLITS, ROWS * columns of the weight] float32
     arrived_ptr,  # int32, all zero between launches
     num_tokens,
@@ -74,6 +75,7 @@ def _grouped_kernel(
     ROUNDED: tl.constexpr,  # x is, too
     GATE: tl.constexpr,
     SUM_TOKENS: tl.constexpr,  # 0, or a bound of num_tokens: the last program adds the rows of each token
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -169,7 +171,7 @@ def _grouped_kernel(
             return
         tl.debug_barrier()
         tl.store(counter, 0)
-        add_tokens(out_ptr, sums_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, BN)
+        add_tokens(out_ptr, sums_ptr, squares_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, RESIDUAL, BN)
 
 
 @triton.jit
@@ -206,6 +208,13 @@ class Gate(NamedTuple):
 
 
 def grouped_linear(
+    x: Tensor, weight: ExpertMatrix, grouping: Grouping, tiling: ExpertTiling, top_k: int, **options: Any
+) -> Tensor:
+    """The result of `grouped_product` alone."""
+    return grouped_product(x, weight, grouping, tiling, top_k, **options)[0]
+
+
+def grouped_product(
     x: Tensor,
     weight: ExpertMatrix,
     grouping: Grouping,
@@ -218,22 +227,25 @@ def grouped_linear(
     bias: Tensor | None = None,
     share: Tensor | None = None,
     sum_tokens: bool = False,
+    add_to: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N].
+) -> tuple[Tensor, Tensor | None]:
+    """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N], and with `add_to`
+    the partial sums of squares of its rows.
 
     For x [T, K] the result is in sorted order. With `scatter`, x [pairs, K] is in sorted order, and the result in the
     order of the pairs. `bias` [experts, N] is added, then each row multiplied by its `share` [pairs].
     `x_scales`: of each row of x, which is in 8-bit floats as the weight is; the result is of `out_dtype`.
     `gate`: the weight is [experts, 2 N, K], the gate's rows first; returns the activation [pairs, N].
     `sum_tokens`, with `scatter` and few tokens: returns the sum of each token's rows [T, N].
+    `add_to` [T, N], with `sum_tokens`: the sums are added to it in place.
     """
     if weight.is_microscaled:
         assert weight.scales is not None
         assert x_scales is None
         return microscaled_linear(
             x, weight.numbers, weight.scales, grouping, tiling, top_k, gate=gate, scatter=scatter, bias=bias,
-            share=share, sum_tokens=sum_tokens,
+            share=share, sum_tokens=sum_tokens, add_to=add_to,
         )  # fmt: skip
     pairs, (num_experts, columns, depth) = len(grouping.order), weight.numbers.shape
     columns //= 1 if gate is None else 2
@@ -248,7 +260,11 @@ def grouped_linear(
         dtype=torch.float32 if sum_tokens else kind,
         device=x.device,
     )
-    sums = torch.empty(tokens, columns, dtype=kind, device=x.device) if sum_tokens else out[0]
+    sums, squares = out[0], None
+    if add_to is not None:
+        sums, squares = add_to, torch.empty(tokens, across, dtype=torch.float32, device=x.device)
+    elif sum_tokens:
+        sums = torch.empty(tokens, columns, dtype=kind, device=x.device)
     in_parts = tiling.splits > 1 and not sum_tokens
     stored = across * slots * tiling.splits * tiling.rows * tiling.columns if in_parts else 1
     partial, arrived = scratch(stored, across * (slots if in_parts else 1), x.device)
@@ -262,6 +278,7 @@ def grouped_linear(
         *grouping,
         x if share is None else share,
         sums,
+        partial if squares is None else squares,
         partial,
         arrived,
         tokens,
@@ -278,6 +295,7 @@ def grouped_linear(
         ROUNDED=x_scales is not None,
         GATE=(NO_GATE if gate is None else SILU_GATE if gate.limit is None else CLAMPED_GATE).value,
         SUM_TOKENS=next_power_of_2(tokens) if sum_tokens else 0,
+        RESIDUAL=squares is not None,
         ROWS=tiling.rows,
         BN=width,
         BK=tiling.depth,
@@ -289,7 +307,7 @@ def grouped_linear(
         num_stages=tiling.stages,
         **overlapping(x.device),
     )
-    return sums
+    return sums, squares
 
 
 def add_up(pairs: Tensor, top_k: int) -> Tensor:

@@ -85,11 +85,11 @@ def variants(shape: Shape, tokens: int) -> tuple[list[Any], list[Any]]:
                     (128, 128, 8, 3),
                     (128, 256, 8, 2),
                 ]
-            ]  # noqa: E501
+            ]
             outer = [
                 T(r, c, 128, st, 1, w)
                 for r, c, w, st in [(64, 64, 4, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3)]
-            ]  # noqa: E501
+            ]
             return inner, outer
         rows = (8, 16) if per_expert <= 4 else (16, 32) if per_expert <= 16 else (32, 64)
         inner = [

@@ -40,6 +40,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {  # biases everywhere, sinks, a clamped gate
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
 }
 
 

@@ -1,8 +1,8 @@
 """How experts in 4-bit floats (MXFP4) lie in memory.
 
-A chunk of a row is 128 columns in 32 words of 16 bits: word i has columns i, i + 32, i + 64 and i + 96, one of each group
-of 32 columns that share a scale. So a tile of words is four tiles of the weight, and no number moves to another thread.
-The bits of a number lie where few operations move them to those of a bfloat16:
+A chunk of a row is 128 columns in 32 words of 16 bits: word i has columns i, i + 32, i + 64 and i + 96, one of each
+group of 32 columns that share a scale. So a tile of words is four tiles of the weight, and no number moves to another
+thread. The bits of a number lie where few operations move them to those of a bfloat16:
 
     bit      15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     number    0  2  3  1  2  2  2  0  0  0  1  1  1  3  3  3      the sign first, then two of exponent, one of mantissa

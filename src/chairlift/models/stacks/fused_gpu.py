@@ -46,7 +46,6 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
         and plain_norms
         and all(layer.latent is None for layer in config.layers)
         and config.activation == "silu"
-        and not config.output_bias
         and not config.mlp_bias
         and config.norm_kind == "rms"
         and config.qk_norm in (None, "head")

@@ -102,7 +102,7 @@ class FusedStream(Stream):
         assert next_norm is not None
         self._squares = self._normed = None
         if linear.weight.fuses_rows(len(y), gated=False):
-            self._squares = linear.weight.fused(y, add_to=self.x)[1]
+            self._squares = linear.weight.fused(y, add_to=self.x, bias=linear.bias)[1]
         else:  # all norms inside the layers have weights of one by now
             self._normed = next_norm.add_(self.x, linear(y))
 
@@ -146,7 +146,7 @@ class ScaledStream(FusedStream):
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
         assert next_norm is not None
         self._squares = self._normed = None
-        if linear.weight.fuses_rows(len(y), gated=False):
+        if linear.bias is None and linear.weight.fuses_rows(len(y), gated=False):
             self._squares, self._scaled = linear.weight.fused_scaled(y, add_to=self.x, next_norm=next_norm.weight)
         else:
             self._normed = next_norm.add_(self.x, linear(y))

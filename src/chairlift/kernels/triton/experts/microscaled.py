@@ -1,12 +1,12 @@
 """The products of experts in 4-bit floats (MXFP4), which are dequantized in registers, exactly.
 
 `layers/microscaled.py` says how they lie in memory. A number's bits, moved to those of a bfloat16, are the number times
-2 ** -126, subnormal ones included; one product with its group's scale, two numbers at a time, makes it the weight, times
-2 ** -64 to stay within the range of bfloat16. Weights are the left operand, so that few rows of activations make small
-tiles.
+2 ** -126, subnormal ones included; one product with its group's scale, two numbers at a time, makes it the weight,
+times 2 ** -64 to stay within the range of bfloat16. Weights are the left operand, so that few rows of activations make
+small tiles.
 
-The sum may be split among several programs. With a gate, the last one to finish adds the parts; with SUM_TOKENS, the last
-one adds the parts of all experts of a token.
+The sum may be split among several programs. With a gate, the last one to finish adds the parts; with SUM_TOKENS, the
+last one adds the parts of all experts of a token.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ UNSCALED = tl.constexpr(2.0**64)  # what the products are multiplied by where th
 @triton.jit
 def _factor(exponents, GROUP: tl.constexpr):
     """The scale of one of four groups of each row, as a bfloat16: a byte as its exponent."""
-    if GROUP == 0:
-        bits = exponents << 7
-    else:
-        bits = exponents >> (8 * GROUP - 7)
+    bits = exponents << 7 if GROUP == 0 else exponents >> (8 * GROUP - 7)
     return (bits & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 

@@ -1,8 +1,8 @@
 """The products of a mixture of experts: one grid computes the tiles of all experts.
 
 Weights are plain, 8-bit floats with a scale per row, or 4-bit floats with a power of two per 32 columns (in
-`microscaled.py`). Weights in fewer bits than the activations are widened in registers. Activations that are rounded to 8
-bits, too, are multiplied with 8-bit weights as they are.
+`microscaled.py`). Weights in fewer bits than the activations are widened in registers. Activations that are rounded to
+8 bits, too, are multiplied with 8-bit weights as they are.
 
 With few tokens, the activation is part of the first product, and the sum over a token's experts of the second.
 """
@@ -230,8 +230,8 @@ def grouped_product(
     add_to: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N], and with `add_to`
-    the partial sums of squares of its rows.
+    """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N], and with
+    `add_to` the partial sums of squares of its rows.
 
     For x [T, K] the result is in sorted order. With `scatter`, x [pairs, K] is in sorted order, and the result in the
     order of the pairs. `bias` [experts, N] is added, then each row multiplied by its `share` [pairs].

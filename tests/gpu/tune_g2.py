@@ -480,7 +480,7 @@ def measure(
                 error = float((got - wanted).norm() / wanted.norm())
                 took = timed(
                     lambda i: (layers.multiply_inner if part == "inner" else layers.multiply_outer)(tiling, i), count
-                )  # noqa: B023, E501
+                )
                 best[part].append((took, tiling))
                 mark = "" if error < 0.01 else f"   WRONG by {error:.3g}"
                 say(f"   {part} {took:8.1f} us {tuple(tiling)}{mark}")

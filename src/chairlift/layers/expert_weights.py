@@ -131,9 +131,10 @@ class ExpertWeights:
             self._numbers = torch.zeros(self.shape, dtype=torch.uint8, device=self.device).view(FP8)
             self._scales = torch.zeros(experts, out_features, device=self.device)
         else:
-            chunks, kind = num_chunks(in_features), {"device": self.device}
-            self._numbers = torch.zeros(experts, out_features // PANEL, chunks, PANEL, RUN, dtype=torch.int16, **kind)
-            self._scales = torch.zeros(experts, chunks, out_features, dtype=torch.int32, **kind)
+            chunks = num_chunks(in_features)
+            words = experts, out_features // PANEL, chunks, PANEL, RUN
+            self._numbers = torch.zeros(words, dtype=torch.int16, device=self.device)
+            self._scales = torch.zeros(experts, chunks, out_features, dtype=torch.int32, device=self.device)
 
     def _put(self, expert: int, rows: slice, numbers: Tensor, scales: Tensor) -> None:
         assert self._numbers is not None

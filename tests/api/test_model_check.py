@@ -61,8 +61,8 @@ def test_experts_of_4_bits_are_counted_as_they_are_stored(tmp_path: Path) -> Non
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = check_model(str(tmp_path))
-    kept = 8 * 2 * 96 * 64  # of 8 experts the first product; 96 columns of the second are no multiple of 64
-    saved = 2 * kept - kept // 2 - kept // 32
+    # Of 8 experts both products, whose rows of 64 and 96 columns become one chunk of 128 in 4 bits with 4 scales.
+    saved = 8 * (2 * 96 * (2 * 64 - 64 - 4) + 64 * (2 * 96 - 64 - 4))
     assert found.formats["checkpoint"].weight_bytes == found.weight_bytes["bfloat16"] - saved
 
 

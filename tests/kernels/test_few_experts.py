@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.experts.few_rows import can_route_few
+from chairlift.kernels.triton.experts.few_rows import RowNorm, can_route_few
 from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
+from chairlift.kernels.triton.experts.tiling import ExpertTiling, ExpertTilings
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.formats.fp8 import FP8Weight
@@ -140,6 +141,28 @@ def test_blocks(kind: str, tokens: int, device: torch.device, monkeypatch: pytes
         rows = [row for row in range(tokens) if row != 3]
         found = block.few_rows(x, x, positions)[rows].double().cpu()
         assert float((found - expected[rows]).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["plain", "mxfp4"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_splits_norm_and_addition(
+    kind: str, tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums in several parts, of which one may be empty; the norm before the block, and the addition behind it."""
+    monkeypatch.setattr("chairlift.layers.expert_weights.on_gpu", lambda device: True)
+    one = ExpertTiling(16, 32, 64, 2, splits=2, prefetch=1)
+    both = ExpertTilings(one, one._replace(splits=3))
+    monkeypatch.setattr("chairlift.kernels.triton.experts.tiling.few_rows_tiling", lambda dtype, microscaled: both)
+    torch.manual_seed(tokens)
+    block, gate = make_block(kind, device)
+    assert block.adds_few_rows(torch.zeros(tokens, 128, device=device))
+    x, weight = torch.randn(tokens, 128, device=device), torch.rand(128, device=device)
+    normed = x * (x.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * weight
+    expected = x.double().cpu() + expected_of(block, normed, gate)
+    norm = RowNorm(x.square().unflatten(1, (4, -1)).sum(dim=2), weight, 1e-6)
+    squares = block.add_few_rows(x, norm, torch.zeros(tokens, dtype=torch.int32, device=device))
+    assert float((x.double().cpu() - expected).norm() / expected.norm()) < 1e-5
+    torch.testing.assert_close(squares.sum(dim=1), x.square().sum(dim=1))
 
 
 def test_steps_of_many_rows_and_generic_kernels_do_not_use_it(device: torch.device) -> None:

@@ -79,18 +79,22 @@ def test_products(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyP
     assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_every_number_is_multiplied(device: torch.device) -> None:
+@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "16 bits"])
+def test_every_number_is_multiplied(is_half: bool, device: torch.device) -> None:
     """The product with the identity is the weight itself, bit by bit."""
-    weights = ExpertWeights(2, 48, 64, dtype=torch.float32, device=device, keeps=frozenset({"mxfp4"}))
+    dtype = torch.float32
+    if is_half:  # the interpreter multiplies no bfloat16
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    weights = ExpertWeights(2, 48, 64, dtype=dtype, device=device, keeps=frozenset({"mxfp4"}))
     each = [stored(48, 64, seed=expert) for expert in range(2)]
     for expert, weight in enumerate(each):
         weights.fill(expert, 0, weight)
     experts = torch.arange(2, device=device).repeat(64, 1)
     tiling = ExpertTiling(16, 32, 32, 2)
     groups = grouping.group_by_expert(experts, 2, tiling.rows)
-    found = products.grouped_linear(torch.eye(64, device=device), weights.matrix, groups, tiling, 2)
+    found = products.grouped_linear(torch.eye(64, dtype=dtype, device=device), weights.matrix, groups, tiling, 2)
     for expert, weight in enumerate(each):  # the result is sorted by expert
-        assert found[64 * expert : 64 * (expert + 1)].T.cpu().equal(weight.dequantized())
+        assert found[64 * expert : 64 * (expert + 1)].T.float().cpu().equal(weight.dequantized())
 
 
 def test_what_is_kept_in_4_bits() -> None:

@@ -234,7 +234,10 @@ class MixtureOfExperts:
             more |= {"x_scales": scales, "out_dtype": x.dtype}
             return products.grouped_linear(rows, weights.matrix, groups, tiling, self._top_k, **more)
 
-        inner = self._activate(product(x, self.gate_up, tilings.inner, bias=self.gate_up_bias, share=before))
+        gate = self._kernel_gate()
+        inner = product(x, self.gate_up, tilings.inner, gate=gate, bias=self.gate_up_bias, share=before)
+        if gate is None:
+            inner = self._activate(inner)
         outputs = product(inner, self.down, tilings.outer, scatter=True, bias=self.down_bias, share=after)
         return products.add_up(outputs, self._top_k)
 

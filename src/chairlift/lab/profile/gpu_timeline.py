@@ -33,7 +33,7 @@ _KINDS = (
     (
         GEMM,
         re.compile(
-            r"product_kernel|_linear_kernel|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_|grouped",
+            r"product_kernel|_linear_kernel|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_|grouped|microscaled",
             re.IGNORECASE,
         ),
     ),

@@ -171,12 +171,16 @@ def compile_layers() -> None:
 def compile_experts() -> None:
     num_experts, top_k, inner, x = 8, 2, 256, torch.randn(4, HIDDEN).to(BF16)
     experts = torch.zeros(4, top_k, dtype=torch.int64)
-    tiling = tiling_for(8, num_experts, BF16, invariant=False).inner
+    tiling = tiling_for(8, num_experts, BF16, "plain", CPU, invariant=False).inner
     groups = grouping.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
     pairs = products.grouped_linear(
         x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, tiling, top_k
     )
     share = torch.ones(8, dtype=BF16)
+    large = tiling_for(200 * num_experts, num_experts, BF16, "plain", CPU, invariant=False)
+    products.grouped_linear(
+        x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, large.inner, top_k, gate=Gate()
+    )
     down = ExpertMatrix(torch.randn(num_experts, HIDDEN, inner).to(BF16))
     for bias in (None, torch.zeros(num_experts, HIDDEN).to(BF16)):
         found = products.grouped_linear(pairs, down, groups, tiling, top_k, scatter=True, bias=bias, share=share)
@@ -185,22 +189,22 @@ def compile_experts() -> None:
     few: dict[str, Any] = {"scatter": True, "share": share, "sum_tokens": True}
     forms = [(ExpertMatrix(torch.zeros(num_experts, 2 * inner, HIDDEN).to(BF16)), down)]
     forms.append((four_bits(num_experts, 2 * inner, HIDDEN), four_bits(num_experts, HIDDEN, inner)))
-    for rows in (8, 100) if brief else (8, 30, 100):
-        both = tiling_for(rows * num_experts, num_experts, BF16, invariant=False, microscaled=True)
+    for rows in (4, 100) if brief else (4, 8, 20, 100, 200):
+        both = tiling_for(rows * num_experts, num_experts, BF16, "mxfp4", CPU, invariant=False)
         products.grouped_linear(pairs, forms[-1][1], groups, both.outer, top_k, scatter=True, share=share)
     if capability >= 89:
         forms.append((eight_bits(num_experts, 2 * inner, HIDDEN), eight_bits(num_experts, HIDDEN, inner)))
         numbers, scales = fp8.round_rows(pairs, 448.0)
         rounded: dict[str, Any] = {"x_scales": scales, "out_dtype": BF16, "scatter": True, "share": share}
-        wide = tiling_for(100 * num_experts, num_experts, BF16, invariant=False).inner
+        wide = tiling_for(100 * num_experts, num_experts, BF16, "fp8", CPU, invariant=False).inner
         products.grouped_linear(numbers, forms[-1][1], groups, wide, top_k, **rounded)
-    for both, outer in forms:
-        tilings = few_rows_tiling(BF16, microscaled=both.is_microscaled)
+    for form, (both, outer) in zip(("plain", "mxfp4", "fp8"), forms, strict=False):
+        tilings = few_rows_tiling(4, BF16, form)
         for gate in (Gate(), Gate(1.702, 7.0)):
             products.grouped_linear(x, both, groups, tilings.inner, top_k, gate=gate)
         products.grouped_linear(pairs, outer, groups, tilings.outer, top_k, **few)
         one = grouping.Grouping(*(each[:top_k] for each in groups))  # of a single token
-        products.grouped_linear(pairs[:top_k], outer, one, tilings.outer, top_k, **few)
+        products.grouped_linear(pairs[:top_k], outer, one, few_rows_tiling(1, BF16, form).outer, top_k, **few)
 
 
 def eight_bits(*shape: int) -> ExpertMatrix:

@@ -40,7 +40,7 @@ def experts_of(grouping: Grouping, top_k: int) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("tokens", [1, 3, 6])
 @pytest.mark.parametrize("more", ["", "bias", "float32"])
 def test_routing_and_grouping(name: str, tokens: int, more: str, device: torch.device) -> None:
     rule = replace(RULES[name], router_bias=more == "bias", float32=more == "float32")
@@ -150,9 +150,9 @@ def test_splits_norm_and_addition(
 ) -> None:
     """Sums in several parts, of which one may be empty; the norm before the block, and the addition behind it."""
     monkeypatch.setattr("chairlift.layers.expert_weights.on_gpu", lambda device: True)
-    one = ExpertTiling(16, 32, 64, 2, splits=2, prefetch=1)
-    both = ExpertTilings(one, one._replace(splits=3))
-    monkeypatch.setattr("chairlift.kernels.triton.experts.tiling.few_rows_tiling", lambda dtype, microscaled: both)
+    tiling = ExpertTiling(16, 32, 64, 2)
+    both = ExpertTilings(tiling, tiling._replace(splits=3 if kind == "mxfp4" else 1))
+    monkeypatch.setattr("chairlift.kernels.triton.experts.tiling.few_rows_tiling", lambda *what: both)
     torch.manual_seed(tokens)
     block, gate = make_block(kind, device)
     assert block.adds_few_rows(torch.zeros(tokens, 128, device=device))
@@ -171,6 +171,7 @@ def test_steps_of_many_rows_and_generic_kernels_do_not_use_it(device: torch.devi
     block, _ = make_block("plain", device)
     assert block._has_few_rows(torch.zeros(8, 128, device=device))
     assert not block._has_few_rows(torch.zeros(9, 128, device=device))
+    assert not can_route_few(8, 8), "8 tokens are chosen for in sequence"
     with generic_kernels():
         assert not block._has_few_rows(torch.zeros(1, 128, device=device))
     block.make_batch_invariant()

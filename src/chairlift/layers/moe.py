@@ -218,8 +218,9 @@ class MixtureOfExperts:
             pairs,
             self._num_experts,
             x.dtype,
+            self.gate_up.form,
+            x.device,
             invariant=self._batch_invariant,
-            microscaled=self.gate_up.form == "mxfp4",
         )
         groups = grouping.group_by_expert(experts, self._num_experts, tilings.rows, positions)
         # Widening weights of 8 bits takes no longer than reading them as long as they are read once.
@@ -272,7 +273,7 @@ class MixtureOfExperts:
         from chairlift.kernels.triton.experts.products import grouped_linear, grouped_product
         from chairlift.kernels.triton.experts.tiling import few_rows_tiling
 
-        tilings = few_rows_tiling(rows.dtype, microscaled=self.gate_up.form == "mxfp4")
+        tilings = few_rows_tiling(len(rows), rows.dtype, self.gate_up.form)
         gate = self._kernel_gate()
         before, after = self._shares(weights)
         inner = grouped_linear(

@@ -20,7 +20,9 @@ from chairlift.kernels.triton.experts.routing import NEVER, RouteRule, chosen_ex
 from chairlift.kernels.triton.launch import cdiv, last_power_of_2, next_power_of_2, overlapping, prefetch_rows
 
 MOST_TOKENS = 8  # one program chooses for one token after the other
-MOST_PAIRS = 64  # of which each is compared with all
+# The experts of all tokens are chosen in sequence. On an H200 that takes 4.4 µs for one token of gpt-oss and 11.4 for
+# eight, with eight experts per token 5.4 and 23.7; without this kernel, routing and sorting take 8 to 10 µs.
+MOST_PAIRS = 32
 ROWS = 16  # of a tile of the router's product, the fewest that tensor cores multiply
 BLOCK = 16  # experts of a program
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU

@@ -5,8 +5,8 @@
 times 2 ** -64 to stay within the range of bfloat16. Weights are the left operand, so that few rows of activations make
 small tiles.
 
-The sum may be split among several programs. With a gate, the last one to finish adds the parts; with SUM_TOKENS, the
-last one adds the parts of all experts of a token.
+With SUM_TOKENS, the last program to finish adds the results of all experts of a token. Then each expert's sum may be
+split among several programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, prefetch_rows
+from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
 NO_GATE, SILU_GATE, CLAMPED_GATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PANEL = tl.constexpr(16)  # as in `layers/microscaled.py`
@@ -103,15 +103,6 @@ def _plus_chunk(acc, words, exponents, x0, x1, x2, x3, PRECISION: tl.constexpr, 
 
 
 @triton.jit
-def sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
-    """Add the parts in order, read from L2 where other multiprocessors wrote them."""
-    acc = tl.zeros([A, B], tl.float32)
-    for other in tl.static_range(SPLITS):
-        acc += tl.load(parts_ptr + other * STEP + tile, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
 def add_tokens(
     terms_ptr, sums_ptr, squares_ptr, n, num_tokens, N,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr,
@@ -149,10 +140,8 @@ def _microscaled_kernel(
     share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
     sums_ptr,  # [tokens, N], with SUM_TOKENS only; with RESIDUAL the sums are added to it
     squares_ptr,  # [tokens, programs along the columns] float32, with RESIDUAL only
-    partial_ptr,  # [programs, SPLITS, 1 or 2, BN * ROWS] float32
-    arrived_ptr,  # int32, all zero between launches
+    arrived_ptr,  # [programs along the columns] int32, all zero between launches
     num_tokens,
-    num_experts,
     N,
     K,
     chunks,
@@ -167,9 +156,8 @@ def _microscaled_kernel(
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,  # columns of the result
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # more than 1 with SUM_TOKENS only
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # chunks prefetched before the previous kernel has ended, which must not have sorted pairs
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -186,12 +174,6 @@ def _microscaled_kernel(
     row_words = chunks * RUN
     panel_at = words_ptr + (column // PANEL).to(tl.int64) * row_words * PANEL
     if OVERLAP:
-        if PREFETCH > 0:
-            early = tl.load(tile_expert_ptr + slot, cache_modifier=".cg")
-            if (early >= 0) & (early < num_experts):
-                size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * RUN  # words of each row
-                piece_at = panel_at + early.to(tl.int64) * total * row_words + begin * (PANEL * RUN)
-                prefetch_rows(piece_at + (column % PANEL) * size, size * 2)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
@@ -232,27 +214,9 @@ def _microscaled_kernel(
             acc *= UNSCALED
             up *= UNSCALED
 
-        if SPLITS > 1 and SUM_TOKENS == 0:
-            TILE: tl.constexpr = ROWS * BN
-            STEP: tl.constexpr = TILE if GATE == NO_GATE else 2 * TILE
-            program = slot * tl.num_programs(0) + tl.program_id(0)
-            parts = partial_ptr + program.to(tl.int64) * SPLITS * STEP
-            tile = tl.arange(0, BN)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-            tl.store(parts + split * STEP + tile, acc)
-            if GATE != NO_GATE:
-                tl.store(parts + split * STEP + TILE + tile, up)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
-                return
-            tl.debug_barrier()
-            acc = sum_of_parts(parts, tile, BN, ROWS, SPLITS, STEP)
-            if GATE != NO_GATE:
-                up = sum_of_parts(parts + TILE, tile, BN, ROWS, SPLITS, STEP)
-            tl.store(arrived_ptr + program, 0)
-
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * total + column).to(tl.float32)
-            if SUM_TOKENS > 0 and SPLITS > 1:  # part of one of the parts
+            if SPLITS > 1:  # part of one of the parts
                 bias = tl.where(split == 0, bias, 0.0)
             acc += bias[:, None]
             if GATE != NO_GATE:
@@ -298,7 +262,7 @@ def microscaled_linear(
     add_to: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `products.grouped_linear`, for 4-bit floats."""
-    pairs, (num_experts, chunks, rows), depth = len(grouping.order), exponents.shape, x.shape[1]
+    pairs, (_, chunks, rows), depth = len(grouping.order), exponents.shape, x.shape[1]
     columns = rows if gate is None else rows // 2
     width = tiling.columns if gate is None else tiling.columns // 2
     tokens, slots = pairs // top_k, len(grouping.tile_expert)
@@ -310,9 +274,7 @@ def microscaled_linear(
         sums, squares = add_to, torch.empty(tokens, across, dtype=torch.float32, device=x.device)
     elif sum_tokens:
         sums = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
-    in_parts = tiling.splits > 1 and not sum_tokens
-    stored = across * slots * tiling.splits * tiling.rows * tiling.columns if in_parts else 1
-    partial, arrived = scratch(stored, across * (slots if in_parts else 1), x.device)
+    assert tiling.splits == 1 or sum_tokens
     _microscaled_kernel[(across, slots, tiling.splits)](
         x,
         words,
@@ -322,11 +284,9 @@ def microscaled_linear(
         *grouping,
         x if share is None else share,
         sums,
-        partial if squares is None else squares,
-        partial,
-        arrived,
+        x if squares is None else squares,
+        counters(across, x.device),
         tokens,
-        num_experts,
         columns,
         depth,
         chunks,
@@ -343,7 +303,6 @@ def microscaled_linear(
         BN=width,
         SPLITS=tiling.splits,
         STAGES=tiling.stages,
-        PREFETCH=tiling.prefetch if scatter else 0,
         EVEN_DEPTH=depth % (4 * RUN.value) == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         ASM=has_asm(x.device),
@@ -360,6 +319,6 @@ def has_asm(device: torch.device) -> bool:
 
 
 @cache
-def scratch(size: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory shared by all kernels of one stream, which run in sequence."""
-    return torch.empty(size, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+def counters(size: int, device: torch.device) -> Tensor:
+    """Counters shared by all kernels of one stream, which run in sequence."""
+    return torch.zeros(size, dtype=torch.int32, device=device)

@@ -22,12 +22,11 @@ from chairlift.kernels.triton.experts.microscaled import (
     NO_GATE,
     SILU_GATE,
     add_tokens,
+    counters,
     microscaled_linear,
-    scratch,
-    sum_of_parts,
 )
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, prefetch_rows
+from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 from chairlift.kernels.triton.widen import widened
 
 
@@ -51,7 +50,7 @@ def _grouped_kernel(
     scales_ptr,  # [experts, rows] float32, with EIGHT_BITS only
     x_scales_ptr,  # [rows of x] float32, with ROUNDED only
     bias_ptr,  # [experts, rows], with HAS_BIAS only
-    out_ptr,  # [pairs, N] sorted, or with SCATTER in the order of the pairs; SUM_TOKENS: [SPLITS, pairs, N]
+    out_ptr,  # [pairs, N] sorted, or with SCATTER in the order of the pairs; SUM_TOKENS: in float32
     order_ptr,
     tile_expert_ptr,
     tile_begin_ptr,
@@ -59,10 +58,8 @@ def _grouped_kernel(
     share_ptr,  # [pairs]: with HAS_SHARE the routing weight that multiplies each row
     sums_ptr,  # [tokens, N], with SUM_TOKENS only; with RESIDUAL the sums are added to it
     squares_ptr,  # [tokens, programs along the columns] float32, with RESIDUAL only
-    partial_ptr,  # [programs, SPLITS, ROWS * columns of the weight] float32
-    arrived_ptr,  # int32, all zero between launches
+    arrived_ptr,  # [programs along the columns] int32, all zero between launches
     num_tokens,
-    num_experts,
     N,
     K,
     alpha,
@@ -79,28 +76,15 @@ def _grouped_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr,  # columns prefetched before the previous kernel has ended, which must not have sorted pairs
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    slot = tl.program_id(1)
-    split = tl.program_id(2)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    per_split = tl.cdiv(K, SPLITS * BK) * BK
-    first = split * per_split
-    last = tl.minimum(first + per_split, K)
     if OVERLAP:
-        if PREFETCH > 0:
-            early = tl.load(tile_expert_ptr + slot, cache_modifier=".cg")
-            if (early >= 0) & (early < num_experts):
-                size = tl.maximum(tl.minimum(last - first, PREFETCH), 0) * (
-                    weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-                )
-                prefetch_rows(weight_ptr + (early.to(tl.int64) * N + n % N) * K + first, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
     if expert != NO_EXPERT:
         place = tl.load(tile_begin_ptr + slot) + tl.arange(0, ROWS)
@@ -119,13 +103,13 @@ def _grouped_kernel(
         x_at = x_ptr + source[:, None] * K
         acc = tl.zeros([ROWS, BN if GATE == NO_GATE else 2 * BN], tl.float32)
         w_at = weight_ptr + row[:, None] * K
-        for at in range(first, last, BK):
+        for at in range(0, K, BK):
             kk = at + k
             if EVEN_DEPTH:
                 w = tl.load(w_at + kk[None, :], mask=inside[:, None], other=0.0)
                 x = tl.load(x_at + kk[None, :], mask=is_row[:, None], other=0.0)
             else:
-                within = (kk < last)[None, :]
+                within = (kk < K)[None, :]
                 w = tl.load(w_at + kk[None, :], mask=inside[:, None] & within, other=0.0)
                 x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & within, other=0.0)
             if ROUNDED:  # accumulate in float32 here: the tensor cores accumulate 8-bit products less exactly
@@ -134,44 +118,27 @@ def _grouped_kernel(
                 if EIGHT_BITS:
                     w = widened(w, x.dtype, OVERLAP)
                 acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-        if SPLITS > 1 and SUM_TOKENS == 0:
-            WIDTH: tl.constexpr = BN if GATE == NO_GATE else 2 * BN
-            program = slot * tl.num_programs(0) + tl.program_id(0)
-            parts = partial_ptr + program.to(tl.int64) * SPLITS * ROWS * WIDTH
-            tile = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            tl.store(parts + split * ROWS * WIDTH + tile, acc)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
-                return
-            tl.debug_barrier()
-            acc = sum_of_parts(parts, tile, ROWS, WIDTH, SPLITS, ROWS * WIDTH)
-            tl.store(arrived_ptr + program, 0)
         if ROUNDED:
             acc *= tl.load(x_scales_ptr + source, mask=is_row, other=0.0)[:, None]
         if EIGHT_BITS:
             acc *= tl.load(scales_ptr + row, mask=inside, other=0.0)[None, :]
         if HAS_BIAS:
-            bias = tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)
-            if SUM_TOKENS > 0 and SPLITS > 1:  # part of one of the parts
-                bias = tl.where(split == 0, bias, 0.0)
-            acc += bias[None, :]
+            acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[None, :]
         if HAS_SHARE:
             acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if GATE != NO_GATE:
             acc = _gated(acc, alpha, limit, ROWS, BN, GATE)
         target = (pair if SCATTER else place).to(tl.int64)
-        if SUM_TOKENS > 0:
-            target += split * num_tokens * TOP_K
         out_at = out_ptr + target[:, None] * N + n[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
     if SUM_TOKENS > 0:
         tl.debug_barrier()
         counter = arrived_ptr + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != tl.num_programs(1) * SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != tl.num_programs(1) - 1:
             return
         tl.debug_barrier()
         tl.store(counter, 0)
-        add_tokens(out_ptr, sums_ptr, squares_ptr, n, num_tokens, N, TOP_K, SPLITS, SUM_TOKENS, RESIDUAL, BN)
+        add_tokens(out_ptr, sums_ptr, squares_ptr, n, num_tokens, N, TOP_K, 1, SUM_TOKENS, RESIDUAL, BN)
 
 
 @triton.jit
@@ -247,28 +214,20 @@ def grouped_product(
             x, weight.numbers, weight.scales, grouping, tiling, top_k, gate=gate, scatter=scatter, bias=bias,
             share=share, sum_tokens=sum_tokens, add_to=add_to,
         )  # fmt: skip
-    pairs, (num_experts, columns, depth) = len(grouping.order), weight.numbers.shape
+    pairs, (_, columns, depth) = len(grouping.order), weight.numbers.shape
     columns //= 1 if gate is None else 2
     kind = out_dtype or x.dtype
-    tokens, slots = pairs // top_k, len(grouping.tile_expert)
+    tokens = pairs // top_k
     width = tiling.columns // (1 if gate is None else 2)
     across = cdiv(columns, width)
-    out = torch.empty(
-        tiling.splits if sum_tokens else 1,
-        pairs,
-        columns,
-        dtype=torch.float32 if sum_tokens else kind,
-        device=x.device,
-    )
-    sums, squares = out[0], None
+    out = torch.empty(pairs, columns, dtype=torch.float32 if sum_tokens else kind, device=x.device)
+    sums, squares = out, None
     if add_to is not None:
         sums, squares = add_to, torch.empty(tokens, across, dtype=torch.float32, device=x.device)
     elif sum_tokens:
         sums = torch.empty(tokens, columns, dtype=kind, device=x.device)
-    in_parts = tiling.splits > 1 and not sum_tokens
-    stored = across * slots * tiling.splits * tiling.rows * tiling.columns if in_parts else 1
-    partial, arrived = scratch(stored, across * (slots if in_parts else 1), x.device)
-    _grouped_kernel[(across, slots, tiling.splits)](
+    assert tiling.splits == 1
+    _grouped_kernel[(across, len(grouping.tile_expert))](
         x,
         weight.numbers,
         weight.numbers if weight.scales is None else weight.scales,
@@ -278,11 +237,9 @@ def grouped_product(
         *grouping,
         x if share is None else share,
         sums,
-        partial if squares is None else squares,
-        partial,
-        arrived,
+        x if squares is None else squares,
+        counters(across, x.device),
         tokens,
-        num_experts,
         columns,
         depth,
         1.0 if gate is None else gate.alpha,
@@ -299,8 +256,6 @@ def grouped_product(
         ROWS=tiling.rows,
         BN=width,
         BK=tiling.depth,
-        SPLITS=tiling.splits,
-        PREFETCH=tiling.prefetch * tiling.depth if scatter and depth * weight.numbers.element_size() % 16 == 0 else 0,
         EVEN_DEPTH=depth % tiling.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,

@@ -97,9 +97,10 @@ def compile_attention() -> None:
         fused.keys, fused.values = decode.keys, decode.values
         out = torch.empty(2, HEADS, DIM, dtype=BF16)
         run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
-    for case in (decode, prefill):  # the caches are in the last type
+    for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
     run_decode(decode, 0.1, None, None)
+    run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(None, None, 0.0, cos, cos))
     run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
 

@@ -40,6 +40,7 @@ from chairlift.engine.recurrent_options import check_recurrent_options
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.kernels.gpu import on_gpu
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
@@ -166,7 +167,7 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
     int8 where it is faster, unless a dtype is configured."""
     if config.quantization not in (None, "auto"):
         return config.quantization
-    if checkpoint.quantization is not None and torch_device(config).type == "cuda":
+    if checkpoint.quantization is not None and on_gpu(torch_device(config)):
         obstacles = format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
         return "none" if obstacles else "checkpoint"
     if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:

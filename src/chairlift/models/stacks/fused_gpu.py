@@ -2,6 +2,7 @@
 
     norm + qkv | attention, with norms, rotation, cache write | output + add | norm + gate, up | down + add
 
+of mixtures of experts six (norm + routing | gate, up | down + add at the end) for up to 8 rows,
 and ten for steps with more rows whose products are in 8 bits; other large steps run layer by layer. If all steps must
 add up in one order (batch invariance), all have the few kernels.
 

@@ -37,10 +37,10 @@ def _convolve_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Convolves a tile. The first tile of a sequence, which alone reads its state, also keeps the states due in it."""
+    sequence, offset, begin, end = find_tile(starts_ptr, tl.program_id(0), num_sequences, ROWS, ONE_EACH, SEQUENCES)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    sequence, offset, begin, end = find_tile(starts_ptr, tl.program_id(0), num_sequences, ROWS, ONE_EACH, SEQUENCES)
     if begin + offset >= end:
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -135,13 +135,15 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < group
     column = tl.program_id(1) * group + place
+    if NORM:
+        weight = tl.load(weight_ptr + column % weights, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0 / (1.0 + tl.exp(-gate))
@@ -151,7 +153,7 @@ def _gated_norm_kernel(
         x = x * factor
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / group + eps)
-        x = x * tl.load(weight_ptr + column % weights, mask=inside, other=0.0)
+        x = x * weight
     if not GATE_FIRST:
         x = x * factor
     tl.store(out_ptr + row * size + column, (x * scale).to(out_ptr.dtype.element_ty), mask=inside)

@@ -78,22 +78,24 @@ def _recurrence_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     begin = tl.load(starts_ptr + sequence)
     end = tl.load(starts_ptr + sequence + 1)
-    if (begin == end) | (end - begin > MOST_ROWS):
-        return
+    has_work = (begin < end) & (end - begin <= MOST_ROWS)
     i = tl.arange(0, BLOCK_DIM)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < VALUES
     both = (i < DIM)[:, None] & inside[None, :]
     at = (head * DIM + i)[:, None] * VALUES + column[None, :]
     slot = tl.load(read_ptr + sequence).to(tl.int64)
-    s = tl.load(state_ptr + slot * HEADS * DIM * VALUES + at, mask=both & (slot >= 0), other=0.0)
+    s = tl.load(state_ptr + slot * HEADS * DIM * VALUES + at, mask=both & (slot >= 0) & has_work, other=0.0)
+    # No kernel of this step before this one writes the states of such sequences.
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if has_work == 0:
+        return
     for place in range(end - begin):
         row = begin.to(tl.int64) + place
         q = tl.load(q_ptr + row * q_stride + head // GROUP * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)

@@ -69,6 +69,7 @@ from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.kernels.triton.vector import vector_product
 from chairlift.layers.microscaled import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch
@@ -77,6 +78,7 @@ from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_pr
 
 product.reads_ahead = lambda device: hopper
 int4.has_asm = microscaled.has_asm = lambda device: True
+int4.reads_ahead = lambda device: hopper
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
@@ -131,9 +133,25 @@ def compile_products() -> None:
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)
         product.product(x, weight[:1], invariant=True)
+    x = torch.randn(1, HIDDEN).to(BF16)
+    fp8.pairs_of(x)
+    for gated in (False, True):
+        total = None if gated else torch.zeros(1, 2 * INNER, dtype=BF16)
+        vector_product(x, weight.to(FP8), torch.ones(2 * INNER), gated=gated, add_to=total)
     if capability >= 89:
         numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)
+        if hopper:
+            compile_pairs(weight.to(FP8))
         invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)
+
+
+def compile_pairs(weight: torch.Tensor) -> None:
+    scales, split = torch.ones(2 * INNER), fp8.empty_pairs(24, INNER, CPU)
+    for rows in (24,) if brief else (1, 9, 24):
+        x = torch.randn(rows, HIDDEN).to(BF16)
+        options: dict[str, Any] = {"weight_scales": scales, "out_dtype": BF16, "pairs_out": split}
+        product.product(fp8.pairs_of(x), weight, squares=torch.ones(rows, 4), eps=1e-6, gated=True, **options)
+        product.product(x, weight[:INNER], add_to=torch.zeros(rows, INNER, dtype=BF16), **options)
 
 
 def compile_int4() -> None:

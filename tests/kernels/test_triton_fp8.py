@@ -24,6 +24,8 @@ from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import rotate_and_store_
 from chairlift.kernels.triton.products.product import product
 from chairlift.kernels.triton.products.tiling import ProductTiling
+from chairlift.kernels.triton.vector import VectorTiling, vector_product
+from chairlift.layers.formats.base import ScaledRows
 from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, fp8_obstacles, multiply, round_rows
 from chairlift.models import build_model, format_obstacles
 from chairlift.models.decoder import Decoder
@@ -118,6 +120,72 @@ def test_products_with_8_bit_weights(
         if added:
             assert sums is not None
             assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)
+
+
+def eight_bit_case(rows: int, kind: str, device: torch.device) -> tuple[Tensor, ScaledRows, Tensor, Tensor, Tensor]:
+    """Activations, a weight, what the product is added to, sums of squares, and the result in float64."""
+    torch.manual_seed(rows)
+    columns, depth = 72, 528
+    x = torch.randn(rows, depth, device=device).half()
+    weight = round_rows(torch.randn(columns * (1 + (kind == "gated")), depth, device=device) / depth**0.5)
+    weight.numbers.view(torch.uint8)[0, :5] = torch.tensor([0, 1, 129, 8, 135], dtype=torch.uint8)  # also denormal
+    squares = x.float().pow(2).view(rows, 3, -1).sum(2)
+    total = torch.randn(rows, columns, device=device).half()
+    expected = x.double() @ (weight.numbers.double() * weight.scales.double()[:, None]).T
+    expected *= torch.rsqrt(squares.double().sum(1, keepdim=True) / depth + 1e-6)
+    if kind == "gated":
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    return x, weight, total, squares, expected + total.double() if kind == "added" else expected
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize(
+    "tiling", [None, VectorTiling(8, 256, 3, 1, 4), VectorTiling(16, 256, 1, 3, 2), VectorTiling(4, 1024, 1, 1, 4)]
+)
+def test_products_of_a_single_row(kind: str, tiling: VectorTiling | None, device: torch.device) -> None:
+    x, weight, total, squares, expected = eight_bit_case(1, kind, device)
+    norm: dict[str, Any] = {"squares": squares, "eps": 1e-6}
+    added = total.clone() if kind == "added" else None
+    found, sums = vector_product(x, *weight, tiling=tiling, gated=kind == "gated", add_to=added, **norm)
+    assert error(found, expected) < 1e-3
+    if added is not None:
+        assert sums is not None
+        assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize(
+    ("rows", "tiling"), [(3, None), (20, ProductTiling(64, 64, 64, 2, 2, described=True)), (9, None)]
+)
+def test_products_of_pairs_of_rows(kind: str, rows: int, tiling: ProductTiling | None, device: torch.device) -> None:
+    """Activations that the kernel before has split are nearly as exact as those that are not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("this GPU does not multiply e4m3 with e5m2")
+    x, weight, total, squares, expected = eight_bit_case(rows, kind, device)
+    added = total.clone() if kind == "added" else None
+    pairs = triton_fp8.empty_pairs(rows, 72, device)
+    found, sums = product(
+        triton_fp8.pairs_of(x), weight.numbers, weight_scales=weight.scales, squares=squares, eps=1e-6, tiling=tiling,
+        gated=kind == "gated", add_to=added, pairs_out=pairs, out_dtype=x.dtype,
+    )  # fmt: skip
+    assert error(found, expected) < 1e-2
+    assert error(pairs.float().view(rows, 2, -1).sum(1), found.double()) < 4e-3
+    if added is not None:
+        assert sums is not None
+        assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)
+
+
+def test_rows_are_split_into_pairs(device: torch.device) -> None:
+    x = torch.randn(3, 100, device=device) * 10.0 ** torch.arange(-3, 5, device=device).repeat(13)[:100]
+    pairs = triton_fp8.pairs_of(x).float().view(3, 2, 100)
+    kept = x.abs() < 57344
+    assert float(((pairs.sum(1) - x).abs() / (x.abs() + 1e-3))[kept].max()) < 1 / 32
+    assert error(pairs.sum(1)[kept], x[kept].double()) < 4e-3
+    x[1, 7], x[2, 8] = float("nan"), 1e9
+    found = triton_fp8.pairs_of(x).float().view(3, 2, 100).sum(1)
+    assert found.isnan().nonzero().tolist() == [[1, 7]]
+    assert found[2, 8] == 57344, "numbers that are too large become the largest"
 
 
 def test_norms_are_rounded_in_one_pass(device: torch.device) -> None:

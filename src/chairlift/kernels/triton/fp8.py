@@ -1,4 +1,4 @@
-"""Rounds rows of activations to fp8, in one pass with the operation that makes them."""
+"""Rounds rows of activations to fp8, in one pass with the operation that makes them, or splits them into pairs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import empty_rows, next_power_of_2, overlapping
 
+PAIR = torch.float8_e5m2
 IS_PLAIN, IS_NORM, IS_GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -56,6 +57,62 @@ def _round_rows_kernel(
     tl.store(scales_ptr + row, scale)
     x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may exceed it slightly
     tl.store(numbers_ptr + row * size + lane, x.to(numbers_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _upper_byte(x):
+    """The upper byte of a float16, rounded to it: an e5m2 number, and as float32."""
+    bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    byte = tl.where(x == x, bits + 128, bits) >> 8  # NaN has no room for the addition
+    return byte.to(tl.uint8).to(tl.float8e5, bitcast=True), (byte << 8).to(tl.int16).to(tl.float16, bitcast=True).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def split_terms(x):
+    """Two e5m2 numbers whose sum is x within 1/64; they have its range without a scale."""
+    LARGEST: tl.constexpr = 57344.0
+    wide = tl.maximum(x.to(tl.float32), -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    wide = tl.minimum(wide, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    high, number = _upper_byte(wide)
+    low, _ = _upper_byte(wide - number)
+    return high, low
+
+
+@triton.jit
+def _split_rows_kernel(
+    x_ptr,  # [T, size]
+    pairs_ptr,  # [2 * T, size] e5m2
+    size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    high, low = split_terms(tl.load(x_ptr + row * size + lane, mask=lane < size, other=0.0))
+    tl.store(pairs_ptr + 2 * row * size + lane, high, mask=lane < size)
+    tl.store(pairs_ptr + (2 * row + 1) * size + lane, low, mask=lane < size)
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """Split each row of x [T, size] into two rows of 8-bit floats whose sum it is, with a deviation of 0.3%."""
+    rows, size = x.shape
+    pairs = empty_pairs(rows, size, x.device)
+    block = next_power_of_2(size)
+    if rows:
+        _split_rows_kernel[(rows,)](
+            x, pairs, size, BLOCK=block, num_warps=max(1, min(16, block // 512)), **overlapping(x.device)
+        )
+    return pairs
+
+
+def empty_pairs(rows: int, size: int, device: torch.device) -> Tensor:
+    """Allocate pairs of `rows` rows."""
+    return empty_rows(2 * rows, size, dtype=PAIR, device=device)
 
 
 def round_rows(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from chairlift.kernels.gpu import gpu_of
 
@@ -44,6 +45,12 @@ def shared_memory(device: torch.device) -> int:
     """Shared memory of one program in bytes; unlimited in the interpreter."""
     gpu = gpu_of(device)
     return 2**30 if gpu is None else gpu.shared_memory
+
+
+def reads_ahead(device: torch.device) -> bool:
+    """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
+    gpu = gpu_of(device)
+    return gpu is None or gpu.capability >= (9, 0)
 
 
 _generic_steps = 0  # contexts of `generic_kernels` that are entered
@@ -98,6 +105,13 @@ def empty_rows(rows: int, *size: int, dtype: torch.dtype, device: torch.device) 
 
     The tensor memory accelerator takes up to 1.5 times as long for a tile that is partly outside of its tensor."""
     return torch.empty(spare_rows(rows), *size, dtype=dtype, device=device)[:rows]
+
+
+def described_rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe x with the spare rows its last tile [rows, columns] covers; their results are dropped."""
+    count, depth = x.shape
+    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
+    return TensorDescriptor(x, [min(room, cdiv(count, rows) * rows), depth], [depth, 1], [rows, columns])
 
 
 def picked_rows(x: Tensor, rows: Tensor) -> Tensor:

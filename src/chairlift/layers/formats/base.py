@@ -205,6 +205,23 @@ class WeightFormat(ABC):
         `kernels.triton.products.product`."""
         raise NotImplementedError
 
+    def splits_rows(self, rows: int) -> bool:
+        """Whether it has `fused_split` and that is faster than `fused`."""
+        return False
+
+    def fused_split(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`fused`, with the result as pairs of 8-bit rows (see `kernels.triton.fp8.pairs_of`); x may be such pairs."""
+        raise NotImplementedError
+
     def fused_scaled(self, x: Tensor, *, add_to: Tensor, next_norm: Tensor) -> tuple[Tensor | None, Tensor]:
         """Add the product to `add_to`; return the partial sums of squares of its rows, and it times `next_norm`."""
         squares = self.fused(x, add_to=add_to)[1]

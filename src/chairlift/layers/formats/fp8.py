@@ -7,6 +7,7 @@ so that no request's numbers depend on another's. Products are added in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,20 +107,44 @@ class FP8Weight(WeightFormat):
         gated: bool = False,
         add_to: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        from chairlift.kernels.triton.products.product import product
+        if len(x) > 1:
+            return self._product(x, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+        from chairlift.kernels.triton.vector import vector_product
 
         assert self._rows is not None
         numbers, scales = self._rows
-        return product(
-            x,
-            numbers,
-            weight_scales=scales,
-            squares=squares,
-            eps=eps,
-            bias=bias,
-            gated=gated,
-            add_to=add_to,
+        return vector_product(x, numbers, scales, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+
+    def splits_rows(self, rows: int) -> bool:
+        """On Hopper and later, whose tensor cores multiply e4m3 with e5m2."""
+        from chairlift.kernels.triton.launch import reads_ahead
+
+        return rows > 1 and self.fuses_rows(rows, gated=True) and reads_ahead(self.device)
+
+    def fused_split(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.fp8 import PAIR, empty_pairs
+
+        rows = len(x) // 2 if x.dtype is PAIR else len(x)
+        pairs = empty_pairs(rows, self.out_features // (2 if gated else 1), x.device)
+        _, squares_out = self._product(
+            x, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to, pairs_out=pairs
         )
+        return pairs, squares_out
+
+    def _product(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.products.product import product
+
+        assert self._rows is not None
+        return product(x, self._rows.numbers, weight_scales=self._rows.scales, out_dtype=self.dtype, **options)
 
     def adds_rounded(self, rows: int) -> bool:
         return rows <= MANY_ROWS and self.fuses_rows(rows, gated=False)

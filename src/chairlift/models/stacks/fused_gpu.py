@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
@@ -29,7 +30,7 @@ from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.stacks.base import LayerStack, StackParts, picked
 from chairlift.models.stacks.plain import PlainStack
-from chairlift.models.stacks.streams import FusedStream, RoundedStream, ScaledStream, Stream
+from chairlift.models.stacks.streams import FusedStream, PairedStream, RoundedStream, ScaledStream, Stream
 
 
 def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -67,6 +68,7 @@ class FusedGPUStack(LayerStack):
     def __init__(self, parts: StackParts) -> None:
         super().__init__(parts)
         self._plain = PlainStack(parts)
+        self._weights: list[WeightFormat] = []
         self._most_fused_rows, self._rounds_rows = 0, False
         self._norms_are_moved = True
 
@@ -81,7 +83,7 @@ class FusedGPUStack(LayerStack):
             self._norms_are_moved &= norm.move_weight(linear.weight.scale_columns)
 
     def finalize(self) -> None:
-        weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
+        self._weights = weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
         self._most_fused_rows = min(weight.most_fused_rows for weight in weights)
         if all(weight.batch_invariant and weight.fuses_invariantly for weight in weights):
             self._most_fused_rows = sys.maxsize  # one order of sums for all steps
@@ -137,6 +139,9 @@ class FusedGPUStack(LayerStack):
         if len(tokens) <= self._most_fused_rows:
             x, squares = self.parts.embedding.with_squares(tokens)
             if self._norms_are_moved:
-                return FusedStream(x, squares)
+                return PairedStream(x, squares) if self._splits_rows(len(x)) else FusedStream(x, squares)
             return ScaledStream(x, squares, self.parts.layers[0].before_attention)
         return RoundedStream(self.parts.embedding(tokens)) if self._rounds_rows else None
+
+    def _splits_rows(self, rows: int) -> bool:
+        return all(weight.splits_rows(rows) for weight in self._weights)

@@ -152,6 +152,29 @@ class ScaledStream(FusedStream):
             self._normed = next_norm.add_(self.x, linear(y))
 
 
+class PairedStream(FusedStream):
+    """For few rows and weights in 8 bits: what writes an activation splits it into two 8-bit rows, which are multiplied
+    with the weights as they are."""
+
+    def __init__(self, x: Tensor, squares: Tensor) -> None:
+        from chairlift.kernels.triton.fp8 import pairs_of
+
+        super().__init__(x, squares)
+        self._pairs = pairs_of(x)
+
+    def _unnormed(self) -> Tensor:
+        return self._pairs
+
+    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
+        self._pairs, self._squares = linear.weight.fused_split(y, add_to=self.x)
+
+    def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
+        assert norm is not None
+        weight, bias = mlp.gate_up.weight, mlp.gate_up.bias
+        inner, _ = weight.fused_split(self._pairs, squares=self._squares, eps=norm.eps, bias=bias, gated=True)
+        self.add_product(mlp.down, inner, next_norm)
+
+
 class RoundedStream(Stream):
     """For many rows in 8 bits: the kernels between products write each activation once, rounded, with its scale."""
 

@@ -11,7 +11,8 @@ includes
 Weights in 8-bit floats have a scale per row. Activations that are rounded to 8 bits, too, are multiplied with them as
 they are. Other activations keep their precision: the weights are widened in registers, or, where gate and up would both
 have to be, each element of the normalised rows is replaced by the sum of two 8-bit numbers, which is as exact as
-bfloat16.
+bfloat16. Or the kernel before has split them (PAIRS): each row is the sum of two rows of e5m2 numbers, which have its
+range without a scale and six bits together; tensor cores multiply both with a row of weights as they are.
 
 Outputs with few columns do not fill the GPU; their sum is split among several programs, and the last one to finish adds
 the parts, always in the same order. With many rows and a tiling that must not depend on their number (batch
@@ -25,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from chairlift.kernels.triton.fp8 import split_terms
 from chairlift.kernels.triton.launch import prefetch_rows
 from chairlift.kernels.triton.widen import widened
 
@@ -53,7 +55,7 @@ def _tile(tiles, row, rows_at, at, end, BK: tl.constexpr, DESCRIBED: tl.constexp
 
 @triton.jit
 def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    if w.dtype != x.dtype:
+    if w.dtype != x.dtype and x.dtype.primitive_bitwidth > 8:
         w = widened(w, x.dtype, FAST)
     if SWAPPED:
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
@@ -76,6 +78,16 @@ def _two_terms(x, scale):
     wide = x.to(tl.float32) * scale[:, None]
     high = wide.to(tl.float8e4nv)
     return high, (wide - high.to(tl.float32)).to(tl.float8e4nv)
+
+
+@triton.jit
+def _joined(acc, SWAPPED: tl.constexpr):
+    """Add the products of the two rows of each pair."""
+    if SWAPPED:
+        acc = tl.sum(acc.reshape(acc.shape[0], acc.shape[1] // 2, 2), 2)
+    else:
+        acc = tl.sum(acc.reshape(acc.shape[0] // 2, 2, acc.shape[1]), 1)
+    return acc
 
 
 @triton.jit
@@ -130,6 +142,7 @@ def product_kernel(
     x_scale_ptr,  # [M] float32, with ROUNDED
     bias_ptr,  # [N]
     out_ptr,  # [M, N]; with RESIDUAL the product is added to it
+    pairs_ptr,  # e5m2 [2 * M, N]: the result as sums of two rows, with SPLIT
     squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
     squares_out_ptr,  # [M, programs along the columns] float32
     partial_ptr,  # [programs, SPLITS, 1 or 2, BM * BN] float32
@@ -148,6 +161,8 @@ def product_kernel(
     SQUARES_PADDED: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
     ROUNDED: tl.constexpr,  # x is, too
+    PAIRS: tl.constexpr,  # x is e5m2 [2 * M, K], two rows for each row
+    SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -161,7 +176,8 @@ def product_kernel(
     row_block = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
-    m = row_block * BM + tl.arange(0, BM)
+    ROWS: tl.constexpr = BM // 2 if PAIRS else BM  # of the result
+    m = row_block * ROWS + tl.arange(0, ROWS)
     n = block * BN + tl.arange(0, BN)
     per_split = tl.cdiv(K, SPLITS * BK) * BK
     begin = split * per_split
@@ -169,7 +185,8 @@ def product_kernel(
     # Rows and columns past the end read other rows and columns, and their results are dropped. They wrap around,
     # since reading the same one many times is slow.
     w_at = weight_ptr + (n % N).to(tl.int64) * K
-    x_at = x_ptr + (m % M).to(tl.int64) * K
+    x_rows = row_block * BM + tl.arange(0, BM)
+    x_at = x_ptr + (x_rows % (2 * M if PAIRS else M)).to(tl.int64) * K
     if OVERLAP:
         if PREFETCH > 0 and row_block == 0:
             size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * (
@@ -183,7 +200,7 @@ def product_kernel(
     if SQUARES > 0:  # asked for here, needed at the end
         squares = _parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
     # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time.
-    TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and GATED and SQUARES > 0
+    TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and not PAIRS and GATED and SQUARES > 0
     if TWO_TERMS:
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
@@ -211,12 +228,18 @@ def product_kernel(
             A, B, BK, GATED, TWO_TERMS, SWAPPED, DESCRIBED, EVEN_DEPTH, PRECISION, OVERLAP,
         )  # fmt: skip
 
+    if PAIRS:
+        acc = _joined(acc, SWAPPED)
+        if GATED:
+            up = _joined(up, SWAPPED)
     if SPLITS > 1 and not IN_SEQUENCE:
-        TILE: tl.constexpr = BM * BN
+        TILE: tl.constexpr = ROWS * BN
         STEP: tl.constexpr = 2 * TILE if GATED else TILE
         program = row_block * tl.num_programs(1) + block
         parts = partial_ptr + program.to(tl.int64) * SPLITS * STEP
-        tile = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
+        C: tl.constexpr = BN if SWAPPED else ROWS
+        D: tl.constexpr = ROWS if SWAPPED else BN
+        tile = tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(parts + split * STEP + tile, acc)
         if GATED:
             tl.store(parts + split * STEP + TILE + tile, up)
@@ -224,20 +247,20 @@ def product_kernel(
         if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.debug_barrier()
-        acc = _sum_of_parts(parts, tile, A, B, SPLITS, STEP)
+        acc = _sum_of_parts(parts, tile, C, D, SPLITS, STEP)
         if GATED:
-            up = _sum_of_parts(parts + TILE, tile, A, B, SPLITS, STEP)
+            up = _sum_of_parts(parts + TILE, tile, C, D, SPLITS, STEP)
         tl.store(arrived_ptr + program, 0)
 
     if SWAPPED:
         acc = tl.trans(acc)
     if SQUARES > 0 or EIGHT_BITS:
         if TWO_TERMS:
-            factor = tl.full([BM], 1.0, tl.float32) / reach
+            factor = tl.full([ROWS], 1.0, tl.float32) / reach
         elif SQUARES > 0:
             factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
         else:
-            factor = tl.full([BM], 1.0, tl.float32)
+            factor = tl.full([ROWS], 1.0, tl.float32)
         if ROUNDED:
             factor *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
         acc *= factor[:, None]
@@ -259,6 +282,11 @@ def product_kernel(
         acc += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_at, rounded, mask=keep)
+    if SPLIT:
+        high, low = split_terms(rounded)
+        pairs_at = pairs_ptr + (2 * m).to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(pairs_at, high, mask=keep)
+        tl.store(pairs_at + N, low, mask=keep)
     if RESIDUAL:  # the next norm needs sums of squares
         kept = tl.where(keep, rounded.to(tl.float32), 0.0)
         tl.store(squares_out_ptr + m * tl.num_programs(1) + block, tl.sum(kept * kept, 1), mask=m < M)

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.fp8 import PAIR
+from chairlift.kernels.triton.launch import cdiv, described_rows, empty_rows, next_power_of_2, overlapping, reads_ahead
 from chairlift.kernels.triton.products.kernel import product_kernel
 from chairlift.kernels.triton.products.tiling import (
     ProductTiling,
+    choose_paired_tiling,
     choose_rounded_tiling,
     choose_tiling,
     fitting,
     num_stages,
-    reads_ahead,
 )
 
 INVARIANT_ROWS = 64  # batch-invariant products have the tiling of this number of rows
@@ -35,6 +36,7 @@ def product(
     add_to: Tensor | None = None,
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
+    pairs_out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tiling: ProductTiling | None = None,
     invariant: bool = False,
@@ -46,17 +48,22 @@ def product(
     `add_to` [M, N]: add the result to it in place.
     `weight_scales` [N] or [2 N]: the weight is in 8-bit floats, with a scale for each row.
     `x_scales` [M]: x is, too, and the result is of `out_dtype`.
+    `pairs_out` [2 M, N]: where the result is written as pairs of rows (see `fp8.pairs_of`). x may be such pairs
+        [2 M, K]; then the result is of `out_dtype`.
     `invariant`: a row of the result is bit for bit the same for any number of rows.
     """
-    rows, depth = x.shape
+    pairs = x.dtype is PAIR
+    x_rows, depth = x.shape
+    rows = x_rows // 2 if pairs else x_rows
     columns = len(weight) // (2 if gated else 1)
-    choose = choose_tiling if weight_scales is None else choose_rounded_tiling
+    choose = choose_tiling if weight_scales is None else choose_paired_tiling if pairs else choose_rounded_tiling
     tiling = tiling or choose(INVARIANT_ROWS if invariant else rows, columns, depth, gated)
     tiling = fitting(tiling, gated, x.dtype, weight.dtype, x.device)
     in_sequence = invariant and tiling.splits > 1 and rows > PARALLEL_ROWS
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
-    programs = cdiv(rows, tiling.rows) * across
+    blocks = cdiv(x_rows, tiling.rows)
+    programs = blocks * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
     stored = programs * tiling.splits * tile if tiling.splits > 1 and not in_sequence else 1
     partial, arrived = _scratch(stored, programs if stored > 1 else 1, x.device)
@@ -64,15 +71,16 @@ def product(
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
-    product_kernel[(cdiv(rows, tiling.rows), across, 1 if in_sequence else tiling.splits)](
+    product_kernel[(blocks, across, 1 if in_sequence else tiling.splits)](
         x,
         weight,
-        _rows_and_room(x, tiling) if described else x,
+        described_rows(x, tiling.rows, tiling.depth) if described else x,
         TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]) if described else weight,
         partial if weight_scales is None else weight_scales,
         partial if x_scales is None else x_scales,
         weight if bias is None else bias,
         out,
+        out if pairs_out is None else pairs_out,
         partial if squares is None else squares,
         partial if squares_out is None else squares_out,
         partial,
@@ -91,6 +99,8 @@ def product(
         SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
         EIGHT_BITS=weight_scales is not None,
         ROUNDED=x_scales is not None,
+        PAIRS=pairs,
+        SPLIT=pairs_out is not None,
         GATED=gated,
         RESIDUAL=add_to is not None,
         BIAS=bias is not None,
@@ -117,11 +127,3 @@ def _reach(depth: int) -> float:
 def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scratch memory shared by all kernels of one stream, which run in sequence."""
     return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
-
-
-def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
-    """Describe x with the spare rows its last tile covers (see `empty_rows`); their results are dropped."""
-    rows, depth = x.shape
-    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
-    tiled = min(room, cdiv(rows, tiling.rows) * tiling.rows)
-    return TensorDescriptor(x, [tiled, depth], [depth, 1], [tiling.rows, tiling.depth])

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from chairlift.kernels.gpu import gpu_of
 from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory, tuned
 
 SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
@@ -74,12 +73,6 @@ def _fills_chip(columns: int) -> bool:
     return columns // 32 >= PROGRAMS
 
 
-def reads_ahead(device: torch.device) -> bool:
-    """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
-    gpu = gpu_of(device)
-    return gpu is None or gpu.capability >= (9, 0)
-
-
 @cache
 def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
     """The best of about thirty tilings per kind of product on an H200, most of them measured within whole steps, where
@@ -128,6 +121,18 @@ def choose_rounded_tiling(rows: int, columns: int, depth: int, gated: bool) -> P
     if columns > MANY_COLUMNS:
         return ProductTiling(height, 128, 256, 1, 3, described=True)
     splits = last_power_of_2(min(4, depth // 512, 4 * PROGRAMS // max(1, blocks)))
+    return ProductTiling(height, 64, 256, splits, 4, described=True)
+
+
+@cache
+def choose_paired_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    """The same for activations in pairs of 8-bit rows: the best of 15 to 50 tilings with 1, 8 and 32 rows, each product
+    of the Llama-3-8B shape in a graph of itself over different weights."""
+    height = 16 if rows <= 8 else 32 if rows <= 16 else 64
+    if gated:
+        return ProductTiling(height, 128, 256 if height == 16 else 128, 1, 3 if height == 16 else 4, 0, True, 8)
+    programs = PROGRAMS if depth < 8192 or height == 64 else 2 * PROGRAMS
+    splits = last_power_of_2(min(programs // max(1, columns // 64), depth // 1024))
     return ProductTiling(height, 64, 256, splits, 4, described=True)
 
 

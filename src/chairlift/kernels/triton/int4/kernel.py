@@ -124,13 +124,63 @@ def _dequantized(based, scale, offset, ASM: tl.constexpr):
 
 
 @triton.jit
-def _plus_group(acc, based, x, ones, scale, offset, BASE: tl.constexpr, FEW: tl.constexpr, ASM: tl.constexpr):
-    """Add the product of one group of columns."""
-    if FEW:
-        acc += tl.dot(based, tl.trans(x)) * scale[:, None]
-        acc += ones * (offset - BASE * scale)[:, None]
+def _signed(based, ASM: tl.constexpr):
+    """based - (BASE + 8): the numbers 0 to 15 as -8 to 7."""
+    if not ASM:
+        base: tl.constexpr = 1032.0 if based.dtype == tl.float16 else 136.0
+        number = (based.to(tl.float32) - base).to(based.dtype)
+    elif based.dtype == tl.float16:
+        number = tl.inline_asm_elementwise(
+            "{ .reg .b32 b; mov.b32 b, 0x64086408; sub.rn.f16x2 $0, $1, b; }",
+            "=r,r",
+            [based],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
-        acc = tl.dot(_dequantized(based, scale, offset, ASM), tl.trans(x), acc)
+        number = tl.inline_asm_elementwise(
+            "{ .reg .b32 one, b; mov.b32 one, 0x3f803f80; mov.b32 b, 0xc308c308; fma.rn.bf16x2 $0, $1, one, b; }",
+            "=r,r",
+            [based],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return number
+
+
+@triton.jit
+def _plus_based(acc, based, x, ones, scale, offset, BASE: tl.constexpr):
+    """Add the product of one group of columns, scaled and shifted afterwards."""
+    acc += tl.dot(based, tl.trans(x)) * scale[:, None]
+    acc += ones * (offset - BASE * scale)[:, None]
+    return acc
+
+
+@triton.jit
+def _plus_groups(
+    acc, a, b, c, d, x0, x1, x2, x3, s0, s1, s2, s3, t0, t1, t2, t3,
+    GROUPS: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a chunk for many rows.
+
+    A dot never adds to `acc` itself: a sum that stays in flight over an iteration makes ptxas wait for every single
+    wgmma instruction (C7515).
+    """
+    if OFFSETS or GROUPS == 4:
+        part = tl.dot(_dequantized(a, s0, t0, ASM), tl.trans(x0))
+        part = tl.dot(_dequantized(b, s1, t1, ASM), tl.trans(x1), part)
+        part = tl.dot(_dequantized(c, s2, t2, ASM), tl.trans(x2), part)
+        part = tl.dot(_dequantized(d, s3, t3, ASM), tl.trans(x3), part)
+        acc += part
+    else:
+        part = tl.dot(_signed(a, ASM), tl.trans(x0))
+        part = tl.dot(_signed(b, ASM), tl.trans(x1), part)
+        acc += part * s0[:, None]
+        part = tl.dot(_signed(c, ASM), tl.trans(x2))
+        part = tl.dot(_signed(d, ASM), tl.trans(x3), part)
+        acc += part * s2[:, None]
     return acc
 
 
@@ -158,16 +208,18 @@ def _plus_chunk(
             p = tl.load(scales_at + (group // 2 + 1) * N)
             s2, s3 = _low_half(p, HALF), _high_half(p, HALF)
             t2, t3 = -8.0 * s2, -8.0 * s3
-    if GROUPS == 4:
-        acc = _plus_group(acc, a, x0, o0, s0, t0, BASE, FEW, ASM)
-        acc = _plus_group(acc, b, x1, o1, s1, t1, BASE, FEW, ASM)
-        acc = _plus_group(acc, c, x2, o2, s2, t2, BASE, FEW, ASM)
-        acc = _plus_group(acc, d, x3, o3, s3, t3, BASE, FEW, ASM)
+    if GROUPS == 2:
+        s2, s3, t2, t3 = s1, s1, t1, t1
+        s1, t1 = s0, t0
+    if FEW:
+        acc = _plus_based(acc, a, x0, o0, s0, t0, BASE)
+        acc = _plus_based(acc, b, x1, o1, s1, t1, BASE)
+        acc = _plus_based(acc, c, x2, o2, s2, t2, BASE)
+        acc = _plus_based(acc, d, x3, o3, s3, t3, BASE)
     else:
-        acc = _plus_group(acc, a, x0, o0, s0, t0, BASE, FEW, ASM)
-        acc = _plus_group(acc, b, x1, o1, s0, t0, BASE, FEW, ASM)
-        acc = _plus_group(acc, c, x2, o2, s1, t1, BASE, FEW, ASM)
-        acc = _plus_group(acc, d, x3, o3, s1, t1, BASE, FEW, ASM)
+        acc = _plus_groups(
+            acc, a, b, c, d, x0, x1, x2, x3, s0, s1, s2, s3, t0, t1, t2, t3, GROUPS, OFFSETS, ASM
+        )  # fmt: skip
     return acc
 
 
@@ -183,6 +235,7 @@ def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.
 @triton.jit(do_not_specialize=["M"])  # one kernel for all row counts of a tile
 def int4_product_kernel(
     x_ptr,  # [M, K]
+    x_tiles,  # the same as a tensor descriptor, if DESCRIBED
     words_ptr,  # int16 [N / PANEL, CHUNKS, PANEL, H]; GATED: 2 N rows, the gate's first
     scales_ptr,  # int32 [groups or pairs of groups, N], or 2 N columns with GATED
     bias_ptr,  # [N]
@@ -214,6 +267,7 @@ def int4_product_kernel(
     BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     FEW: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     PREFETCH: tl.constexpr,  # chunks of the weight prefetched before the previous kernel has ended
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -259,7 +313,12 @@ def int4_product_kernel(
     for chunk in tl.range(begin, end, num_stages=STAGES):
         k = chunk * (4 * H)
         words = tl.load(w_at[:, None] + chunk * (PANEL * H) + e[None, :])
-        if EVEN_DEPTH:
+        if DESCRIBED:  # what is past the end is zero
+            x0 = x_tiles.load([row_block * BM, k])
+            x1 = x_tiles.load([row_block * BM, k + H])
+            x2 = x_tiles.load([row_block * BM, k + 2 * H])
+            x3 = x_tiles.load([row_block * BM, k + 3 * H])
+        elif EVEN_DEPTH:
             x0 = tl.load(x_at + k, mask=is_row, other=0.0)
             x1 = tl.load(x_at + k + H, mask=is_row, other=0.0)
             x2 = tl.load(x_at + k + 2 * H, mask=is_row, other=0.0)

@@ -11,7 +11,15 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
 from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, tuned
+from chairlift.kernels.triton.launch import (
+    cdiv,
+    described_rows,
+    empty_rows,
+    next_power_of_2,
+    overlapping,
+    reads_ahead,
+    tuned,
+)
 
 
 def int4_product(
@@ -49,9 +57,11 @@ def int4_product(
     partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
+    described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
     int4_product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
         x,
+        described_rows(x, tiling.rows, weight.run) if described else x,
         weight.words,
         weight.scales,
         x if bias is None else bias,
@@ -83,6 +93,7 @@ def int4_product(
         BIAS=bias is not None,
         EVEN_DEPTH=depth % (4 * weight.run) == 0,
         FEW=tiling.few,
+        DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         ASM=has_asm(x.device),
         num_warps=tiling.warps,

@@ -15,7 +15,7 @@ from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
 from chairlift.lab.common import cpu_ceilings, floor
-from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
+from chairlift.lab.common.floor import Ceilings, Mixture, ModelCost, ceilings_for, floor_seconds
 from chairlift.lab.common.model_shapes import SHAPES, config_file
 from chairlift.models import describe
 from tests.kernels.tiny_config import CONFIG
@@ -28,6 +28,15 @@ def test_floor_counts_weights_cache_and_prompts() -> None:
     # Three steps; the second token sees 5 tokens and the third 6, themselves included; 4 prompt tokens are computed.
     expected = (3 * 1000 + (5 + 6) * 10) / 100 + 4 * 50 / 25
     assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
+
+
+def test_floor_counts_the_experts_that_the_tokens_of_a_step_use() -> None:
+    mixture = Mixture(count=4, per_token=1, expert_bytes=100.0)
+    cost = ModelCost(step_bytes=1000, token_flops=0, kv_bytes=0, mixtures=[mixture])
+    ceilings = Ceilings(bytes_per_second=1.0, flops_per_second=1.0)
+    # Two tokens use the same expert in one of four cases; the second request ends after one step.
+    assert [mixture.read_bytes(tokens) for tokens in (1, 2)] == [100, 175]
+    assert floor_seconds([1, 1], [2, 1], cost, ceilings) == pytest.approx(2 * 1000 + 175 + 100)
 
 
 def test_floor_counts_what_windows_leave_and_states_twice() -> None:

@@ -1,9 +1,10 @@
 """The floor: the least time that a device needs for a workload with these weights and this KV cache.
 
-Every step reads every weight once (of a mixture of experts, those of one token). Every generated token reads the keys
-and values before it once (in layers with a window, those in it), and reads and writes the states of recurrent layers.
-Every prompt token is multiplied with every weight (of a mixture, with its own experts'), except those of the last layer
-after its attention, whose result is not used. Reading and arithmetic do not overlap.
+Every step reads every weight once; of a mixture, the experts that its tokens use, if every choice of experts is equally
+likely (with random weights it nearly is). Every generated token reads the keys and values before it once (in layers
+with a window, those in it), and reads and writes the states of recurrent layers. Every prompt token is multiplied with
+every weight (of a mixture, with its own experts'), except those of the last layer after its attention, whose result is
+not used. Reading and arithmetic do not overlap.
 """
 
 from __future__ import annotations
@@ -51,16 +52,35 @@ def ceilings_for(model: CausalLM) -> Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a layer."""
+
+    count: int
+    per_token: int
+    expert_bytes: float
+
+    def read_bytes(self, tokens: int) -> float:
+        """The bytes of the experts that so many tokens use, on average."""
+        unused = (1.0 - self.per_token / self.count) ** tokens
+        return self.count * (1.0 - unused) * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCost:
     """What the tokens of a model cost."""
 
-    step_bytes: int  # weights that every step reads
+    step_bytes: int  # weights that every step reads, experts aside
     token_flops: int  # of a prompt token through the layers; the last layer only stores its keys and values
     kv_bytes: int  # keys and values of one token
     window_bytes: Mapping[int, int] = field(
         default_factory=dict
     )  # of these, those of layers with a window, by its size
     state_bytes: int = 0  # of recurrent layers, for one sequence
+    mixtures: Sequence[Mixture] = ()
+
+    def weight_bytes(self, tokens: int) -> float:
+        """The weights that a step of so many tokens reads."""
+        return self.step_bytes + sum(mixture.read_bytes(tokens) for mixture in self.mixtures)
 
     def read_bytes(self, first: int, last: int) -> int:
         """What tokens read of the KV cache whose contexts have `first`, `first` + 1, ... `last` tokens."""
@@ -73,7 +93,8 @@ def floor_seconds(prompts: Sequence[int], outputs: Sequence[int], cost: ModelCos
     # Output token i (from 0) reads the prompt and i tokens, its input included; the first one comes with the prompt.
     reads = sum(cost.read_bytes(prompt + 1, prompt + count - 1) for prompt, count in zip(prompts, outputs, strict=True))
     states = 2 * cost.state_bytes * sum(count - 1 for count in outputs)
-    moved = max(outputs) * cost.step_bytes + reads + states
+    weights = sum(cost.weight_bytes(sum(count > step for count in outputs)) for step in range(max(outputs)))
+    moved = weights + reads + states
     return moved / ceilings.bytes_per_second + sum(prompts) * cost.token_flops / ceilings.flops_per_second
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.plan import StepPlan
+from chairlift.lab.common.floor import Mixture
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
@@ -79,13 +80,21 @@ def linear_bytes(linear: Linear) -> int:
     return linear.weight.num_bytes
 
 
+def mixtures_of(model: Decoder) -> list[Mixture]:
+    """The mixtures of experts of a model, one for each layer that has one."""
+    return [_mixture(layer.mlp) for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+
+
+def _mixture(experts: MixtureOfExperts) -> Mixture:
+    count = experts.gate_up.shape[0]
+    stored = experts.gate_up.num_bytes + experts.down.num_bytes
+    return Mixture(count, experts.router.routing.top_k, stored / count)
+
+
 def _experts_work(experts: MixtureOfExperts, rows: int) -> KernelWork:
-    count, top_k = experts.gate_up.shape[0], experts.router.routing.top_k
-    numbers = (experts.gate_up.shape.numel() + experts.down.shape.numel()) / count
-    stored = (experts.gate_up.num_bytes + experts.down.num_bytes) / count
-    # An upper bound: which experts are used depends on the tokens.
-    used = min(count, rows * top_k)
-    routed = KernelWork(2.0 * rows * top_k * numbers, used * stored)
+    mixture = _mixture(experts)
+    numbers = (experts.gate_up.shape.numel() + experts.down.shape.numel()) / mixture.count
+    routed = KernelWork(2.0 * rows * mixture.per_token * numbers, mixture.read_bytes(rows))
     return routed + total(linear_work(linear, rows) for linear in experts.linears())
 
 

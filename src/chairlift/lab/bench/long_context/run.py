@@ -159,7 +159,7 @@ def _measure(
         kv_bytes=length * cost.kv_bytes,
         peak_bytes=peak,
         tpot_seconds=(run.last - run.first) / (output - 1),
-        tpot_floor_seconds=(cost.step_bytes + read_kv + 2 * cost.state_bytes) / ceilings.bytes_per_second,
+        tpot_floor_seconds=(cost.weight_bytes(1) + read_kv + 2 * cost.state_bytes) / ceilings.bytes_per_second,
         kv_floor_seconds=read_kv / ceilings.bytes_per_second,
         attention_seconds=attention,
         attention_floor_seconds=read / ceilings.bytes_per_second,

@@ -91,10 +91,10 @@ def bench_shapes(
     """The speed of a model of a given shape, next to the least time the device needs for it.
 
     Weights are random: speed depends on shapes, not on values, so nothing is
-    downloaded. The floor counts every weight once per step (of a mixture of
-    experts, those of one token), every cached key and value once per token that
-    reads it, and the arithmetic of the prompts, over the bandwidth and the
-    arithmetic measured on this device in the same run.
+    downloaded. The floor counts every weight once per step (of a mixture, the
+    experts that its tokens use on average), every cached key and value once per
+    token that reads it, and the arithmetic of the prompts, over the bandwidth and
+    the arithmetic measured on this device in the same run.
 
     With --peer another engine gets the same requests afterwards, in the same
     number format. Each engine has a process of its own, so that the memory of the

@@ -18,7 +18,7 @@ from chairlift.engine.startup import StartedEngine, load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
 from chairlift.lab.common.model_shapes import config_file
-from chairlift.lab.common.step_work import linear_bytes, products, total
+from chairlift.lab.common.step_work import linear_bytes, mixtures_of, products, total
 from chairlift.lab.report.progress import Note
 from chairlift.models.decoder import Decoder
 from chairlift.server.gc_tuning import loaded_objects_frozen
@@ -149,7 +149,9 @@ def model_cost(started: StartedEngine) -> ModelCost:
         return ModelCost(weights, 2 * (weights // model.dtype.itemsize), **moved)
     # An embedding lookup reads one row; a head that shares the matrix reads all of it.
     step, prompt_token = total(products(model, 1, sampled=1)), total(products(model, 1, sampled=0))
-    return ModelCost(int(step.bytes) + linear_bytes(model.head), int(prompt_token.flops), **moved)
+    mixtures = mixtures_of(model)
+    others = step.bytes + linear_bytes(model.head) - sum(mixture.read_bytes(1) for mixture in mixtures)
+    return ModelCost(round(others), int(prompt_token.flops), **moved, mixtures=mixtures)
 
 
 def run_case(engine: Engine, case: ShapeCase, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:

@@ -32,8 +32,9 @@ from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions
 
 FLEET = "chairlift-bench"
-LONE_REQUESTS = 12  # one after the other, before the run: what a request takes outside the engine
-LONE_GAP = 1.0  # seconds between them in the simulator, longer than any of them takes
+LONE_REQUESTS = 13  # before the run, of one shared prefix: what a request takes that the simulator does not know
+LONE_GAP = 1.0  # seconds between them, longer than any of them takes
+LONE_TIMES = [LONE_GAP * index for index in range(LONE_REQUESTS)]
 HOT_CONCURRENCY = 4  # requests in flight for each replica, in the run with one prefix
 TOKENS = range(100, 250)  # ids that every vocabulary has
 REPORT_SECONDS = 3.0  # until the replicas have reported their counts
@@ -65,9 +66,10 @@ class AffinitySettings:
         ]
 
     def lone_requests(self) -> list[BenchRequest]:
-        """Short prompts that share nothing, with one token of output."""
+        """Prompts that share a prefix of their own, with one token of output."""
         source = random.Random(f"lone {self.seed}")
-        return [BenchRequest(tuple(source.choices(TOKENS, k=self.own_tokens)), 1) for _ in range(LONE_REQUESTS)]
+        prefix = source.choices(TOKENS, k=self.prefix_tokens)
+        return [BenchRequest((*prefix, *source.choices(TOKENS, k=self.own_tokens)), 1) for _ in range(LONE_REQUESTS)]
 
     def times(self) -> list[float]:
         arrivals = Arrivals.parse(self.rate, "poisson", None)
@@ -125,7 +127,9 @@ def _ttft_p50_ms(records: Sequence[LoadRecord]) -> float:
 
 def _measure(engine: EngineOptions, settings: AffinitySettings, router: str, count: int, loop: LoadLoop) -> _Measured:
     with _fleet(engine, router, count) as (url, loads):
-        lone = asyncio.run(_send(url, settings.lone_requests(), ClosedLoop(1)))
+        alone = OpenLoop(lambda: iter(LONE_TIMES))
+        is_predicted = isinstance(loop, OpenLoop)
+        lone = asyncio.run(_send(url, settings.lone_requests(), alone)) if is_predicted else ()
         records = asyncio.run(_send(url, settings.requests(), loop))
         time.sleep(REPORT_SECONDS)
         return _Measured(records, loads(), lone)
@@ -164,7 +168,8 @@ def _predict(
 ) -> dict[str, Any]:
     """Simulate the run; without measured prices the times mean nothing, but the hit rate hardly depends on them.
 
-    The simulator has engines only. What clients, ingress and servers add is known from the lone requests.
+    The simulator has engines only. What clients, ingress, servers and waking an idle engine add is known from the lone
+    requests.
     """
     from chairlift.lab.planning.model_shape import model_shape, read_config
     from chairlift.lab.simulator.devices import device_named
@@ -186,7 +191,7 @@ def _predict(
         return figures(simulate(arrivals, engines, Router(router)), Targets())
 
     found = run(settings.times(), settings.requests())
-    lone = run([LONE_GAP * index for index in range(LONE_REQUESTS)], settings.lone_requests())
+    lone = run(LONE_TIMES, settings.lone_requests())
     outside = max(0.0, _ttft_p50_ms(measured.lone) - lone["ttft_p50_ms"])
     return {
         "predicted_cached_share": found["cached_share"],

@@ -321,6 +321,16 @@ def test_every_backend_reads_an_fp8_cache() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_parts_are_filled_on_a_device_with_an_index() -> None:
+    """What is filled is on cuda:0 where cuda was asked for."""
+    weight = FP8Weight.empty(4, 16, torch.float16, torch.device("cpu", 0))
+    parts = torch.randn(2, 2, 16).half()
+    weight.fill_rows(0, parts[0])
+    weight.fill_rows(2, parts[1])
+    assert weight.plain is not None
+    assert weight.plain.equal(parts.flatten(0, 1))
+
+
 def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
     exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float16, device=device)
     model = Decoder(decoder_config(CONFIG), dtype=torch.float16, device=device, format=FP8Weight)

@@ -106,7 +106,7 @@ class WeightFormat(ABC):
     def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
         """Fill the rows from `first` on."""
         assert self.plain is not None
-        if self.plain.device != self.device:
+        if self.plain.is_meta:
             self.plain = torch.empty_like(self.plain, device=self.device)
         values = source if isinstance(source, Tensor) else source.dequantized()
         self.plain[first : first + len(values)].copy_(values)

@@ -30,7 +30,12 @@ from tests.kernels.tiny_config import CONFIG
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},  # biases of queries, keys and values
-    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},
+    "llama": {  # biases of all four products of attention
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -154,8 +159,8 @@ def test_fused_layers_with_8_bit_weights(
         pytest.skip("tests of whole models on the GPU compare with transformers")
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(FP8Weight, "most_fused_rows", few_rows)
-    exact = make_model(FAMILIES["qwen2"], device)
-    model = make_rounded_model(FAMILIES["qwen2"], exact)
+    exact = make_model(FAMILIES["llama"], device)
+    model = make_rounded_model(FAMILIES["llama"], exact)
     rows = [(0, 0), (17, 3), (8, 6)]
     found = []
     with torch.inference_mode():

@@ -166,7 +166,7 @@ class PairedStream(FusedStream):
         return self._pairs
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
-        self._pairs, self._squares = linear.weight.fused_split(y, add_to=self.x)
+        self._pairs, self._squares = linear.weight.fused_split(y, add_to=self.x, bias=linear.bias)
 
     def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
         assert norm is not None

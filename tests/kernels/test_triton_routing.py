@@ -23,6 +23,9 @@ RULES: dict[str, Routing] = {
         top_groups=3,
         group_best=2,
     ),
+    "groups of three": Routing(
+        num_experts=12, top_k=4, scores="sigmoid", normalize=True, correction_bias=True, num_groups=4, top_groups=3
+    ),
     "ernie": Routing(num_experts=9, top_k=3, normalize=True, correction_bias=True),
     "one of one": Routing(num_experts=1, top_k=1, scores="sigmoid"),
 }

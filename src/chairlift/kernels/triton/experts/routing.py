@@ -77,7 +77,7 @@ def chosen_experts(
         first = num_experts - best.to(tl.int32)
         chosen = tl.where(k == i, first, chosen)
         if HAS_BIAS:
-            score = tl.sum(tl.where(expert == first, scores, 0.0))
+            score = tl.sum(tl.where((expert == first) & exists, scores, 0.0))
         else:  # scores are not below zero
             score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         weights = tl.where(k == i, score, weights)

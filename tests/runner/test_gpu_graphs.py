@@ -27,6 +27,7 @@ from chairlift.runner.gpu.graphs import CAPTURE_AFTER, Graph, Graphs, has_room
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
+from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.draft_head import MAX_PENDING_STATES, HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead
@@ -276,6 +277,14 @@ def test_replayed_steps_compute_the_same(
         monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
         monkeypatch.setattr(Graphs, "_record", record)
         monkeypatch.setattr(ReplayedGraph, "count", 0)
+    else:  # a shape is captured when it first occurs, not when its kernels happen to be compiled
+        is_ready = StepKernels.is_ready
+
+        def waited(kernels: StepKernels, shape: BatchShape) -> bool:
+            kernels.wait([shape])
+            return is_ready(kernels, shape)
+
+        monkeypatch.setattr(StepKernels, "is_ready", waited)
     work = work_of(GREEDY, GREEDY.clone(temperature=0.7, seed=2), GREEDY.clone(max_tokens=5, frequency_penalty=0.5))
     expected = plain(tiny, work)
     launch = GPURunner.launch

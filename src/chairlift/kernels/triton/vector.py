@@ -203,6 +203,7 @@ def vector_product(
     """`product` for a single row and a weight in 8-bit floats."""
     rows, depth = x.shape
     assert rows == 1
+    assert x.element_size() == 2
     columns = len(weight) // (2 if gated else 1)
     tiling = tiling or choose_vector_tiling(columns, depth, gated)
     out = add_to if add_to is not None else empty_rows(1, columns, dtype=x.dtype, device=x.device)

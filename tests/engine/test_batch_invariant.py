@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_alone_together_in_chunks_and_after_preemptions(tiny: str, quantization: str) -> None:
     loaded = load_model(tiny, config(quantization=quantization), progress=False)
     check_all_batches(loaded, quantization=quantization, kv_dtype="float32")

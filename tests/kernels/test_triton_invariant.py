@@ -109,10 +109,14 @@ def cut(case: AttentionCase, sequence: int, first: int, count: int) -> Attention
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "softcap", "chunk"),
-    [(2, 1, 32, None, None, None), (6, 2, 24, 50, 30.0, None), (2, 1, 32, None, None, 40)],
+    [
+        (2, 1, 32, None, None, None),
+        pytest.param(6, 2, 24, 50, 30.0, None, marks=pytest.mark.slow),
+        (2, 1, 32, None, None, 40),
+    ],
 )
 def test_attention(
     heads: int,
@@ -141,6 +145,7 @@ def test_attention(
             assert attend(part, **options, singles=True, programs=programs).equal(whole[row : row + 1])
 
 
+@pytest.mark.slow
 def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": None, "softcap": None}

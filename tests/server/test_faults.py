@@ -63,7 +63,7 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
     restartable: RunningServer, how: signal.Signals
 ) -> None:

@@ -40,7 +40,7 @@ async def settled(client: EngineClient) -> EngineState:
     return await asyncio.wait_for(client.wait_until_settled(), 120)
 
 
-@pytest.mark.parametrize("fault", ["hangs", "silent", "babbles"])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("silent", marks=pytest.mark.slow), "babbles"])
 def test_a_hung_engine_is_replaced_and_its_requests_end(
     make_client: Callable[[str], EngineClient], tmp_path: Path, fault: str
 ) -> None:
@@ -60,6 +60,7 @@ def test_a_hung_engine_is_replaced_and_its_requests_end(
     assert num_starts(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_long_steps_and_a_suspended_front_end_are_not_faults(
     make_client: Callable[[str], EngineClient], tmp_path: Path
 ) -> None:

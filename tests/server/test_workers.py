@@ -304,6 +304,7 @@ def test_the_dashboard_finds_texts_of_all_workers(workers: RunningServer) -> Non
     wait_for(lambda: text_of(request_id).status_code == 404, "the texts to be forgotten")
 
 
+@pytest.mark.slow
 def test_a_suspended_worker_is_replaced(workers: RunningServer) -> None:
     stuck, other = worker_pids(workers)
     os.kill(stuck, signal.SIGSTOP)

@@ -102,6 +102,7 @@ def test_whether_a_sampled_draft_token_is_left_out_does_not_depend_on_the_token(
     assert any(one.tokens[0] != other.tokens[0] for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_a_head_stores_the_same_for_prompts_with_and_without_computing_states(folder: Path, draft: Path) -> None:
     """Keys and values of its one layer do not depend on attention, so the rest need not be computed."""
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)

@@ -108,6 +108,7 @@ def test_drafts_of_all_layers_are_always_right_and_of_the_first_not_always(tiny:
     assert first.proposed > first.accepted
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing_with_8_bit_weights(folder: Path, draft: Path) -> None:
     """There, all layers are one kernel, which has to stop after the first ones, and the head is rounded as well."""
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)

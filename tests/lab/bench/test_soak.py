@@ -163,6 +163,7 @@ def run_soak(folder: Path, result: Path, *options: str) -> list[dict[str, object
     return rows
 
 
+@pytest.mark.slow
 def test_a_short_soak_of_a_tiny_model(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny", positions=4096)
     options = ("--seconds", "3", "--calibration-seconds", "2", "--concurrency", "4", "--kv-memory", "8MiB")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, overlapping
+from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, overlapping, split_scratch
 
 PARALLEL_ROWS = 256  # up to this many rows, the parts of a sum have their own programs
 PROGRAMS = 264  # two per multiprocessor of a Hopper GPU
@@ -116,12 +116,6 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
     return Tiling(height, width, at_once, stages, parts)
 
 
-@cache
-def _scratch(size: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory shared by all kernels of one stream, which run in sequence."""
-    return torch.empty(size, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
-
-
 def invariant_linear(
     x: Tensor,
     weight: Tensor,
@@ -144,7 +138,7 @@ def invariant_linear(
         return out
     side_by_side = tiling.parts > 1 and rows <= PARALLEL_ROWS
     stored = tiles * tiling.parts * tiling.rows * tiling.columns if side_by_side else 1
-    partial, arrived = _scratch(stored, tiles if side_by_side else 1, x.device)
+    partial, arrived = split_scratch(stored, tiles if side_by_side else 1, x.device)
     _linear_kernel[(tiles, tiling.parts if side_by_side else 1)](
         x,
         weight,

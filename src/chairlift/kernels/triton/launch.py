@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from chairlift.kernels.gpu import gpu_of
+from chairlift.kernels.gpu import gpu_of, on_gpu
 
 
 @triton.jit
@@ -33,6 +34,14 @@ def prefetch_rows(rows, num_bytes):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def parts_of_rows(parts_ptr, m, M, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Load [M, PARTS] numbers about parts of rows, zero outside."""
+    part = tl.arange(0, PADDED)
+    inside = (m < M)[:, None] & (part < PARTS)[None, :]
+    return tl.load(parts_ptr + m[:, None] * PARTS + part[None, :], mask=inside, other=0.0)
 
 
 def overlapping(device: torch.device) -> dict[str, Any]:
@@ -51,6 +60,20 @@ def reads_ahead(device: torch.device) -> bool:
     """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
     gpu = gpu_of(device)
     return gpu is None or gpu.capability >= (9, 0)
+
+
+@cache
+def has_asm(device: torch.device) -> bool:
+    """Whether kernels can contain PTX."""
+    return on_gpu(device) and torch.version.hip is None
+
+
+@cache
+def split_scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of split sums, and counters that are zero between launches.
+
+    Shared by all kernels of one stream, which run in sequence: kernels use it after their wait only."""
+    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 _generic_steps = 0  # contexts of `generic_kernels` that are entered

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, split_scratch
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def vector_product(
     tiling = tiling or choose_vector_tiling(columns, depth, gated)
     out = add_to if add_to is not None else empty_rows(1, columns, dtype=x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
-    partial, arrived = _scratch(across * tiling.splits * tiling.columns * 2, across, x.device)
+    partial, arrived = split_scratch(across * tiling.splits * tiling.columns * 2, across, x.device)
     squares_out = None if add_to is None else torch.empty(1, across, dtype=torch.float32, device=x.device)
     num_squares = 0 if squares is None else squares.shape[1]
     vector_kernel[(across, tiling.splits)](
@@ -238,9 +238,3 @@ def vector_product(
         **overlapping(x.device),
     )
     return out, squares_out
-
-
-@cache
-def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory shared by all kernels of one stream, which run in sequence."""
-    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, has_asm, next_power_of_2, overlapping
 
 NO_GATE, SILU_GATE, CLAMPED_GATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PANEL = tl.constexpr(16)  # as in `layers/microscaled.py`
@@ -310,12 +309,6 @@ def microscaled_linear(
         **overlapping(x.device),
     )
     return sums, squares
-
-
-@cache
-def has_asm(device: torch.device) -> bool:
-    """Whether kernels can contain PTX."""
-    return on_gpu(device) and torch.version.hip is None
 
 
 @cache

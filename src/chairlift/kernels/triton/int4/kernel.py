@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chairlift.kernels.triton.launch import prefetch_rows
+from chairlift.kernels.triton.launch import parts_of_rows, prefetch_rows
 
 PANEL = tl.constexpr(16)
 
@@ -298,12 +298,7 @@ def int4_product_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SQUARES > 0:
-        part = tl.arange(0, SQUARES_PADDED)
-        squares = tl.load(
-            squares_ptr + m[:, None] * SQUARES + part[None, :],
-            mask=(m < M)[:, None] & (part < SQUARES)[None, :],
-            other=0.0,
-        )
+        squares = parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
     BASE: tl.constexpr = 1024.0 if x_ptr.dtype.element_ty == tl.float16 else 128.0
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + e[None, :]
     is_row = (m < M)[:, None]

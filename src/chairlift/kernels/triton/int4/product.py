@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
 from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
@@ -15,9 +12,11 @@ from chairlift.kernels.triton.launch import (
     cdiv,
     described_rows,
     empty_rows,
+    has_asm,
     next_power_of_2,
     overlapping,
     reads_ahead,
+    split_scratch,
     tuned,
 )
 
@@ -54,7 +53,7 @@ def int4_product(
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
-    partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
+    partial, arrived = split_scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
@@ -121,15 +120,3 @@ def dequantize(weight: Int4Matrix, dtype: torch.dtype) -> Tensor:
         **overlapping(out.device),
     )
     return out
-
-
-@cache
-def has_asm(device: torch.device) -> bool:
-    """Whether kernels can contain PTX."""
-    return on_gpu(device) and torch.version.hip is None
-
-
-@cache
-def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory shared by all kernels of one stream, which run in sequence."""
-    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)

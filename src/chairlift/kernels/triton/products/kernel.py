@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from chairlift.kernels.triton.fp8 import split_terms
-from chairlift.kernels.triton.launch import prefetch_rows
+from chairlift.kernels.triton.launch import parts_of_rows, prefetch_rows
 from chairlift.kernels.triton.widen import widened
 
 
@@ -62,14 +62,6 @@ def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr, FAS
     else:
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     return acc
-
-
-@triton.jit
-def _parts_of_rows(parts_ptr, m, M, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Load [M, PARTS] numbers about parts of rows, zero outside."""
-    part = tl.arange(0, PADDED)
-    inside = (m < M)[:, None] & (part < PARTS)[None, :]
-    return tl.load(parts_ptr + m[:, None] * PARTS + part[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -198,7 +190,7 @@ def product_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SQUARES > 0:  # asked for here, needed at the end
-        squares = _parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
+        squares = parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
     # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time.
     TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and not PAIRS and GATED and SQUARES > 0
     if TWO_TERMS:

@@ -10,7 +10,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from chairlift.kernels.triton.fp8 import PAIR
-from chairlift.kernels.triton.launch import cdiv, described_rows, empty_rows, next_power_of_2, overlapping, reads_ahead
+from chairlift.kernels.triton.launch import (
+    cdiv,
+    described_rows,
+    empty_rows,
+    next_power_of_2,
+    overlapping,
+    reads_ahead,
+    split_scratch,
+)
 from chairlift.kernels.triton.products.kernel import product_kernel
 from chairlift.kernels.triton.products.tiling import (
     ProductTiling,
@@ -66,7 +74,7 @@ def product(
     programs = blocks * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
     stored = programs * tiling.splits * tile if tiling.splits > 1 and not in_sequence else 1
-    partial, arrived = _scratch(stored, programs if stored > 1 else 1, x.device)
+    partial, arrived = split_scratch(stored, programs if stored > 1 else 1, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
@@ -121,9 +129,3 @@ def _reach(depth: int) -> float:
     """A power of two by which normalised rows of `depth` elements can be scaled within e4m3. None is above the square
     root of their number; a factor of four is left for the weights of norms that are not part of the matrix."""
     return float(2.0 ** math.floor(math.log2(448.0 / math.sqrt(depth)) - 2))
-
-
-@cache
-def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scratch memory shared by all kernels of one stream, which run in sequence."""
-    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)

@@ -5,6 +5,8 @@ With few rows the same kernel also turns queries of keys into queries of latents
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -286,6 +288,24 @@ def _absorb_kernel(
         )  # fmt: skip
 
 
+def _constants(q: Tensor, latent: Tensor, cache: Tensor, norm: Tensor, cos: Tensor | None) -> dict[str, Any]:
+    """The sizes and the cache's form that both kernels are compiled for."""
+    _, num_heads, dim = q.shape
+    rank = len(norm)
+    rope = latent.shape[1] - rank
+    return {
+        "HEADS": num_heads,
+        "NOPE": dim - rope,
+        "ROPE": rope,
+        "RANK": rank,
+        "RANK_PADDED": next_power_of_2(rank),
+        "PAIRS_PADDED": next_power_of_2(rope // 2),
+        "BLOCK_SIZE": cache.shape[1],
+        "KV_LIMIT": torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0,
+        "HAS_ROPE": cos is not None,
+    }
+
+
 def prepare_and_absorb_(
     q: Tensor,
     latent: Tensor,
@@ -301,9 +321,9 @@ def prepare_and_absorb_(
     tables: Tensor,
 ) -> Tensor:
     """As `prepare_latents_`; returns the queries of latents [T, heads, rank], by up [heads, nope + value, rank]."""
-    rows, num_heads, dim = q.shape
+    rows, num_heads, _ = q.shape
     rank = len(norm)
-    rope = latent.shape[1] - rank
+    constants = _constants(q, latent, cache, norm, cos)
     out = empty_rows(rows, num_heads, rank, dtype=q.dtype, device=q.device)
     height = min(64, max(16, next_power_of_2(rows)))
     columns = max(16, min(COLUMNS, next_power_of_2(rank)))
@@ -327,22 +347,14 @@ def prepare_and_absorb_(
         cache.stride(0),
         cache.stride(1),
         tables.stride(0),
-        HEADS=num_heads,
         UP_ROWS=up.shape[1],
-        NOPE=dim - rope,
-        NOPE_PADDED=max(16, next_power_of_2(dim - rope)),
-        ROPE=rope,
-        RANK=rank,
-        RANK_PADDED=next_power_of_2(rank),
-        PAIRS_PADDED=next_power_of_2(rope // 2),
-        BLOCK_SIZE=cache.shape[1],
-        KV_LIMIT=torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0,
-        HAS_ROPE=cos is not None,
+        NOPE_PADDED=max(16, next_power_of_2(constants["NOPE"])),
         BM=height,
         BN=columns,
         LATENTS=next_power_of_2(cdiv(height, parts)),
         PRECISION=precision_for(q.dtype),
         num_warps=4,
+        **constants,
         **overlapping(q.device),
     )
     return out
@@ -365,10 +377,7 @@ def prepare_latents_(
 
     Padding rows are left as they are.
     """
-    _, num_heads, dim = q.shape
-    rank = len(norm)
-    rope = latent.shape[1] - rank
-    heads = cdiv(num_heads, HEADS_PER_PROGRAM) if cos is not None else 0
+    heads = cdiv(q.shape[1], HEADS_PER_PROGRAM) if cos is not None else 0
     _prepare_kernel[(len(q), 1 + heads)](
         q,
         latent,
@@ -385,16 +394,8 @@ def prepare_latents_(
         cache.stride(0),
         cache.stride(1),
         tables.stride(0),
-        HEADS=num_heads,
-        NOPE=dim - rope,
-        ROPE=rope,
-        RANK=rank,
-        RANK_PADDED=next_power_of_2(rank),
-        PAIRS_PADDED=next_power_of_2(rope // 2),
         H_TILE=HEADS_PER_PROGRAM,
-        BLOCK_SIZE=cache.shape[1],
-        KV_LIMIT=torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0,
-        HAS_ROPE=cos is not None,
         num_warps=4,
+        **_constants(q, latent, cache, norm, cos),
         **overlapping(q.device),
     )

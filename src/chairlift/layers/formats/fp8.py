@@ -154,18 +154,7 @@ class FP8Weight(WeightFormat):
     ) -> Tensor | ScaledRows:
         assert self._rows is not None
         if self.adds_rounded(len(rows.numbers)):
-            from chairlift.kernels.triton.products.product import product
-
-            found, _ = product(
-                rows.numbers,
-                self._rows.numbers,
-                x_scales=rows.scales,
-                weight_scales=self._rows.scales,
-                out_dtype=self.dtype,
-                bias=bias,
-                gated=gated,
-                add_to=add_to,
-            )
+            found, _ = self._product(rows.numbers, x_scales=rows.scales, bias=bias, gated=gated, add_to=add_to)
             return round_rows(found) if gated else found
         assert add_to is None
         found = multiply(rows, self._rows, bias, self.dtype, own_kernel=False)

@@ -105,10 +105,7 @@ class PagedGPUAttention(AttentionBackend):
         invariant = self.invariant_for is not None
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
         tiles = (
-            int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype))
-            if layer.latent_dim is None
-            else LATENT_QUERIES
-            for layer in layers
+            int(for_layer(*_heads_of(layer), dtype)) if layer.latent_dim is None else LATENT_QUERIES for layer in layers
         )
         return min(tiles, default=ANY_LAYERS_QUERIES)  # a model may have no attention
 
@@ -128,7 +125,7 @@ class PagedGPUAttention(AttentionBackend):
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
         from chairlift.kernels.triton.decode import Scratch
 
-        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        key = _heads_of(layer)
         if key not in self._scratch:
             self._scratch[key] = Scratch(*key, device)
         return self._scratch[key]
@@ -155,7 +152,7 @@ class PagedGPUAttention(AttentionBackend):
         """Find out whether single tokens may have tiles of their own; a GPU that is not there is assumed to agree."""
         from chairlift.kernels.triton.invariant_attention import small_tiles_agree
 
-        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        key = _heads_of(layer)
         if key in self._small_tiles or device.type == "meta":
             return
         self._small_tiles[key] = small_tiles_agree(*key, dtype, device)
@@ -164,17 +161,22 @@ class PagedGPUAttention(AttentionBackend):
 
     def has_small_tiles(self, layer: AttentionLayer) -> bool:
         """Whether single tokens have tiles of their own with batch invariance."""
-        return self._small_tiles.get((layer.num_heads, layer.num_kv_heads, layer.head_dim), True)
+        return self._small_tiles.get(_heads_of(layer), True)
 
     def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
         """The scratch memory that all layers of one shape share, grown to the largest batch so far."""
-        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        key = _heads_of(layer)
         if key not in self._span_scratch or len(self._span_scratch[key].chunks) < rows:
             from chairlift.kernels.triton.invariant_attention import SpanScratch
 
             assert self.invariant_for is not None
             self._span_scratch[key] = SpanScratch(rows, *key, self.invariant_for, device)
         return self._span_scratch[key]
+
+
+def _heads_of(layer: AttentionLayer) -> tuple[int, int, int]:
+    """What layers that share scratch memory have in common."""
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim
 
 
 def _reads_far(layer: AttentionLayer) -> bool:

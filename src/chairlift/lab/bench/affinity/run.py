@@ -80,7 +80,7 @@ class AffinitySettings:
 class _Measured:
     records: Sequence[LoadRecord]
     loads: Sequence[dict[str, Any]]  # of the replicas, after the run
-    lone: Sequence[LoadRecord]  # requests of one at a time
+    lone: Sequence[LoadRecord]  # requests of one at a time; none where nothing is predicted
 
 
 def measure_affinity(
@@ -105,7 +105,7 @@ def measure_affinity(
         note(name)
         measured = _measure(engine, traffic, router, count, loop)
         row = {"name": name, "replicas": count, **_figures(measured)}
-        predicted = None if isinstance(loop, ClosedLoop) else _predict(engine, traffic, router, count, cost, measured)
+        predicted = _predict(engine, traffic, router, count, cost, measured) if measured.lone else None
         rows.append(row | (predicted or dict.fromkeys(PREDICTIONS)))
     return rows
 
@@ -128,8 +128,7 @@ def _ttft_p50_ms(records: Sequence[LoadRecord]) -> float:
 def _measure(engine: EngineOptions, settings: AffinitySettings, router: str, count: int, loop: LoadLoop) -> _Measured:
     with _fleet(engine, router, count) as (url, loads):
         alone = OpenLoop(lambda: iter(LONE_TIMES))
-        is_predicted = isinstance(loop, OpenLoop)
-        lone = asyncio.run(_send(url, settings.lone_requests(), alone)) if is_predicted else ()
+        lone = asyncio.run(_send(url, settings.lone_requests(), alone)) if isinstance(loop, OpenLoop) else ()
         records = asyncio.run(_send(url, settings.requests(), loop))
         time.sleep(REPORT_SECONDS)
         return _Measured(records, loads(), lone)

@@ -270,8 +270,10 @@ def compile_latent() -> None:
             prepare_latents_(q, latent, cache, eps=1e-6, **given)
             prepare_and_absorb_(q, latent, up, cache, eps=1e-6, **given)
             where = {"chunks": chunks, "tables": tables, "scale": 1.0}
-            for long in (False, True):
-                absorbed.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, long=long, **where)
+            for splits in (4, 16):
+                absorbed.attend_singles(
+                    sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, splits=splits, **where
+                )
             absorbed.attend_contexts(sums, q[..., nope:], cache, sums, lse, **where)
         values_of(sums, up, nope)
         kv = torch.zeros(4, heads, nope + value).to(BF16)

@@ -111,7 +111,7 @@ def reference(case: LatentCase) -> Tensor:
     return out
 
 
-def run(case: LatentCase, *, tile_queries: int = 16, padding: int = 0, long: bool = False) -> Tensor:
+def run(case: LatentCase, *, tile_queries: int = 16, padding: int = 0) -> Tensor:
     """Through the attention backend, with `padding` rows of single tokens behind the real ones."""
     device = case.q.device
     singles = sum(count == 1 for count in case.counts)
@@ -142,7 +142,7 @@ def run(case: LatentCase, *, tile_queries: int = 16, padding: int = 0, long: boo
         tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
         tile_offset=as_ints([at for _, at in tiles], device),
         tile_queries=tile_queries,
-        long_contexts=long,
+        long_contexts=False,
     )
     cache = case.cache.clone()
     projection = LatentProjection(
@@ -168,7 +168,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Reduce the number of programs, which the interpreter runs sequentially."""
     if device.type == "cpu":
         monkeypatch.setattr(absorbed, "PROGRAMS", 2)
-        monkeypatch.setattr(absorbed, "LONG_PROGRAMS", 8)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -197,10 +196,9 @@ def test_sizes(sizes: dict[str, Any], device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("long", [False, True])
-def test_16_bits(long: bool, device: torch.device) -> None:
+def test_16_bits(device: torch.device) -> None:
     case = make_case([133, 12, 20], [1, 18, 5], dtype=torch.float16, device=device)
-    assert error(run(case, long=long), reference(case)) < TOLERANCE[torch.float16]
+    assert error(run(case), reference(case)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -213,7 +211,7 @@ def test_a_cache_in_8_bits(device: torch.device) -> None:
 def test_contexts_in_parts(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of one part and of several, whose last is shorter."""
     monkeypatch.setattr(absorbed, "MIN_SPLIT", 16)
-    monkeypatch.setattr(absorbed, "latent_splits", lambda rows, heads, long: splits)
+    monkeypatch.setattr(absorbed, "latent_splits", lambda rows, heads: splits)
     case = make_case([3, 70, 15, 16, 128], [1] * 5, device=device)
     assert error(run(case, padding=1), reference(case)) < TOLERANCE[torch.float32]
 
@@ -222,10 +220,9 @@ def test_splits_fit_into_the_scratch_memory() -> None:
     for heads in (1, 16, 20, 128, 256):
         scratch = absorbed.LatentScratch(heads, 1, CPU)
         for rows in range(1, 600):
-            for long in (False, True):
-                splits = absorbed.latent_splits(rows, heads, long=long)
-                assert splits == 1 or rows * splits <= len(scratch.partial)
-                assert splits & (splits - 1) == 0
+            splits = absorbed.latent_splits(rows, heads)
+            assert splits == 1 or rows * splits <= len(scratch.partial)
+            assert splits & (splits - 1) == 0
 
 
 def test_batch_invariance_is_refused() -> None:

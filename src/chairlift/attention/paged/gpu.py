@@ -112,15 +112,11 @@ class PagedGPUAttention(AttentionBackend):
     def _splits_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
         """Whether a step of `rows` single tokens splits a long context into more parts than a short one."""
         from chairlift.kernels.triton.decode import decode_splits
-        from chairlift.kernels.triton.latent.absorbed import latent_splits
 
         if self.invariant_for is not None:
             return False
         heads = {layer.num_kv_heads for layer in layers if _reads_far(layer) and layer.latent_dim is None}
-        latent = {layer.num_heads for layer in layers if layer.latent_dim is not None}
-        return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads) or any(
-            latent_splits(rows, some, long=True) != latent_splits(rows, some) for some in latent
-        )
+        return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads)
 
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
         from chairlift.kernels.triton.decode import Scratch

@@ -25,7 +25,6 @@ def attend_to_batch(
     scratch: LatentScratch,
 ) -> Tensor:
     """Store the new latents and attend: [T, heads, value_dim]."""
-    long = batch.long_contexts and tuned()
     q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
     given: dict[str, Any] = {
         "norm": projection.norm,
@@ -57,7 +56,7 @@ def attend_to_batch(
     lse = torch.empty(len(q) if has_tiles else 0, layer.num_heads, dtype=torch.float32, device=q.device)
     where: dict[str, Any] = {"chunks": chunks, "tables": batch.tables, "scale": layer.scale}
     if batch.num_single:
-        attend_singles(absorbed, q_rope, cache, sums, rows=batch.num_single, scratch=scratch, long=long, **where)
+        attend_singles(absorbed, q_rope, cache, sums, rows=batch.num_single, scratch=scratch, **where)
     if has_tiles:
         attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
     fuses_values = few and q.dtype != torch.float32  # whose tiles are too large

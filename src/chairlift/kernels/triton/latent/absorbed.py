@@ -31,7 +31,6 @@ from chairlift.kernels.triton.launch import (
 )
 
 PROGRAMS = 128  # one per multiprocessor of a Hopper GPU, which has 132: one takes most of the shared memory
-LONG_PROGRAMS = 256  # with long contexts: two per multiprocessor, of which one reads while the other computes
 # Positions: one tile. A context of 1,024 tokens in 16 parts takes 10 us on an H200 and in 4 parts of 256 tokens 22.
 MIN_SPLIT = 64
 MANY_SPLITS = 16  # with so many, a part of a usual context is one tile
@@ -131,13 +130,20 @@ def _absorbed_kernel(
     # Transposed: the cached rows are the left side of both products, which the tensor cores of Hopper read from shared
     # memory in tiles of 64 rows, while the heads may be few.
     acc = tl.zeros([RANK_PADDED, M], tl.float32)
+    # The rotated part is loaded a tile ahead into registers, so that three tiles of latents fit into the shared memory:
+    # the next but one is copied while one is computed. With two, a copy begins when the products have ended.
+    first = begin + n < end
+    place = cache_ptr + places(table, begin + n, first, block_stride, token_stride, BLOCK_SIZE)[:, None]
+    rope = tl.load(place + RANK + p[None, :], mask=first[:, None] & in_rope, other=0.0)
     for at in range(begin, end, N):
+        ahead = at + N + n < end
+        place = cache_ptr + places(table, at + N + n, ahead, block_stride, token_stride, BLOCK_SIZE)[:, None]
+        next_rope = tl.load(place + RANK + p[None, :], mask=ahead[:, None] & in_rope, other=0.0)
         inside = at + n < end
         place = cache_ptr + places(table, at + n, inside, block_stride, token_stride, BLOCK_SIZE)[:, None]
         latent = in_type_of(tl.load(place + r[None, :], mask=inside[:, None] & in_rank, other=0.0), q)
-        rope = in_type_of(tl.load(place + RANK + p[None, :], mask=inside[:, None] & in_rope, other=0.0), q)
-        scores = tl.dot(latent, tl.trans(q), input_precision=PRECISION)
-        scores = tl.dot(rope, tl.trans(q_rope), scores, input_precision=PRECISION) * scale_log2
+        scores = tl.dot(in_type_of(rope, q), tl.trans(q_rope), input_precision=PRECISION)
+        scores = tl.dot(latent, tl.trans(q), scores, input_precision=PRECISION) * scale_log2
         scores = tl.where(inside[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 0))
         weights = tl.exp2(scores - new_best[None, :])
@@ -145,6 +151,7 @@ def _absorbed_kernel(
         total = total * shrink + tl.sum(weights, 0)
         acc = tl.dot(tl.trans(latent), weights.to(q.dtype), acc * shrink[None, :], input_precision=PRECISION)
         best = new_best
+        rope = next_rope
     result = tl.trans(acc / total[None, :])
     keep = exists[:, None] & in_rank
     if SPLITS > 1 and num_splits > 1:
@@ -201,7 +208,7 @@ class LatentScratch:
     """Parts of the contexts of single tokens; all layers of one shape share it."""
 
     def __init__(self, num_heads: int, rank: int, device: torch.device) -> None:
-        parts = _most_programs(num_heads, long=True) // cdiv(num_heads, _heads_per_program(num_heads))
+        parts = PROGRAMS // cdiv(num_heads, _heads_per_program(num_heads))
         self.partial = torch.empty(parts, num_heads, rank, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
 
@@ -227,16 +234,12 @@ class Chunks:
     tile_queries: int
 
 
-def latent_splits(rows: int, num_heads: int, *, long: bool = False) -> int:
-    """The most parts of a context: as many as the GPU has room for; `long`: some contexts of the step are long."""
+def latent_splits(rows: int, num_heads: int) -> int:
+    """The most parts of a context: as many as the GPU has room for."""
     if not tuned():
         return 1
     programs = rows * cdiv(num_heads, _heads_per_program(num_heads))
-    return last_power_of_2(max(1, _most_programs(num_heads, long=long) // programs))
-
-
-def _most_programs(num_heads: int, *, long: bool) -> int:
-    return LONG_PROGRAMS if long and _heads_per_program(num_heads) <= FEW_HEADS else PROGRAMS
+    return last_power_of_2(max(1, PROGRAMS // programs))
 
 
 def attend_singles(
@@ -250,18 +253,16 @@ def attend_singles(
     tables: Tensor,
     scale: float,
     scratch: LatentScratch,
-    long: bool = False,
     splits: int | None = None,
 ) -> None:
     """Attention of the first `rows` rows, all single tokens whose latents are in the cache.
 
-    q, out [T, heads, rank]; q_rope [T, heads, rope]; cache [blocks, block_size, 1, rank + rope]. `long`: some of the
-    contexts are.
+    q, out [T, heads, rank]; q_rope [T, heads, rope]; cache [blocks, block_size, 1, rank + rope].
     """
     _, num_heads, rank = q.shape
-    splits = splits or latent_splits(rows, num_heads, long=long)
+    splits = splits or latent_splits(rows, num_heads)
     assert splits == 1 or rows * splits <= len(scratch.partial)
-    tiling = _tiling(num_heads, 1, q, cache, splits=splits, long=long)
+    tiling = _tiling(num_heads, 1, q, cache, splits=splits)
     grid = (cdiv(num_heads, tiling.heads), rows, splits)
     _launch(grid, q, q_rope, cache, out, scratch.lse, chunks, tables, scale, tiling, scratch=scratch)
     if splits > 1:
@@ -367,27 +368,24 @@ def _heads_per_program(num_heads: int) -> int:
     return min(64, max(16, next_power_of_2(num_heads)))
 
 
-def _tiling(
-    num_heads: int, tile_queries: int, q: Tensor, cache: Tensor, *, splits: int = 1, long: bool = False
-) -> LatentTiling:
-    """Tiles of which two fit into the shared memory beside the queries: one is read while the other is computed.
+def _tiling(num_heads: int, tile_queries: int, q: Tensor, cache: Tensor, *, splits: int = 1) -> LatentTiling:
+    """The most tiles of latents that fit into the shared memory beside the queries and one tile of rotated parts.
 
-    The best of six tilings on an H200 with 16 heads and one request: four warps with contexts of 8,192 and 65,536
-    tokens (eight: 1.05 and 1.1 times as long; tiles of 32 positions: 1.4 times); eight warps and two stages with 256
-    and 1,024 tokens, where a part is one tile. With long contexts a program has one tile: there is room for two.
+    The block table, whose entries say where the latents are, takes half of the stages.
     """
     heads = _heads_per_program(num_heads)
     queries = min(tile_queries, 64 // heads)
     if q.dtype == torch.float32:
         return LatentTiling(heads, queries, 16, 4, 1)
-    rows, numbers = heads * queries, cache.shape[3]
+    rows, (rank, rope) = heads * queries, (q.shape[2], cache.shape[3] - q.shape[2])
     few = rows <= FEW_HEADS and cache.dtype == q.dtype
-    if few and long:
-        return LatentTiling(heads, queries, 64, 4, 1)
-    stored = 2 * cache.itemsize + (q.itemsize if cache.dtype != q.dtype else 0)  # bytes per number of a tile
-    left = shared_memory(q.device) - rows * numbers * q.itemsize - 1024
-    fits = (keys for keys in (64, 32) if keys * (numbers * stored + rows * q.itemsize) <= left)
-    keys = next(fits, 0)
-    if few and keys and splits >= MANY_SPLITS:
-        return LatentTiling(heads, queries, keys, 8, 2)
+    left = shared_memory(q.device) - rows * cache.shape[3] * q.itemsize - 2048
+    converted = q.itemsize if cache.dtype != q.dtype else 0
+
+    def fit(keys: int, buffers: int) -> bool:
+        return keys * (rank * (buffers * cache.itemsize + converted) + (rope + rows) * q.itemsize) <= left
+
+    if few and fit(64, 3):
+        return LatentTiling(heads, queries, 64, 8 if splits >= MANY_SPLITS else 4, 5)
+    keys = next((keys for keys in (64, 32) if fit(keys, 2)), 0)
     return LatentTiling(heads, queries, keys or 16, 4 if few else 8, 3 if keys else 1)

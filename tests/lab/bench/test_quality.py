@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.quality.run import CPU_MODES, Scores, measure_quality, parse_modes, score
+from chairlift.lab.bench.quality.run import (
+    CPU_MODES,
+    PIECE,
+    Scores,
+    cut,
+    measure_quality,
+    parse_modes,
+    read_text,
+    score,
+)
 from chairlift.runner.base import ModelRunner
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
@@ -43,6 +53,7 @@ def test_modes_are_compared_with_float32(tiny: str) -> None:
     assert [quality.mode for quality in lossy] == modes
     for quality in lossy:
         assert quality.change != 0.0
+        assert 0.0 < quality.uncertainty < 1.0
         assert math.isclose(quality.change, quality.perplexity / exact.perplexity - 1, rel_tol=1e-9)
         assert 0.5 < quality.agreement <= 1.0
     assert lossy[0].weight_bytes < exact.weight_bytes
@@ -51,6 +62,27 @@ def test_modes_are_compared_with_float32(tiny: str) -> None:
 
 def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
     assert math.isclose(Scores(torch.full((7,), math.log(5.0)), torch.zeros(7)).perplexity, 5.0, rel_tol=1e-6)
+
+
+def test_standard_error_is_that_of_paired_differences() -> None:
+    reference = Scores(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4))
+    worse = Scores(torch.tensor([1.1, 2.1, 3.1, 4.1]), torch.zeros(4))
+    assert math.isclose(worse.standard_error(reference), 0.0, abs_tol=1e-6)
+    spread = Scores(torch.tensor([1.2, 1.8, 3.2, 3.8]), torch.zeros(4))
+    assert math.isclose(spread.standard_error(reference), 0.1, rel_tol=1e-5)
+
+
+def test_long_texts_are_cut(tmp_path: Path) -> None:
+    tokens = list(range(2 * PIECE + 1))
+    assert [len(piece) for piece in cut(tokens)] == [PIECE, PIECE]
+    assert [len(piece) for piece in cut([*tokens[:-1], 7, 8])] == [PIECE, PIECE, 2]
+    (tmp_path / "a.txt").write_text("Some words.")
+    assert read_text(tmp_path / "a.txt") == "Some words."
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(InvalidParameter, match=r"text: .*has no text"):
+        read_text(tmp_path / "empty.txt")
+    with pytest.raises(InvalidParameter, match=r"text: .*cannot be read"):
+        read_text(tmp_path / "missing.txt")
 
 
 def test_modes_are_parsed_by_name() -> None:

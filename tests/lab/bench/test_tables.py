@@ -50,7 +50,7 @@ def test_all_modes_of_bench_quality_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    found = [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in CPU_MODES]
+    found = [Quality(mode, 12.345, 0.01234, 0.0021, 0.987, 538_060_800, 46_080) for mode in CPU_MODES]
     quality_table("smollm2-135m", [quality.row() for quality in found]).show()
     shown = capsys.readouterr().out
     names = " ".join(line[:14].strip() for line in shown.splitlines())  # long ones take two lines

@@ -49,6 +49,7 @@ GPU_MODES: Mapping[str, Mapping[str, str]] = {
     "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
 }
 LOGIT_ROWS = 64  # rows whose logits are held at a time
+PIECE = 1024  # tokens of a text that are scored at once; longer texts are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class Scores:
     def perplexity(self) -> float:
         return math.exp(float(self.losses.double().mean()))
 
+    def standard_error(self, reference: Scores) -> float:
+        """The standard error of the mean difference of losses, which is the relative change of the perplexity."""
+        return float((self.losses.double() - reference.losses.double()).std(correction=0)) / math.sqrt(len(self.losses))
+
 
 @dataclass(frozen=True, slots=True)
 class Quality:
@@ -70,6 +75,7 @@ class Quality:
     mode: str
     perplexity: float
     change: float  # relative, of the perplexity against float32
+    uncertainty: float  # standard error of the change, by the differences of single tokens
     agreement: float  # share of positions with the same likeliest next token
     weight_bytes: int
     kv_bytes_per_token: int
@@ -79,6 +85,7 @@ class Quality:
             "name": self.mode,
             "perplexity": self.perplexity,
             "perplexity_change": self.change,
+            "standard_error": self.uncertainty,
             "greedy_agreement": self.agreement,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -104,9 +111,10 @@ def measure_quality(
         loaded = load_model(model, config, progress=False)
         started = start_engine(loaded, config)
         parts = []
-        for index, text in enumerate(texts):
-            note(f"{mode}: text {index + 1} of {len(texts)}")
-            parts.append(score(started.runner, loaded.tokenizer.encode(text), started.memory.block_size))
+        pieces = [piece for text in texts for piece in cut(loaded.tokenizer.encode(text))]
+        for index, piece in enumerate(pieces):
+            note(f"{mode}: text {index + 1} of {len(pieces)}")
+            parts.append(score(started.runner, piece, started.memory.block_size))
         scores = Scores(torch.cat([part.losses for part in parts]), torch.cat([part.likeliest for part in parts]))
         reference = reference or scores
         found.append(
@@ -114,6 +122,7 @@ def measure_quality(
                 mode=mode,
                 perplexity=scores.perplexity,
                 change=scores.perplexity / reference.perplexity - 1,
+                uncertainty=scores.standard_error(reference),
                 agreement=float((scores.likeliest == reference.likeliest).double().mean()),
                 weight_bytes=started.memory.weight_bytes,
                 kv_bytes_per_token=started.memory.bytes_per_token,
@@ -138,6 +147,23 @@ def measure_block_types(model: str, kinds: str, note: Note, *, texts: Sequence[s
             found.append(replace(stored, mode=kind))
             path.unlink()
     return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, which must have some."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InvalidParameter("text", f"{str(path)!r} cannot be read: {problem}") from None
+    if len(text.split()) < 2:
+        raise InvalidParameter("text", f"{str(path)!r} has no text to score")
+    return text
+
+
+def cut(tokens: Sequence[int]) -> list[Sequence[int]]:
+    """Pieces of at most `PIECE` tokens; a single token at the end is left out: nothing comes before it."""
+    pieces = [tokens[at : at + PIECE] for at in range(0, len(tokens), PIECE)]
+    return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 else pieces
 
 
 @torch.inference_mode()

@@ -39,6 +39,8 @@ def profile_on_gpu(
     """
     rng = Random(settings.seed)
     profiles, events = [], []
+    note("capturing graphs")
+    started.runner.capture_decodes()  # otherwise the first steps wait for compilers, or take generic kernels
     for size in settings.batches:
         note(f"batch {size}: {settings.steps} steps")
         plain, _ = _run(started, settings, size, rng, watched=False)

@@ -2,10 +2,11 @@
 
 A panel holds 16 output channels. Along the depth it is a sequence of units of 64 or 256 columns:
 
-    numbers of group 0 | group 1 | ...  | scales of all groups | minima of all groups | factors    (padded to a line)
+    factors | scales of all groups | minima of all groups | (padded to a line) numbers of group 0 | group 1 | ...
 
-A group has 32 columns. Its numbers are in steps of four columns, 64 bytes each: bytes 4c to 4c + 3 are the columns of
-channel c. Two steps share the nibbles of 64 bytes; what a number has above four bits follows as bit planes.
+Scales come first because memory is read fastest in order. A group has 32 columns. Its numbers are in steps of four
+columns, 64 bytes each: bytes 4c to 4c + 3 are the columns of channel c. Two steps share the nibbles of 64 bytes; what a
+number has above four bits follows as bit planes.
 """
 
 from __future__ import annotations
@@ -59,20 +60,21 @@ class BlockKind:
 
     @property
     def scales_at(self) -> int:
-        return self.groups * self.group_bytes
+        """Where the scales of a unit begin, after its factors."""
+        return 2 * PANEL * self.nested * (1 + self.has_min)
 
     @property
     def mins_at(self) -> int:
         return self.scales_at + self.groups * self.scale_bytes
 
     @property
-    def factors_at(self) -> int:
-        return self.mins_at + self.groups * self.scale_bytes * self.has_min
+    def numbers_at(self) -> int:
+        size = self.mins_at + self.groups * self.scale_bytes * self.has_min
+        return -(-size // LINE) * LINE
 
     @property
     def unit_bytes(self) -> int:
-        size = self.factors_at + 2 * PANEL * self.nested * (1 + self.has_min)
-        return -(-size // LINE) * LINE
+        return self.numbers_at + self.groups * self.group_bytes
 
     def panel_bytes(self, depth: int) -> int:
         return -(-depth // self.unit) * self.unit_bytes

@@ -103,7 +103,7 @@ class Layout(NamedTuple):
     scale_bytes: int
     scales_at: int
     mins_at: int
-    factors_at: int
+    numbers_at: int
 
     @classmethod
     def of(cls, kind: BlockKind) -> Layout:
@@ -150,14 +150,14 @@ def _put_block(
     for each in range(layout.file_groups):
         place = block * layout.file_groups + each
         unit, group = place // layout.groups * layout.unit_bytes, place % layout.groups
-        _put_numbers(numbers, each, layout.bits, channel, out, unit + group * layout.group_bytes)
+        _put_numbers(numbers, each, layout.bits, channel, out, unit + layout.numbers_at + group * layout.group_bytes)
         for part in range(layout.parts):
             at = unit + layout.scales_at + group * layout.scale_bytes + width * (part * PANEL + channel)
             _put(out, at, scales[each * layout.parts + part], width)
             if layout.has_min:
                 _put(out, at - layout.scales_at + layout.mins_at, mins[each * layout.parts + part], width)
     if layout.nested:
-        at = block * layout.unit_bytes + layout.factors_at + 2 * channel
+        at = block * layout.unit_bytes + 2 * channel
         _put(out, at, factors[0], 2)
         if layout.has_min:
             _put(out, at + 2 * PANEL, factors[1], 2)
@@ -194,7 +194,8 @@ def unpack_channels(panels: Any, channels: Any, layout: Layout, values: Any, hal
         for i in range(out.shape[1]):
             place = i // COLUMNS
             unit, group = place // layout.groups * layout.unit_bytes, place % layout.groups
-            number = _number(panel, unit + group * layout.group_bytes, i % COLUMNS, channel, layout.bits)
+            at = unit + layout.numbers_at + group * layout.group_bytes
+            number = _number(panel, at, i % COLUMNS, channel, layout.bits)
             scale, low = _scale(panel, unit, group, i % COLUMNS * layout.parts // COLUMNS, channel, layout, halves)
             out[index, i] = (values[number] - np.float32(layout.offset)) * scale + low
 
@@ -223,7 +224,7 @@ def _scale(panel: Any, unit: int, group: int, part: int, channel: int, layout: L
         if layout.has_min:
             low = halves[_half(panel, low_at)]
         return halves[_half(panel, at)], low
-    factor = unit + layout.factors_at + 2 * channel
+    factor = unit + 2 * channel
     small = np.float32(panel[at])
     if layout.signed_scales and panel[at] > 127:
         small -= np.float32(256.0)

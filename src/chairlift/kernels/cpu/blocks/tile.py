@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.kernels.cpu.blocks.kinds import COLUMNS, KINDS, PANEL, STEP, STEPS, BlockKind
+from chairlift.kernels.cpu.blocks.kinds import COLUMNS, KINDS, LINE, PANEL, STEP, STEPS, BlockKind
 from chairlift.kernels.cpu.simd import (
     AVX2,
     F32,
@@ -85,10 +85,8 @@ class _Tile:
             b.store(zero, total)
         with cgutils.for_range(b, of.units) as outer:
             unit = b.add(of.panel, b.mul(outer.index, I64(kind.unit_bytes)))
-            factor = load_halves(b, b.add(unit, I64(kind.factors_at))) if kind.nested else None
-            low_factor = (
-                load_halves(b, b.add(unit, I64(kind.factors_at + 2 * PANEL))) if kind.nested and kind.has_min else None
-            )
+            factor = load_halves(b, unit) if kind.nested else None
+            low_factor = load_halves(b, b.add(unit, I64(2 * PANEL))) if kind.nested and kind.has_min else None
             with cgutils.for_range(b, I64(kind.groups)) as inner:
                 self._group(totals, unit, outer.index, inner.index, factor, low_factor)
         for row, total in enumerate(totals):
@@ -105,7 +103,7 @@ class _Tile:
     ) -> None:
         b, kind, of = self.b, self.kind, self.of
         place = b.add(b.mul(unit_index, I64(kind.groups)), group)
-        numbers = self._numbers(b.add(unit, b.mul(group, I64(kind.group_bytes))))
+        numbers = self._numbers(b.add(b.add(unit, I64(kind.numbers_at)), b.mul(group, I64(kind.group_bytes))))
         scales = b.add(b.add(unit, I64(kind.scales_at)), b.mul(group, I64(kind.scale_bytes)))
         parts = COLUMNS // kind.scale_columns
         steps = STEPS // parts
@@ -158,24 +156,22 @@ class _Tile:
     def _numbers(self, address: ir.Value) -> list[ir.Value]:
         """The numbers of each step, one unsigned byte each."""
         b, bits = self.b, self.kind.bits
+        lines = load_in_order(b, address, self.kind.group_bytes // LINE)
         if bits == 8:
-            return [load(b, b.add(address, I64(64 * step)), BYTES, 1) for step in range(STEPS)]
+            return lines
         found: list[ir.Value] = []
-        for pair in range(STEPS // 2):
-            both = load(b, b.add(address, I64(64 * pair)), BYTES, 1)
-            found += [b.and_(both, constant(15)), b.lshr(both, constant(4))]
+        for both in lines[: STEPS // 2]:
+            found += [b.and_(both, constant(15)), b.and_(moved_bits(b, both, -4), constant(15))]
         if bits > 4:
-            high = b.add(address, I64(64 * STEPS // 2))
-            found = [b.or_(low, self._high_bits(high, step)) for step, low in enumerate(found)]
+            planes = lines[STEPS // 2 :]
+            found = [b.or_(low, self._high_bits(planes, step)) for step, low in enumerate(found)]
         return found if self.kind.values is None else [self._look_up(number) for number in found]
 
-    def _high_bits(self, address: ir.Value, step: int) -> ir.Value:
+    def _high_bits(self, planes: list[ir.Value], step: int) -> ir.Value:
         """The bits above the lowest four of a step's numbers, in their place."""
         b, more = self.b, self.kind.bits - 4
         per_plane = 8 // more  # steps that share 64 bytes
-        plane = load(b, b.add(address, I64(64 * (step // per_plane))), BYTES, 1)
-        shift = 4 - more * (step % per_plane)
-        moved = b.shl(plane, constant(shift)) if shift >= 0 else b.lshr(plane, constant(-shift))
+        moved = moved_bits(b, planes[step // per_plane], 4 - more * (step % per_plane))
         return b.and_(moved, constant(16 * (2**more - 1)))
 
     def _look_up(self, numbers: ir.Value) -> ir.Value:
@@ -241,6 +237,25 @@ def _plain_dot(b: ir.IRBuilder, numbers: ir.Value, row: ir.Value) -> ir.Value:
 def load_halves(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Load 16 float16 numbers as float32."""
     return b.fpext(load(b, address, ir.VectorType(ir.HalfType(), PANEL), 2), NUMBERS)
+
+
+def load_in_order(b: ir.IRBuilder, address: ir.Value, lines: int) -> list[ir.Value]:
+    """Load adjacent lines, in this order: the prefetchers of a CPU follow ascending addresses, and LLVM would reorder
+    the loads by the first use of their values."""
+    found = []
+    fence = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+    for line in range(lines):
+        found.append(load(b, b.add(address, I64(LINE * line)), BYTES, 1))
+        b.call(fence, [])
+    return found
+
+
+def moved_bits(b: ir.IRBuilder, numbers: ir.Value, places: int) -> ir.Value:
+    """Shift bytes to the left, or to the right if `places` is negative. Bits that cross into another byte are to be
+    masked: CPUs shift 16 bits, not 8, and LLVM's substitute takes the place of a multiplication."""
+    shorts = ir.VectorType(I16, numbers.type.count // 2)
+    whole, amount = b.bitcast(numbers, shorts), ir.Constant(shorts, [abs(places)] * shorts.count)
+    return b.bitcast(b.shl(whole, amount) if places > 0 else b.lshr(whole, amount), numbers.type)
 
 
 def constant(value: int) -> ir.Constant:

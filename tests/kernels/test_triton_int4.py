@@ -79,11 +79,33 @@ def test_product(rows: int, depth: int, group: int, kind: str, few: bool, splits
             assert error(scaled, found.double() * norm.double()) < 1e-3
 
 
-@pytest.mark.parametrize("rows", [1, 9, 17, 33, 100])
-def test_every_chosen_tiling(rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("depth", "group", "offsets"), [(160, 32, True), (256, 32, False), (512, 64, True), (384, 128, False)]
+)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_dequantized_weights_in_one_sum(
+    depth: int, group: int, offsets: bool, gated: bool, splits: int, device: torch.device
+) -> None:
+    """Gate and up share a tile; dequantized weights have the precision of the activations."""
+    torch.manual_seed(depth)
+    columns, rows = 80, 70  # neither fills its tiles
+    matrix, values = make(columns * (1 + gated), depth, group, offsets, torch.float16, device)
+    x = torch.randn(rows, depth, device=device).half()
+    y = x.double() @ values.T
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up
+    for joint in (False, True) if gated else (False,):
+        tiling = Int4Tiling(64, 128, splits, 3, 4, few=False, described=True, direct=True, joint=joint)
+        assert error(int4_product(x, matrix, gated=gated, tiling=tiling)[0], y) < 1e-3
+
+
+@pytest.mark.parametrize(("rows", "group"), [(1, 32), (1, 128), (9, 32), (17, 128), (33, 32), (100, 32), (130, 128)])
+def test_every_chosen_tiling(rows: int, group: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     for gated in (False, True):
-        matrix, values = make(96, 1024, 32, True, torch.float16, device)
+        matrix, values = make(96, 1024, group, True, torch.float16, device)
         x = torch.randn(rows, 1024, device=device).half()
         y = x.double() @ values.T
         if gated:

@@ -159,16 +159,31 @@ def _plus_based(acc, based, x, ones, scale, offset, BASE: tl.constexpr):
 
 
 @triton.jit
+def _settled(acc, ASM: tl.constexpr):
+    """The sum, which the compiler has to wait for here."""
+    if ASM:
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
 def _plus_groups(
     acc, a, b, c, d, x0, x1, x2, x3, s0, s1, s2, s3, t0, t1, t2, t3,
-    GROUPS: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
+    GROUPS: tl.constexpr, OFFSETS: tl.constexpr, DIRECT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add the product of a chunk for many rows.
 
-    A dot never adds to `acc` itself: a sum that stays in flight over an iteration makes ptxas wait for every single
-    wgmma instruction (C7515).
+    A sum that stays in flight over an iteration makes ptxas wait for every single wgmma instruction (C7515). So a dot
+    adds to a sum of the chunk or the group, or to `acc` itself if it is waited for (DIRECT), which takes fewer
+    registers.
     """
-    if OFFSETS or GROUPS == 4:
+    if DIRECT:
+        acc = tl.dot(_dequantized(a, s0, t0, ASM), tl.trans(x0), acc)
+        acc = tl.dot(_dequantized(b, s1, t1, ASM), tl.trans(x1), acc)
+        acc = tl.dot(_dequantized(c, s2, t2, ASM), tl.trans(x2), acc)
+        acc = tl.dot(_dequantized(d, s3, t3, ASM), tl.trans(x3), acc)
+        acc = _settled(acc, ASM)
+    elif OFFSETS or GROUPS == 4:
         part = tl.dot(_dequantized(a, s0, t0, ASM), tl.trans(x0))
         part = tl.dot(_dequantized(b, s1, t1, ASM), tl.trans(x1), part)
         part = tl.dot(_dequantized(c, s2, t2, ASM), tl.trans(x2), part)
@@ -188,7 +203,7 @@ def _plus_groups(
 def _plus_chunk(
     acc, words, scales_at, group, N, x0, x1, x2, x3, o0, o1, o2, o3,
     GROUPS: tl.constexpr, OFFSETS: tl.constexpr, HALF: tl.constexpr, BASE: tl.constexpr, FEW: tl.constexpr,
-    ASM: tl.constexpr,
+    DIRECT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add the product of a chunk, which has two or four groups of columns."""
     a, b, c, d = _based_numbers(words, x0, ASM)
@@ -218,7 +233,7 @@ def _plus_chunk(
         acc = _plus_based(acc, d, x3, o3, s3, t3, BASE)
     else:
         acc = _plus_groups(
-            acc, a, b, c, d, x0, x1, x2, x3, s0, s1, s2, s3, t0, t1, t2, t3, GROUPS, OFFSETS, ASM
+            acc, a, b, c, d, x0, x1, x2, x3, s0, s1, s2, s3, t0, t1, t2, t3, GROUPS, OFFSETS, DIRECT, ASM
         )  # fmt: skip
     return acc
 
@@ -267,6 +282,8 @@ def int4_product_kernel(
     BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     FEW: tl.constexpr,
+    DIRECT: tl.constexpr,
+    JOINT: tl.constexpr,  # GATED: one tile of BN rows of the weight, half of them the gate's
     DESCRIBED: tl.constexpr,
     PREFETCH: tl.constexpr,  # chunks of the weight prefetched before the previous kernel has ended
     ASM: tl.constexpr,
@@ -276,13 +293,17 @@ def int4_product_kernel(
     block = tl.program_id(1)
     split = tl.program_id(2)
     m = row_block * BM + tl.arange(0, BM)
-    n = block * BN + tl.arange(0, BN)
+    WIDTH: tl.constexpr = BN // 2 if JOINT else BN  # columns of the result
+    n = block * WIDTH + tl.arange(0, WIDTH)
     e = tl.arange(0, H)
     chunks = row_words // H
     per_split = tl.cdiv(chunks, SPLITS)
     begin = split * per_split
     end = tl.minimum(begin + per_split, chunks)
     rows = n % N  # rows past the end read others, and their results are dropped
+    if JOINT:
+        both = tl.arange(0, BN)
+        rows = (block * WIDTH + both % WIDTH) % N + both // WIDTH * N
     w_at = words_ptr + (rows // PANEL).to(tl.int64) * row_words * PANEL + (rows % PANEL) * H
     up_at = w_at + N.to(tl.int64) * row_words
     columns = 2 * N if GATED else N
@@ -293,7 +314,7 @@ def int4_product_kernel(
             piece_at = words_ptr + (rows // PANEL).to(tl.int64) * row_words * PANEL + begin * (PANEL * H)
             piece_at += (rows % PANEL) * size
             prefetch_rows(piece_at, size * 2)
-            if GATED:
+            if GATED and not JOINT:
                 prefetch_rows(piece_at + N.to(tl.int64) * row_words, size * 2)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -331,41 +352,45 @@ def int4_product_kernel(
             o3 = tl.dot(one, tl.trans(x3))
         group = chunk * GROUPS
         acc = _plus_chunk(
-            acc, words, s_at, group, columns, x0, x1, x2, x3, o0, o1, o2, o3, GROUPS, OFFSETS, HALF, BASE, FEW, ASM
+            acc, words, s_at, group, columns, x0, x1, x2, x3, o0, o1, o2, o3, GROUPS, OFFSETS, HALF, BASE, FEW,
+            DIRECT, ASM,
         )  # fmt: skip
-        if GATED:
+        if GATED and not JOINT:
             words = tl.load(up_at[:, None] + chunk * (PANEL * H) + e[None, :])
             up = _plus_chunk(
                 up, words, s_at + N, group, columns, x0, x1, x2, x3, o0, o1, o2, o3, GROUPS, OFFSETS, HALF, BASE, FEW,
-                ASM,
+                DIRECT, ASM,
             )  # fmt: skip
 
     if SPLITS > 1:
         TILE: tl.constexpr = BM * BN
-        STEP: tl.constexpr = 2 * TILE if GATED else TILE
+        STEP: tl.constexpr = 2 * TILE if GATED and not JOINT else TILE
         program = row_block * tl.num_programs(1) + block
         parts = partial_ptr + program.to(tl.int64) * SPLITS * STEP
         tile = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(parts + split * STEP + tile, acc)
-        if GATED:
+        if GATED and not JOINT:
             tl.store(parts + split * STEP + TILE + tile, up)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.debug_barrier()
         acc = _sum_of_parts(parts, tile, BN, BM, SPLITS, STEP)
-        if GATED:
+        if GATED and not JOINT:
             up = _sum_of_parts(parts + TILE, tile, BN, BM, SPLITS, STEP)
         tl.store(arrived_ptr + program, 0)
 
     acc = tl.trans(acc)
+    if JOINT:
+        acc, up = tl.split(tl.permute(tl.reshape(acc, [BM, 2, WIDTH]), [0, 2, 1]))
+    elif GATED:
+        up = tl.trans(up)
     if SQUARES > 0:
         factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
         acc *= factor
     if BIAS:
-        acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + n % N).to(tl.float32)[None, :]
     if GATED:
-        up = tl.trans(up)
         if SQUARES > 0:
             up *= factor
         acc = acc / (1.0 + tl.exp(-acc)) * up
@@ -376,7 +401,7 @@ def int4_product_kernel(
     rounded = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, rounded, mask=keep)
     if SCALED:
-        scaled = rounded.to(tl.float32) * tl.load(next_norm_ptr + rows).to(tl.float32)[None, :]
+        scaled = rounded.to(tl.float32) * tl.load(next_norm_ptr + n % N).to(tl.float32)[None, :]
         tl.store(scaled_ptr + at, scaled.to(scaled_ptr.dtype.element_ty), mask=keep)
     if RESIDUAL:  # the next norm needs sums of squares
         kept = tl.where(keep, rounded.to(tl.float32), 0.0)

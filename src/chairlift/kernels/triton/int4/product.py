@@ -47,12 +47,13 @@ def int4_product(
     if tiling is None and (invariant or not tuned()):
         tiling = invariant_int4_tiling(columns, depth, weight.group)
     tiling = tiling or choose_int4_tiling(rows, columns, depth, gated, weight.group)
-    tiling = fitting_int4(tiling, weight.run, gated, x.device)
+    tiling = fitting_int4(tiling, weight.run, gated and not tiling.joint, x.device)
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
     scaled = None if next_norm is None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
-    across = cdiv(columns, tiling.columns)
+    joint = gated and tiling.joint
+    across = cdiv(columns, tiling.columns // (2 if joint else 1))
     programs = cdiv(rows, tiling.rows) * across
-    tile = tiling.rows * tiling.columns * (2 if gated else 1)
+    tile = tiling.rows * tiling.columns * (2 if gated and not joint else 1)
     partial, arrived = split_scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
@@ -92,6 +93,8 @@ def int4_product(
         BIAS=bias is not None,
         EVEN_DEPTH=depth % (4 * weight.run) == 0,
         FEW=tiling.few,
+        DIRECT=tiling.direct,
+        JOINT=joint,
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         ASM=has_asm(x.device),

@@ -25,12 +25,14 @@ class Int4Tiling(NamedTuple):
     few: bool = True  # scale the sums of each group, not the weights
     prefetch: int = 2  # chunks
     described: bool = False  # activations are copied by the tensor memory accelerator
+    direct: bool = False  # dequantize weights and add their products to one sum
+    joint: bool = False  # half of the columns are the gate's
 
 
-def _splits(tiles: int, programs: int, depth: int, group: int) -> int:
-    """Splits of the sum that give this number of programs, with at least four chunks each."""
+def _splits(tiles: int, programs: int, depth: int, group: int, least: int = 4) -> int:
+    """Splits of the sum that give this number of programs, with at least `least` chunks each."""
     chunks = cdiv(depth, 4 * min(group, 64))
-    return max(1, min(last_power_of_2(cdiv(programs, tiles)), MOST_SPLITS, chunks // 4))
+    return max(1, min(last_power_of_2(cdiv(programs, tiles)), MOST_SPLITS, chunks // least))
 
 
 @cache
@@ -42,7 +44,7 @@ def invariant_int4_tiling(columns: int, depth: int, group: int) -> Int4Tiling:
 @cache
 def choose_int4_tiling(rows: int, columns: int, depth: int, gated: bool, group: int) -> Int4Tiling:
     """The best of 10 to 45 tilings per kind of product of the Llama-3-8B shape on an H200, or one nearly as fast, in
-    groups of 128, each product in a graph of itself over many weights; those of groups of 32 were found earlier."""
+    groups of 128, within the four products of a layer over many weights; those of groups of 32 were found earlier."""
 
     def splits(height: int, width: int, programs: int) -> int:
         return _splits(cdiv(rows, height) * cdiv(columns, width), programs, depth, group)
@@ -57,18 +59,31 @@ def choose_int4_tiling(rows: int, columns: int, depth: int, gated: bool, group: 
             return Int4Tiling(8, 64, splits(8, 64, 220), 5, 4, few=False)
         if columns <= 64 * 64:
             return Int4Tiling(8, 64, splits(8, 64, 500), 5, 2, few=False)
-        return Int4Tiling(8, 128, splits(8, 128, 384), 4, 4)
+        return Int4Tiling(8, 64, _splits(cdiv(columns, 64), 768, depth, group, least=2), 3, 2, few=False)
     if rows <= 32:
         height = 16 if rows <= 16 else 32
         if gated:
             return Int4Tiling(height, 64, splits(height, 64, 220), 5 if height == 16 else 3, 4, few=False)
-        return Int4Tiling(height, 64, splits(height, 64, 400), 5, 4, few=False)
+        return Int4Tiling(height, 64, splits(height, 64, 250 if columns > 64 * 64 else 400), 5, 4, few=False)
+    if rows > 128:
+        return _many_rows(columns, gated)
     if gated:
         return Int4Tiling(64, 128, splits(64, 128, 110), 3, 8, few=False)
     if rows <= 64:
+        if columns <= 64 * 64 and depth < 8192:
+            return Int4Tiling(64, 128, splits(64, 128, 128), 4, 8, few=False, described=True)
         return Int4Tiling(64, 64, splits(64, 64, 250 if depth >= 8192 else 150), 3, 4, few=False, described=True)
     parts = _splits(1, 128 // cdiv(columns, 64), depth, group)
     return Int4Tiling(128, 64, parts, 3, 4, few=False, described=True)
+
+
+def _many_rows(columns: int, gated: bool) -> Int4Tiling:
+    """With more than 128 rows there are enough tiles without splitting sums; weights are dequantized."""
+    if gated:
+        return Int4Tiling(128, 256, 1, 3, 8, few=False, described=True, direct=True, joint=True)
+    if columns > 64 * 64:
+        return Int4Tiling(64, 256, 1, 4, 8, few=False, described=True, direct=True)
+    return Int4Tiling(128, 64, 1, 3, 4, few=False, described=True, direct=True)
 
 
 @cache
@@ -76,8 +91,9 @@ def fitting_int4(tiling: Int4Tiling, run: int, gated: bool, device: torch.device
     """Reduce stages, then columns, then rows until two stages fit into shared memory."""
     narrow = tiling._replace(columns=min(64, tiling.columns), warps=min(4, tiling.warps))
     for one in (tiling, narrow, narrow._replace(rows=min(64, tiling.rows)), narrow._replace(rows=min(32, tiling.rows))):
-        words = one.columns * (run + SCALE_WORDS) * (2 if gated else 1)
-        stages = (shared_memory(device) - SPARE_SHARED) // ((words + one.rows * 4 * run) * 2)
+        words = one.columns * (run + SCALE_WORDS) * (2 if gated else 1) * 2
+        # Of the words, which are read into registers, one tile less is kept than of the activations.
+        stages = (shared_memory(device) - SPARE_SHARED + words) // (words + one.rows * 4 * run * 2)
         if stages >= 2:
             break
     return one._replace(stages=max(1, min(stages, tiling.stages)))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, split_scratch
+from chairlift.kernels.triton.products.tiling import MANY_COLUMNS
 
 
 @triton.jit
@@ -179,12 +180,12 @@ class VectorTiling(NamedTuple):
 
 @cache
 def choose_vector_tiling(columns: int, depth: int, gated: bool) -> VectorTiling:
-    """The best of about ten on an H200 for each product of the Llama-3-8B shape, in a graph of itself over different
-    weights."""
-    wide = columns > 4096 and not gated
-    tile = min(1024 if wide else 2048, next_power_of_2(depth))
+    """The best of about ten on an H200 for each product of the Llama-3-8B shape, within the four products of a layer
+    over different weights."""
+    is_head = columns > MANY_COLUMNS and not gated
+    tile = min(1024 if is_head else 2048, next_power_of_2(depth))
     splits = cdiv(depth, MOST_STEPS * tile)
-    width = 4 if gated else 16 if wide else 8
+    width = 4 if gated else 16 if is_head else 8
     return VectorTiling(width, tile, cdiv(depth, splits * tile), splits, 4 if tile >= 512 else 1)
 
 

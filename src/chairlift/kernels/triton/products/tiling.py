@@ -109,8 +109,9 @@ def choose_rounded_tiling(rows: int, columns: int, depth: int, gated: bool) -> P
             return ProductTiling(128, 256, 128, 1, 4, described=True, warps=8)
         if rows > 128 and columns > 4096:
             return ProductTiling(128, 128, 128, 1, 6, described=True)
-        splits = 2 if rows <= 128 and blocks <= PROGRAMS // 2 and depth >= 8192 else 1
-        return ProductTiling(128, 64, 128, splits, 6, described=True)
+        if rows <= 128 and blocks <= PROGRAMS // 2 and depth >= 8192:
+            return ProductTiling(128, 64, 128, 2, 6, described=True)
+        return ProductTiling(128, 64, 256, 1, 4, described=True)
     if rows > 32:
         return ProductTiling(
             64, 64, 256, 2 if not gated and blocks <= PROGRAMS // 2 and depth >= 8192 else 1, 5, described=True

@@ -93,18 +93,22 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     )
     num_tiles = tiles.rows.shape[0] * kv_heads
     num_pieces = pieces.rows.shape[0]
+    # Threads share the heads of a piece where there are too few pieces for all threads.
+    shares = min(kv_heads, -(-members // max(1, num_pieces + num_tiles)))
     while True:
         item = claim(shared, 1)
         if item < num_tiles:  # tiles first, the last one first: it has the longest context
             _attend_tile(
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
             )
-        elif item < num_tiles + num_pieces:
-            following = item - num_tiles + members  # the piece this thread is likely to claim next
+        elif item < num_tiles + num_pieces * shares:
+            piece, share = (item - num_tiles) // shares, (item - num_tiles) % shares
+            following = piece + members  # the piece this thread is likely to claim next
             if following < num_pieces:
-                start, end = pieces.starts[following], pieces.lengths[following]
-                _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, end)
-            _attend_piece(item - num_tiles, q, cache, pieces, how, work.partial, scratch, out)
+                start, length = pieces.starts[following], pieces.lengths[following]
+                _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, length)
+            begin, end = share * kv_heads // shares, (share + 1) * kv_heads // shares
+            _attend_piece(piece, begin, end, q, cache, pieces, how, work.partial, scratch, out)
         else:
             return
 
@@ -115,11 +119,20 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
 
 @compiled(FAST)
 def _attend_piece(
-    piece: int, q: Any, cache: Cache, pieces: Pieces, how: Score, partial: Partial, scratch: Any, out: Any
+    piece: int,
+    first_kv_head: int,
+    end_kv_head: int,
+    q: Any,
+    cache: Cache,
+    pieces: Pieces,
+    how: Score,
+    partial: Partial,
+    scratch: Any,
+    out: Any,
 ) -> None:
-    """Compute all heads of one piece; their keys and values are adjacent in memory."""
-    heads, value_dim, kv_heads = q.shape[1], out.shape[2], cache.keys.shape[2]
-    group, whole = heads // kv_heads, pieces.counts[piece] == 1
+    """Compute some heads of one piece, in most steps all: their keys and values are adjacent in memory."""
+    heads, value_dim = q.shape[1], out.shape[2]
+    group, whole = heads // cache.keys.shape[2], pieces.counts[piece] == 1
     row, length, start, sequence = (
         pieces.rows[piece],
         pieces.lengths[piece],
@@ -137,7 +150,7 @@ def _attend_piece(
     for base in range(max(start, low // KEYS * KEYS), end, KEYS):
         count = min(KEYS, end - base)
         _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
-        for kv_head in range(kv_heads):
+        for kv_head in range(first_kv_head, end_kv_head):
             if value_dim % F32_COLUMNS:
                 load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
@@ -152,7 +165,7 @@ def _attend_piece(
                     _add_values(sums, first, scores, values, count)
                 else:
                     _add_stored(sums, first, last, scores, cache.values, cache.tables, sequence, base, count, kv_head)
-    for head in range(heads):
+    for head in range(first_kv_head * group, end_kv_head * group):
         if whole:
             _finish_row(sums, totals, head, out, row, head)
         else:

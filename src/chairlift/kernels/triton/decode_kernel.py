@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from chairlift.kernels.triton.attention import cap_scores, first_visible, load_tile, places, sinks_of
-from chairlift.kernels.triton.launch import prefetch_rows
+from chairlift.kernels.triton.launch import pairwise_sum, prefetch_rows
 from chairlift.kernels.triton.widen import halves
 
 
 @triton.jit
-def _rotated(
+def rotated(
     rows,  # [R, 1] pointers to heads
     norm_ptr,
     cos_ptr,
@@ -38,12 +38,13 @@ def _rotated(
         partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
         y = tl.load(rows + partner[None, :], mask=keep, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        scale = tl.rsqrt(pairwise_sum(x * x) / D + eps)[:, None]
         kind = rows.dtype.element_ty
-        x = (x * scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        weight = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        x = (x * (scale * weight[None, :])).to(kind).to(tl.float32)
         if PAIRS > 0:
             weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
-            y = (y * scale * weight[None, :]).to(kind).to(tl.float32)
+            y = (y * (scale * weight[None, :])).to(kind).to(tl.float32)
     if PAIRS > 0:
         turns = d < 2 * PAIRS
         pair = tl.where(d < PAIRS, d, d - PAIRS)
@@ -305,8 +306,8 @@ def decode_kernel(
         one = in_head[None, :]
         if EARLY:  # otherwise registers are scarce
             new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
-            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
-        q = _rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
+            new_k = rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+        q = rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
         q = q.to(q_ptr.dtype.element_ty)
     else:
         q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
@@ -370,7 +371,7 @@ def decode_kernel(
     if FRESH and split == num_splits - 1:
         if not EARLY:
             new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
-            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+            new_k = rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
         block = tl.load(table + cached // BLOCK_SIZE).to(tl.int64)
         place = block * kv_block_stride + (cached % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]
         best, total, acc = _take_in_new(

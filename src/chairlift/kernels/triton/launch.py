@@ -44,6 +44,21 @@ def parts_of_rows(parts_ptr, m, M, PARTS: tl.constexpr, PADDED: tl.constexpr):
     return tl.load(parts_ptr + m[:, None] * PARTS + part[None, :], mask=inside, other=0.0)
 
 
+@triton.constexpr_function
+def num_halvings(size):
+    """The logarithm of a power of two."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def pairwise_sum(x):
+    """Sum the rows of x [M, a power of two], neighbours first: no layout of registers changes the order, and parts of
+    a row that are powers of two are summed up by the same additions alone as within the row."""
+    for _ in tl.static_range(num_halvings(x.shape[1])):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    return tl.reshape(x, [x.shape[0]])
+
+
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Launch options, with the `OVERLAP` argument of every kernel."""
     gpu = gpu_of(device)

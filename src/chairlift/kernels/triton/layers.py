@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, pairwise_sum
 
 
 @triton.jit
@@ -319,9 +319,9 @@ def _rotate_and_store_kernel(
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     is_query = (head < HEADS)[:, None]
     if HAS_NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        squares = pairwise_sum(first * first) + pairwise_sum(second * second)
         if rest > 0:
-            squares += tl.sum(third * third, 1)
+            squares += pairwise_sum(third * third)
         scale = tl.where(is_value, 1.0, tl.rsqrt(squares / D + eps)[:, None])
         kind = qkv_ptr.dtype.element_ty
         first *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, i, half, is_query, is_value)
@@ -421,5 +421,6 @@ def rotate_and_store_(
         HAS_NORM=q_norm is not None,
         HAS_ROPE=cos is not None,
         num_warps=2,
+        enable_fp_fusion=False,  # the kernel of invariant single tokens must round the same way
         **overlapping(qkv.device),
     )

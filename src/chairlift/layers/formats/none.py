@@ -43,6 +43,10 @@ class PlainWeight(WeightFormat):
         return cls(torch.empty(out_features, in_features, dtype=dtype, device=device))
 
     def pack(self) -> None:
+        if self.batch_invariant and self.plain is not None and self._has_own_kernel(self.plain):
+            from chairlift.kernels.triton.products.invariant import tiles_agree
+
+            tiles_agree(self.dtype, self.plain.device)  # tried before steps are recorded or captured
         if self.plain is not None and can_pack(self.plain) and not self.looked_up:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, EXPECTED_ROWS)
             self.plain = None
@@ -93,7 +97,7 @@ class PlainWeight(WeightFormat):
         return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
 
     def gates_in_place(self, x: Tensor) -> bool:
-        return on_gpu(x.device) and self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
+        return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         assert self.plain is not None
@@ -132,7 +136,7 @@ class PlainWeight(WeightFormat):
         return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=False)
 
     def _has_own_kernel(self, x: Tensor) -> bool:
-        return x.dtype in (torch.bfloat16, torch.float16) and self.in_features % 16 == 0
+        return on_gpu(x.device) and x.dtype in (torch.bfloat16, torch.float16) and self.in_features % 16 == 0
 
 
 def can_pack(weight: Tensor) -> bool:

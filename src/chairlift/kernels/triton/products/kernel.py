@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from chairlift.kernels.triton.fp8 import split_terms
-from chairlift.kernels.triton.launch import parts_of_rows, prefetch_rows
+from chairlift.kernels.triton.launch import pairwise_sum, parts_of_rows, prefetch_rows
 from chairlift.kernels.triton.widen import widened
 
 
@@ -136,12 +136,13 @@ def product_kernel(
     out_ptr,  # [M, N]; with RESIDUAL the product is added to it
     pairs_ptr,  # e5m2 [2 * M, N]: the result as sums of two rows, with SPLIT
     squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
-    squares_out_ptr,  # [M, programs along the columns] float32
+    squares_out_ptr,  # [M, tiles along the columns] float32
     partial_ptr,  # [programs, SPLITS, 1 or 2, BM * BN] float32
     arrived_ptr,  # [programs] int32, all zero between launches
     M,
     N,
     K,
+    per_split,  # columns of a split of the sum, a multiple of BK
     eps,
     reach,  # by how much normalised rows are scaled before they are replaced by 8-bit numbers
     BM: tl.constexpr,
@@ -149,8 +150,10 @@ def product_kernel(
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     IN_SEQUENCE: tl.constexpr,  # one program computes all splits
+    BAND: tl.constexpr,  # tiles of rows whose programs run together, so that L2 holds what they read; 0: all
     SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
+    LATE: tl.constexpr,  # read them after the sums: they would take too many registers meanwhile
     EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
     ROUNDED: tl.constexpr,  # x is, too
     PAIRS: tl.constexpr,  # x is e5m2 [2 * M, K], two rows for each row
@@ -168,10 +171,16 @@ def product_kernel(
     row_block = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
+    across = tl.cdiv(N, BN)
+    if BAND > 0:
+        band = row_block // (BAND * across)
+        inside_band = row_block - band * BAND * across
+        height = tl.minimum(tl.cdiv(M, BM) - band * BAND, BAND)
+        row_block = band * BAND + inside_band % height
+        block = inside_band // height
     ROWS: tl.constexpr = BM // 2 if PAIRS else BM  # of the result
     m = row_block * ROWS + tl.arange(0, ROWS)
     n = block * BN + tl.arange(0, BN)
-    per_split = tl.cdiv(K, SPLITS * BK) * BK
     begin = split * per_split
     end = tl.minimum(begin + per_split, K)
     # Rows and columns past the end read other rows and columns, and their results are dropped. They wrap around,
@@ -189,12 +198,12 @@ def product_kernel(
                 prefetch_rows(w_at + N.to(tl.int64) * K + begin, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if SQUARES > 0:  # asked for here, needed at the end
+    if SQUARES > 0 and not LATE:  # asked for here, needed at the end
         squares = parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
     # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time.
     TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and not PAIRS and GATED and SQUARES > 0
     if TWO_TERMS:
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) * reach
+        scale = tl.rsqrt(pairwise_sum(squares) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
     B: tl.constexpr = BM if SWAPPED else BN
     up_at = w_at
@@ -227,7 +236,7 @@ def product_kernel(
     if SPLITS > 1 and not IN_SEQUENCE:
         TILE: tl.constexpr = ROWS * BN
         STEP: tl.constexpr = 2 * TILE if GATED else TILE
-        program = row_block * tl.num_programs(1) + block
+        program = row_block * across + block
         parts = partial_ptr + program.to(tl.int64) * SPLITS * STEP
         C: tl.constexpr = BN if SWAPPED else ROWS
         D: tl.constexpr = ROWS if SWAPPED else BN
@@ -250,7 +259,9 @@ def product_kernel(
         if TWO_TERMS:
             factor = tl.full([ROWS], 1.0, tl.float32) / reach
         elif SQUARES > 0:
-            factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+            if LATE:
+                squares = parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
+            factor = tl.rsqrt(pairwise_sum(squares) / K + eps)
         else:
             factor = tl.full([ROWS], 1.0, tl.float32)
         if ROUNDED:
@@ -281,4 +292,4 @@ def product_kernel(
         tl.store(pairs_at + N, low, mask=keep)
     if RESIDUAL:  # the next norm needs sums of squares
         kept = tl.where(keep, rounded.to(tl.float32), 0.0)
-        tl.store(squares_out_ptr + m * tl.num_programs(1) + block, tl.sum(kept * kept, 1), mask=m < M)
+        tl.store(squares_out_ptr + m * across + block, pairwise_sum(kept * kept), mask=m < M)

@@ -19,6 +19,7 @@ from chairlift.kernels.triton.launch import (
     reads_ahead,
     split_scratch,
 )
+from chairlift.kernels.triton.products.invariant import invariant_tiling
 from chairlift.kernels.triton.products.kernel import product_kernel
 from chairlift.kernels.triton.products.tiling import (
     ProductTiling,
@@ -29,8 +30,9 @@ from chairlift.kernels.triton.products.tiling import (
     num_stages,
 )
 
-INVARIANT_ROWS = 64  # batch-invariant products have the tiling of this number of rows
-PARALLEL_ROWS = 256  # up to which the splits of an invariant sum have their own programs
+PART_UNIT = 256  # columns: parts of invariant sums are multiples of it, as long as the longest tile
+MOST_EARLY_SQUARES = 512  # per warp, of invariant products: 16 registers of a thread
+PARALLEL_ELEMENTS = 2**21  # of a result up to which the splits of an invariant sum have their own programs
 
 
 def product(
@@ -64,10 +66,13 @@ def product(
     x_rows, depth = x.shape
     rows = x_rows // 2 if pairs else x_rows
     columns = len(weight) // (2 if gated else 1)
+    if tiling is None and invariant:
+        assert weight_scales is None
+        tiling = invariant_tiling(rows, columns, depth, gated, x.dtype, x.device)
     choose = choose_tiling if weight_scales is None else choose_paired_tiling if pairs else choose_rounded_tiling
-    tiling = tiling or choose(INVARIANT_ROWS if invariant else rows, columns, depth, gated)
+    tiling = tiling or choose(rows, columns, depth, gated)
     tiling = fitting(tiling, gated, x.dtype, weight.dtype, x.device)
-    in_sequence = invariant and tiling.splits > 1 and rows > PARALLEL_ROWS
+    in_sequence = invariant and tiling.splits > 1 and rows * columns > PARALLEL_ELEMENTS
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     blocks = cdiv(x_rows, tiling.rows)
@@ -79,7 +84,10 @@ def product(
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
-    product_kernel[(blocks, across, 1 if in_sequence else tiling.splits)](
+    padded_squares = next_power_of_2(max(1, num_squares))
+    unit = tiling.splits * (PART_UNIT if invariant else tiling.depth)
+    grid = (programs, 1) if tiling.band else (blocks, across)
+    product_kernel[(*grid, 1 if in_sequence else tiling.splits)](
         x,
         weight,
         described_rows(x, tiling.rows, tiling.depth) if described else x,
@@ -96,6 +104,7 @@ def product(
         rows,
         columns,
         depth,
+        cdiv(depth, unit) * unit // tiling.splits,
         eps,
         _reach(depth),
         BM=tiling.rows,
@@ -103,8 +112,10 @@ def product(
         BK=tiling.depth,
         SPLITS=tiling.splits,
         IN_SEQUENCE=in_sequence,
+        BAND=tiling.band,
         SQUARES=num_squares,
-        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
+        SQUARES_PADDED=padded_squares,
+        LATE=invariant and tiling.rows * padded_squares > MOST_EARLY_SQUARES * tiling.warps,
         EIGHT_BITS=weight_scales is not None,
         ROUNDED=x_scales is not None,
         PAIRS=pairs,
@@ -119,6 +130,7 @@ def product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=num_stages(tiling, gated, x.dtype, weight.dtype, x.device),
+        enable_fp_fusion=not invariant,  # which products are fused with sums depends on the tile
         **overlapping(x.device),
     )
     return out, squares_out

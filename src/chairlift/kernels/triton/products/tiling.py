@@ -26,6 +26,7 @@ class ProductTiling(NamedTuple):
     prefetch: int = 0
     described: bool = False
     warps: int = 4
+    band: int = 0  # tiles of rows whose programs run together; 0: all
 
 
 @cache

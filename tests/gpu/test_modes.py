@@ -73,9 +73,105 @@ def test_invariant_tokens_in_every_execution_mode(
         assert generate(loaded, [prompt_ids[place]], 40, **options).outputs == [together[place]]
     assert generate(loaded, prompt_ids, 40, cuda_graphs=False, **options).outputs == together
     assert generate(loaded, prompt_ids, 40, max_prefill_tokens=11, **options).outputs == together
+    many = generate(loaded, prompt_ids * 20, 40, num_blocks=2000, max_batch_requests=128, **options)
+    assert many.outputs == together * 20
+    few_blocks = generate(loaded, prompt_ids, 40, num_blocks=16, **options)
+    assert few_blocks.num_preemptions > 0
+    assert few_blocks.outputs == together
+    hits = generate(loaded, prompt_ids * 2, 40, max_batch_requests=2, **options | {"prefix_caching": True})
+    assert hits.outputs == together * 2
     monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
     assert generate(loaded, prompt_ids, 40, **options).outputs == together
     assert generate(loaded, prompt_ids, 40, cuda_graphs=False, **options).outputs == together
+
+
+# hidden size, intermediate size, heads, 8 key heads of 128 numbers, vocabulary
+REAL_SHAPES = {"qwen3-0.6b": (1024, 3072, 16, 151_936), "llama3-8b": (4096, 14_336, 32, 128_256)}
+
+
+@pytest.mark.parametrize("shape", REAL_SHAPES)
+def test_invariant_products_of_real_shapes(shape: str) -> None:
+    """Rows and their sums of squares have the same bits in the tile of every number of rows."""
+    from chairlift.kernels.triton.products.invariant import tiles_agree
+    from chairlift.kernels.triton.products.product import product
+    from tests.kernels.test_triton_invariant import summed_in_pairs
+
+    hidden, inner, heads, vocab = REAL_SHAPES[shape]
+    device = torch.device("cuda", 0)
+    assert tiles_agree(torch.bfloat16, device)
+    kinds = [(128 * (heads + 16), hidden, "normed"), (hidden, 128 * heads, "added"), (inner, hidden, "gated")]
+    for columns, depth, kind in [*kinds, (hidden, inner, "added"), (vocab, hidden, "plain")]:
+        torch.manual_seed(depth)
+        most = 300 if columns == vocab else 4200
+        x = torch.randn(most, depth, device=device).bfloat16()
+        weight = torch.randn(columns * (1 + (kind == "gated")), depth, device=device).bfloat16() / depth**0.5
+        total = torch.randn(most, columns, device=device).bfloat16()
+        squares = torch.rand(most, 32, device=device) * depth
+
+        def made(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            some = slice(first, first + count)
+            found, sums = product(
+                x[some].clone(),  # noqa: B023
+                weight,  # noqa: B023
+                squares=squares[some] if kind in ("normed", "gated") else None,  # noqa: B023
+                eps=1e-6,
+                gated=kind == "gated",  # noqa: B023
+                add_to=total[some].clone() if kind == "added" else None,  # noqa: B023
+                invariant=True,
+            )
+            return found, summed_in_pairs(found[:, :1] if sums is None else sums)
+
+        whole = made(0, most)
+        for first, count in ((0, 1), (most - 1, 1), (5, 16), (1, 17), (9, 33), (3, 64), (20, 65), (7, 128), (2, 257)):
+            for found, wanted in zip(made(first, count), whole, strict=True):
+                assert found.equal(wanted[first : first + count]), (columns, depth, first, count)
+        if most > 2000:
+            assert all(map(torch.equal, made(0, 700), (each[:700] for each in whole)))
+
+
+@pytest.mark.parametrize("shape", REAL_SHAPES)
+@pytest.mark.parametrize("rows", [1, 9, 32, 128])
+def test_invariant_single_tokens_of_real_shapes(shape: str, rows: int) -> None:
+    """Single tokens from the projection have the bits of chunks, whatever their number."""
+    from chairlift.kernels.triton.decode import Fresh
+    from chairlift.kernels.triton.invariant_attention import SpanScratch
+    from chairlift.kernels.triton.invariant_decode import invariant_decode
+    from chairlift.kernels.triton.layers import rotate_and_store_
+    from tests.kernels.attention_cases import AttentionCase, as_ints, make_case
+    from tests.kernels.test_triton_invariant import attend
+
+    heads, device = REAL_SHAPES[shape][2], torch.device("cuda")
+    starts = [(171 * i + 3000) % 4000 for i in range(rows)]
+    case = make_case(
+        starts, [1] * rows, heads=heads + 16, kv_heads=8, dim=128, dtype=torch.bfloat16, device=device, seed=rows
+    )
+    angles = torch.randn(rows, 1, 64, device=device)
+    norm = torch.rand(128, device=device).bfloat16() + 0.5 if shape == "qwen3-0.6b" else None
+    fresh = Fresh(norm, norm, 1e-6, angles.cos().bfloat16(), angles.sin().bfloat16())
+    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
+    separate, keys, values = case.q.clone(), case.keys.clone(), case.values.clone()
+    where: dict[str, Any] = {"slots": slots, "positions": positions, "tables": case.tables}
+    rotation: dict[str, Any] = {"q_norm": norm, "k_norm": norm, "eps": 1e-6, "cos": fresh.cos, "sin": fresh.sin}
+    rotate_and_store_(separate.flatten(1), keys, values, num_heads=heads, **rotation, **where)
+    rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, starts, [1] * rows)
+    wanted = attend(rotated, longest=4096, window=None, softcap=None, singles=False)
+    found = torch.empty_like(wanted)
+    invariant_decode(
+        case.q,
+        case.keys,
+        case.values,
+        found,
+        tables=case.tables,
+        row_slot=slots,
+        row_start=positions,
+        row_count=torch.ones_like(slots),
+        scratch=SpanScratch(heads, 8, 128, 4096, device),
+        scale=128**-0.5,
+        fresh=fresh,
+    )
+    assert case.keys.equal(keys)
+    assert case.values.equal(values)
+    assert found.equal(wanted)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

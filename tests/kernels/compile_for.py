@@ -61,10 +61,12 @@ from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
+from chairlift.kernels.triton.invariant_decode import invariant_decode
 from chairlift.kernels.triton.latent import absorbed
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
+from chairlift.kernels.triton.products import invariant as invariant_products
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
@@ -77,6 +79,7 @@ from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper
+invariant_products.tiles_agree = lambda dtype, device: True
 int4.has_asm = microscaled.has_asm = lambda device: True
 int4.reads_ahead = lambda device: hopper
 
@@ -110,15 +113,24 @@ def compile_attention() -> None:
 def compile_invariant_attention(case: Any) -> None:
     queries = invariant_attention.queries_per_tile(HEADS, KV_HEADS, DIM, BF16)
     tile_chunk, tile_offset = tiles_of(case, queries)
-    scratch = invariant_attention.SpanScratch(4, HEADS, KV_HEADS, DIM, 4096, CPU)
-    for singles in (False, True):
-        invariant_attention.invariant_attention(
-            case.q, case.keys.to(BF16), case.values.to(BF16), torch.empty_like(case.q), tables=case.tables,
-            tile_chunk=tile_chunk, tile_offset=tile_offset, tile_queries=queries, chunk_slot=as_ints(case.slots, CPU),
-            chunk_row=as_ints(case.rows, CPU), chunk_start=as_ints(case.starts, CPU),
-            chunk_count=as_ints(case.counts, CPU), scratch=scratch, singles=singles, scale=0.1,
-            chunk=case.chunk, sinks=case.sinks,
-        )  # fmt: skip
+    slots, starts, counts = (as_ints(each, CPU) for each in (case.slots, case.starts, case.counts))
+    out = torch.empty_like(case.q)
+    given: dict[str, Any] = {"tables": case.tables, "scale": 0.1, "chunk": case.chunk, "sinks": case.sinks}
+    keys, values = case.keys.to(BF16), case.values.to(BF16)
+    invariant_attention.invariant_attention(
+        case.q, keys, values, out, **given, tile_chunk=tile_chunk, tile_offset=tile_offset, tile_queries=queries,
+        chunk_slot=slots, chunk_row=as_ints(case.rows, CPU), chunk_start=starts, chunk_count=counts,
+    )  # fmt: skip
+    scratch = invariant_attention.SpanScratch(HEADS, KV_HEADS, DIM, 4096, CPU)
+    norms, cos = torch.ones(DIM, dtype=BF16), torch.ones(2, DIM // 2, dtype=BF16)
+    whole = torch.zeros(2, HEADS + 2 * KV_HEADS, DIM, dtype=BF16)
+    for programs in (1, 2):
+        for fresh in (None, Fresh(norms, norms, 1e-6, cos, cos)):
+            q = whole if fresh else case.q
+            invariant_decode(
+                q, keys, values, out, **given, row_slot=slots, row_start=starts, row_count=counts, scratch=scratch,
+                programs=programs, fresh=fresh,
+            )  # fmt: skip
 
 
 def compile_products() -> None:
@@ -129,6 +141,7 @@ def compile_products() -> None:
         product.product(x, weight, squares=squares, eps=1e-6, gated=True)
         product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
+    invariant_products._agreement_kernel[(1,)](x, weight, torch.zeros(96, 64), DEPTH=HIDDEN, COLUMNS=64)
     for rows in (1, 300):  # the splits of a sum in parallel and in sequence
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton import invariant as triton_invariant
+from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.invariant_attention import (
     SpanScratch,
     invariant_attention,
+    num_spans,
     queries_per_tile,
+    span_begin,
+    span_of,
+)
+from chairlift.kernels.triton.invariant_decode import (
+    SingleTiling,
+    can_begin_fresh,
+    invariant_decode,
     small_tiles_agree,
 )
+from chairlift.kernels.triton.launch import next_power_of_2, pairwise_sum, spare_rows
+from chairlift.kernels.triton.layers import rotate_and_store_
 from chairlift.kernels.triton.products import product as triton_product
+from chairlift.kernels.triton.products.invariant import choose_invariant_tiling, invariant_splits
 from chairlift.kernels.triton.products.product import product
 from tests.kernels.attention_cases import TOLERANCE, AttentionCase, as_ints, error, make_case, reference
 
+agree = cache(small_tiles_agree)
 # Triton's interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
@@ -52,41 +70,52 @@ def attend(
     softcap: float | None,
     singles: bool,
     programs: int | None = None,
+    tiling: SingleTiling | None = None,
 ) -> Tensor:
-    """Run the kernel, with `singles` through the launch for single tokens."""
+    """Run the kernel of chunks, or with `singles` that of single tokens."""
     device = case.q.device
     _, heads, dim = case.q.shape
     kv_heads = case.keys.shape[2]
     queries = queries_per_tile(heads, kv_heads, dim, case.q.dtype)
-    scratch = SpanScratch(len(case.slots) if singles else 1, heads, kv_heads, dim, longest, device)
-    scratch.partial.fill_(float("nan"))
-    scratch.best.fill_(float("nan"))
-    scratch.total.fill_(float("nan"))
-    tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
     out = torch.full_like(case.q, float("nan"))
-    for _ in range(2 if singles else 1):  # the second run meets the scratch memory of the first
+    given: dict[str, Any] = {"scale": dim**-0.5, "window": window, "softcap": softcap, "chunk": case.chunk}
+    given |= {"tables": case.tables, "sinks": case.sinks}
+    slots, starts, counts = (as_ints(each, device) for each in (case.slots, case.starts, case.counts))
+    if not singles:
+        tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
         invariant_attention(
             case.q,
             case.keys,
             case.values,
             out,
-            tables=case.tables,
-            tile_chunk=scratch.chunks if singles else as_ints([chunk for chunk, _ in tiles], device),
-            tile_offset=scratch.offsets if singles else as_ints([at for _, at in tiles], device),
+            **given,
+            tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
+            tile_offset=as_ints([at for _, at in tiles], device),
             tile_queries=queries,
-            chunk_slot=as_ints(case.slots, device),
+            chunk_slot=slots,
             chunk_row=as_ints(case.rows, device),
-            chunk_start=as_ints(case.starts, device),
-            chunk_count=as_ints(case.counts, device),
+            chunk_start=starts,
+            chunk_count=counts,
+        )
+        return out
+    scratch = SpanScratch(heads, kv_heads, dim, longest, device)
+    for each in (scratch.partial, scratch.best, scratch.total):
+        each.fill_(float("nan"))
+    small = agree(heads, kv_heads, dim, case.q.dtype, device)  # as an engine does
+    for _ in range(2):  # the second run meets the scratch memory of the first
+        invariant_decode(
+            case.q,
+            case.keys,
+            case.values,
+            out,
+            **given,
+            row_slot=slots,
+            row_start=starts,
+            row_count=counts,
             scratch=scratch,
-            singles=singles,
-            small_tiles=small_tiles_agree(heads, kv_heads, dim, case.q.dtype, device),  # as an engine does
+            tile_queries=1 if small else queries,
             programs=programs,
-            scale=dim**-0.5,
-            window=window,
-            softcap=softcap,
-            chunk=case.chunk,
-            sinks=case.sinks,
+            tiling=tiling,
         )
     assert not scratch.arrived.any()
     return out
@@ -130,8 +159,7 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole, in chunks and token by token, over several spans that any number of programs share: the same bits."""
-    span = 32 if dtype is torch.float32 else 64  # positions that are read at once
-    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", span)
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": window, "softcap": softcap}
     case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, device=device)
     case.chunk, case.sinks = chunk, torch.randn(heads, device=device) if window or chunk else None
@@ -164,7 +192,7 @@ def test_the_launch_for_single_tokens_skips_longer_chunks(device: torch.device) 
     assert found[1:].isnan().all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 32), (8, 2, 64), (6, 1, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (8, 2, 64), (6, 1, 24)])
 def test_small_tiles_agree(heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("this is a property of the GPU, which engines find out")
@@ -176,10 +204,7 @@ def test_small_tiles_agree(heads: int, kv_heads: int, dim: int, device: torch.de
 def test_fused_products(
     columns: int, depth: int, gated: bool, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a fused product and their sums of squares, for any number of rows and in sequence: the same bits.
-
-    Sums of squares have one order only if rows are read and written 16 bytes at a time, as in all fused layers.
-    """
+    """Rows of a fused product and their sums of squares, for any number of rows and in sequence: the same bits."""
     if gated and kind == "added":
         pytest.skip("no layer has it")
     torch.manual_seed(depth)
@@ -191,13 +216,10 @@ def test_fused_products(
     def made(rows: slice) -> tuple[Tensor, ...]:
         add_to = total[rows].clone() if kind == "added" else None
         some = None if squares is None else squares[rows]
-        return tuple(
-            each
-            for each in product(
-                x[rows].clone(), weight, squares=some, eps=1e-6, gated=gated, add_to=add_to, invariant=True
-            )
-            if each is not None
+        found, sums = product(
+            x[rows].clone(), weight, squares=some, eps=1e-6, gated=gated, add_to=add_to, invariant=True
         )
+        return (found,) if sums is None else (found, summed_in_pairs(sums))
 
     whole = made(slice(None))
     wide = x.double()
@@ -211,7 +233,117 @@ def test_fused_products(
     for rows in (slice(0, 1), slice(149, 150), slice(3, 36), slice(0, 65)):
         for found, wanted in zip(made(rows), whole, strict=True):
             assert found.equal(wanted[rows])
-    monkeypatch.setattr(triton_product, "PARALLEL_ROWS", 0)
-    compared = slice(None) if columns % 16 == 0 else slice(1)
-    for found, wanted in zip(made(slice(None))[compared], whole[compared], strict=True):
+    monkeypatch.setattr(triton_product, "PARALLEL_ELEMENTS", 0)
+    for found, wanted in zip(made(slice(None)), whole, strict=True):
         assert found.equal(wanted)
+
+
+def summed_in_pairs(sums: Tensor) -> Tensor:
+    """Sums of squares of parts of rows, added up as the next product does; tiles of any width have the same result."""
+    sums = torch.nn.functional.pad(sums, (0, next_power_of_2(sums.shape[1]) - sums.shape[1]))
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums
+
+
+@pytest.mark.parametrize(("hidden", "inner", "attended", "qkv"), [(1024, 3072, 2048, 4096), (4096, 14_336, 4096, 6144)])
+def test_invariant_tiles_sum_in_one_order(hidden: int, inner: int, attended: int, qkv: int) -> None:
+    """Splits depend on the weight alone, and their ends are ends of every tile."""
+    products = [(qkv, hidden, False), (hidden, attended, False), (inner, hidden, True), (hidden, inner, False)]
+    for columns, depth, gated in [*products, (151_936, hidden, False)]:
+        for rows in (*range(1, 300), 1000, 5000, 20_000):
+            tiling = choose_invariant_tiling(rows, columns, depth, gated)
+            assert tiling.splits == invariant_splits(columns, depth, gated)
+            assert triton_product.PART_UNIT % tiling.depth == 0
+            tiled = -(-rows // tiling.rows) * tiling.rows
+            assert not tiling.described or tiled <= spare_rows(rows), (rows, columns, depth)
+
+
+@triton.jit
+def _sum_kernel(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M), tl.arange(0, N)
+    tl.store(out_ptr + m, pairwise_sum(tl.load(x_ptr + m[:, None] * N + n[None, :])))
+
+
+def test_sums_in_pairs(device: torch.device) -> None:
+    x, out = torch.randn(16, 64, device=device), torch.empty(16, device=device)
+    _sum_kernel[(1,)](x, out, M=16, N=64)
+    assert out.equal(summed_in_pairs(x)[:, 0])
+
+
+@triton.jit
+def _spans_kernel(span_ptr, begin_ptr, SPAN: tl.constexpr):
+    position = tl.program_id(0)
+    span = span_of(position, SPAN)
+    tl.store(span_ptr + position, span)
+    tl.store(begin_ptr + position, span_begin(span, SPAN))
+
+
+def test_spans_grow_with_their_position(device: torch.device) -> None:
+    span, begin = torch.empty(2, 1100, dtype=torch.int32, device=device)
+    _spans_kernel[(1100,)](span, begin, SPAN=8)
+    edges = [*range(0, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, 1024, 64), 1024]
+    for position in range(1100):
+        index = sum(edge <= position for edge in edges) - 1
+        assert (span[position], begin[position]) == (index, edges[index])
+        assert num_spans(position + 1, 8) == index + 1
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_single_tokens_from_the_projection(
+    norms: bool, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, rotation and the write to the cache in the kernel of single tokens: the bits of the separate kernels."""
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
+    heads, kv_heads, dim, starts = 4, 2, 32, [0, 31, 70, 95]
+    case = make_case(
+        starts, [1] * 4, heads=heads + 2 * kv_heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device
+    )
+    angles = torch.randn(len(starts), 1, dim // 2, device=device)
+    norm = torch.rand(dim, device=device).half() + 0.5 if norms else None
+    fresh = Fresh(norm, norm, 1e-6, angles.cos().half(), angles.sin().half())
+    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
+    separate, keys, values = case.q.clone(), case.keys.clone(), case.values.clone()
+    rotate_and_store_(
+        separate.flatten(1),
+        keys,
+        values,
+        num_heads=heads,
+        q_norm=norm,
+        k_norm=norm,
+        eps=1e-6,
+        cos=fresh.cos,
+        sin=fresh.sin,
+        slots=slots,
+        positions=positions,
+        tables=case.tables,
+    )
+    rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, starts, [1] * 4)
+    wanted = attend(rotated, longest=128, window=None, softcap=None, singles=False)
+    found = torch.full_like(wanted, float("nan"))
+    assert can_begin_fresh(dim, fresh)
+    invariant_decode(
+        case.q,
+        case.keys,
+        case.values,
+        found,
+        tables=case.tables,
+        row_slot=slots,
+        row_start=positions,
+        row_count=torch.ones_like(slots),
+        scratch=SpanScratch(heads, kv_heads, dim, 128, device),
+        programs=programs,
+        scale=dim**-0.5,
+        fresh=fresh,
+    )
+    assert case.keys.equal(keys)
+    assert case.values.equal(values)
+    assert found.equal(wanted)
+
+
+def test_heads_whose_squares_are_summed_in_another_order_are_rotated_before(device: torch.device) -> None:
+    norm, half = torch.ones(96, device=device), torch.ones(1, 1, 16, device=device)
+    assert not can_begin_fresh(96, Fresh(norm, norm, 1e-6, None, None))
+    assert not can_begin_fresh(64, Fresh(norm[:64], norm[:64], 1e-6, half, half))
+    assert can_begin_fresh(96, Fresh(None, None, 0.0, half, half))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -141,12 +141,12 @@ class PagedGPUAttention(AttentionBackend):
             elif self.invariant_for is None:
                 self.scratch(layer, device)
             else:
-                self.span_scratch(layer, rows, device)
+                self.span_scratch(layer, device)
                 self._try_small_tiles(layer, dtype, device)
 
     def _try_small_tiles(self, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> None:
         """Find out whether single tokens may have tiles of their own; a GPU that is not there is assumed to agree."""
-        from chairlift.kernels.triton.invariant_attention import small_tiles_agree
+        from chairlift.kernels.triton.invariant_decode import small_tiles_agree
 
         key = _heads_of(layer)
         if key in self._small_tiles or device.type == "meta":
@@ -155,18 +155,19 @@ class PagedGPUAttention(AttentionBackend):
         if not self._small_tiles[key]:
             log.warning("single tokens are attended to in large tiles: small ones give other bits on this GPU")
 
-    def has_small_tiles(self, layer: AttentionLayer) -> bool:
-        """Whether single tokens have tiles of their own with batch invariance."""
-        return self._small_tiles.get(_heads_of(layer), True)
+    def queries_of_singles(self, layer: AttentionLayer, batch: PagedBatch) -> int:
+        """Queries that a tile of a single token has room for with batch invariance: as many as that of a chunk where a
+        smaller one has other bits."""
+        return 1 if self._small_tiles.get(_heads_of(layer), True) else batch.tile_queries
 
-    def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
-        """The scratch memory that all layers of one shape share, grown to the largest batch so far."""
+    def span_scratch(self, layer: AttentionLayer, device: torch.device) -> SpanScratch:
+        """The scratch memory that all layers of one shape share."""
         key = _heads_of(layer)
-        if key not in self._span_scratch or len(self._span_scratch[key].chunks) < rows:
+        if key not in self._span_scratch:
             from chairlift.kernels.triton.invariant_attention import SpanScratch
 
             assert self.invariant_for is not None
-            self._span_scratch[key] = SpanScratch(rows, *key, self.invariant_for, device)
+            self._span_scratch[key] = SpanScratch(*key, self.invariant_for, device)
         return self._span_scratch[key]
 
 
@@ -212,11 +213,9 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         from chairlift.kernels.triton.launch import tuned
         from chairlift.kernels.triton.layers import rotate_and_store_
 
-        batch = self.batch
-        if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None and tuned():
-            return self._decoded_from(
-                layer, qkv.unflatten(1, (-1, layer.head_dim)), Fresh(q_norm, k_norm, eps, cos, sin), sinks
-            )
+        batch, fresh = self.batch, Fresh(q_norm, k_norm, eps, cos, sin)
+        if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, fresh):
+            return self._decoded_from(layer, qkv.unflatten(1, (-1, layer.head_dim)), fresh, sinks)
         rotate_and_store_(
             qkv,
             self.storage.keys[layer.index],
@@ -239,6 +238,12 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         scratch = self.backend.latent_scratch(layer, projection.q.device)
         return attend_to_batch(layer, projection, self.batch, self.storage, scratch)
 
+    def _begins_fresh(self, layer: AttentionLayer, fresh: Fresh) -> bool:
+        """Whether the kernel of single tokens can take them as the projection made them."""
+        from chairlift.kernels.triton.invariant_decode import can_begin_fresh
+
+        return self.backend.invariant_for is None or can_begin_fresh(layer.head_dim, fresh)
+
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh, sinks: Tensor | None) -> Tensor:
         """A step of single tokens only, in one kernel."""
         from chairlift.kernels.triton.launch import empty_rows
@@ -252,89 +257,58 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None, fresh: Fresh | None = None
     ) -> None:
         from chairlift.kernels.triton.decode import decode_attention
+        from chairlift.kernels.triton.invariant_decode import invariant_decode
 
-        batch = self.batch
-        decode_attention(
-            q,
-            self.storage.keys[layer.index],
-            self.storage.values[layer.index],
-            out,
-            tables=batch.tables,
-            row_slot=batch.chunk_slot[: batch.num_single],
-            row_start=batch.chunk_start,
-            row_count=batch.chunk_count,
-            scratch=self.backend.scratch(layer, q.device),
-            scale=layer.scale,
-            window=layer.window,
-            softcap=layer.softcap,
-            chunk=layer.chunk,
-            sinks=sinks,
-            long=batch.long_contexts and _reads_far(layer),
-            fresh=fresh,
-        )
+        batch, backend = self.batch, self.backend
+        given: dict[str, Any] = {
+            "tables": batch.tables,
+            "row_slot": batch.chunk_slot[: batch.num_single],
+            "row_start": batch.chunk_start,
+            "row_count": batch.chunk_count,
+            "scale": layer.scale,
+            "window": layer.window,
+            "softcap": layer.softcap,
+            "chunk": layer.chunk,
+            "sinks": sinks,
+            "fresh": fresh,
+        }
+        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
+        if backend.invariant_for is None:
+            long = batch.long_contexts and _reads_far(layer)
+            decode_attention(q, keys, values, out, **given, scratch=backend.scratch(layer, q.device), long=long)
+        else:
+            scratch, queries = backend.span_scratch(layer, q.device), backend.queries_of_singles(layer, batch)
+            invariant_decode(q, keys, values, out, **given, scratch=scratch, tile_queries=queries)
 
     def _attended(self, layer: AttentionLayer, q: Tensor, sinks: Tensor | None) -> Tensor:
         from chairlift.kernels.triton.attention import prefill_attention
+        from chairlift.kernels.triton.invariant_attention import invariant_attention
         from chairlift.kernels.triton.launch import empty_rows
 
         batch = self.batch
-        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         out = empty_rows(*q.shape, dtype=q.dtype, device=q.device)
-        if self.backend.invariant_for is not None:
-            self._attend_invariantly(layer, q, out, sinks)
-            return out
         if batch.num_single:
             self._decode(layer, q, out, sinks)
-        if len(batch.tile_chunk):
-            prefill_attention(
-                q,
-                keys,
-                values,
-                out,
-                tables=batch.tables,
-                tile_chunk=batch.tile_chunk,
-                tile_offset=batch.tile_offset,
-                tile_queries=batch.tile_queries,
-                chunk_slot=batch.chunk_slot,
-                chunk_row=batch.chunk_row,
-                chunk_start=batch.chunk_start,
-                chunk_count=batch.chunk_count,
-                scale=layer.scale,
-                window=layer.window,
-                softcap=layer.softcap,
-                chunk=layer.chunk,
-                sinks=sinks,
-                deep=batch.deep_chunks and _reads_far(layer),
-            )
+        if not len(batch.tile_chunk):
+            return out
+        given: dict[str, Any] = {
+            "tables": batch.tables,
+            "tile_chunk": batch.tile_chunk,
+            "tile_offset": batch.tile_offset,
+            "tile_queries": batch.tile_queries,
+            "chunk_slot": batch.chunk_slot,
+            "chunk_row": batch.chunk_row,
+            "chunk_start": batch.chunk_start,
+            "chunk_count": batch.chunk_count,
+            "scale": layer.scale,
+            "window": layer.window,
+            "softcap": layer.softcap,
+            "chunk": layer.chunk,
+            "sinks": sinks,
+        }
+        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
+        if self.backend.invariant_for is None:
+            prefill_attention(q, keys, values, out, **given, deep=batch.deep_chunks and _reads_far(layer))
+        else:
+            invariant_attention(q, keys, values, out, **given)
         return out
-
-    def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        from chairlift.kernels.triton.invariant_attention import invariant_attention
-
-        batch, singles = self.batch, self.batch.num_single
-        scratch = self.backend.span_scratch(layer, max(1, singles), q.device)
-        launches = [(scratch.chunks[:singles], scratch.offsets[:singles], True)] if singles else []
-        launches += [(batch.tile_chunk, batch.tile_offset, False)] if len(batch.tile_chunk) else []
-        for tile_chunk, tile_offset, side_by_side in launches:
-            invariant_attention(
-                q,
-                self.storage.keys[layer.index],
-                self.storage.values[layer.index],
-                out,
-                tables=batch.tables,
-                tile_chunk=tile_chunk,
-                tile_offset=tile_offset,
-                tile_queries=batch.tile_queries,
-                chunk_slot=batch.chunk_slot,
-                chunk_row=batch.chunk_row,
-                chunk_start=batch.chunk_start,
-                chunk_count=batch.chunk_count,
-                scratch=scratch,
-                singles=side_by_side,
-                small_tiles=self.backend.has_small_tiles(layer),
-                scale=layer.scale,
-                window=layer.window,
-                softcap=layer.softcap,
-                chunk=layer.chunk,
-                sinks=sinks,
-            )

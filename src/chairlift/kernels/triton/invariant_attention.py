@@ -1,34 +1,56 @@
 """Batch-invariant paged attention: a token's result is bit for bit the same alone, in any batch and for any chunking.
 
-A context is split into spans that begin at fixed positions; each is summed separately, and the spans are added in
-order. Several programs share the spans of a single token, so that long contexts fill the GPU; a tile of a longer chunk
-computes its spans in sequence with the same arithmetic. Masked positions add exact zeros.
+A context is split into spans that begin at fixed positions; each is summed separately, and the spans are merged in
+order. A tile of queries of a chunk computes its spans in sequence. Several programs may share the spans of a single
+token, in a kernel of its own with the same arithmetic (`invariant_decode.py`). Masked positions add exact zeros.
 
-A tile of a single token has 16 rows, since most of a larger one would be padding; that of a chunk has 64. A warp has 16
-rows in either, so that sums over a row have one order; whether the hardware multiplies both alike is tried at startup
-(`small_tiles_agree`). Where it does not, single tokens have the tile of chunks.
+Spans of the first positions are short, so that programs which share a short context have little to read each; they get
+longer with their position, since scratch memory holds the results of all spans.
+
+Sums over a row have an order of their own, whatever the layout of a tile. Whether the hardware multiplies tiles of any
+height alike is tried at startup (`small_tiles_agree`). Where it does not, single tokens have the tile of chunks.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import LOG2_E, first_visible, in_type_of, scores_of, sinks_of
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton.attention import (
+    cap_scores,
+    first_visible,
+    in_type_of,
+    precision_for,
+    scale_in_log2,
+    sinks_of,
+)
+from chairlift.kernels.triton.launch import next_power_of_2, num_halvings, overlapping, pairwise_sum, tuned
 
-SHORTEST_SPAN = 256  # positions; shorter ones fill the GPU with fewer requests, but chunks add up more of them
-MOST_SPANS = 32  # scratch memory holds all spans of all single tokens of a step
-PROGRAMS = 512  # of a step with few single tokens: about four per multiprocessor of a Hopper GPU, of one warp each
+SHORTEST_SPAN = 128  # positions
+PROGRAMS = 256  # of a step with few single tokens; two per context are slower than one with 32 requests and 8 heads
 FEWEST_ROWS = 16  # that tensor cores multiply
+KEYS = 32  # per tile; sums have another order with another number
 
 
 @triton.jit
-def _merged(best, total, acc, more_best, more_total, more_acc):
+def span_of(position, SPAN: tl.constexpr):
+    """The span of a position. The first 16 have SPAN positions each; then every 8 are twice as long as those before."""
+    above = tl.maximum(position // (8 * SPAN), 1).to(tl.float32)
+    doublings = (above.to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
+    return 8 * doublings + position // (SPAN << doublings)
+
+
+@triton.jit
+def span_begin(span, SPAN: tl.constexpr):
+    """The first position of a span."""
+    doublings = tl.maximum(span // 8 - 1, 0)
+    return (span - 8 * doublings) * (SPAN << doublings)
+
+
+@triton.jit
+def merged(best, total, acc, more_best, more_total, more_acc):
     """Merge one more span into a running softmax (maximum, sum of weights, weighted sum of values)."""
     new_best = tl.maximum(best, more_best)
     safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # no visible key so far: avoid NaN
@@ -38,15 +60,38 @@ def _merged(best, total, acc, more_best, more_total, more_acc):
 
 
 @triton.jit
+def _row_sum(x):
+    """Sum the rows of x, first over groups of 8 columns, which are in different registers of a thread, then within."""
+    x = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    for _ in tl.static_range(num_halvings(x.shape[1])):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2, 8]), 2)
+    return pairwise_sum(tl.reshape(x, [x.shape[0], 8]))
+
+
+@triton.jit
+def take_in(q, k, v, visible, best, total, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Update the running softmax of a span with one tile of keys and values."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    left = scale_log2
+    if SOFTCAP > 0:
+        scores = cap_scores(scores * scale_log2, SOFTCAP)
+        left = 1.0
+    scores = tl.where(visible, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1) * left)
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(tl.fma(scores, left, -safe[:, None]))
+    shrink = tl.exp2(best - safe)
+    total = total * shrink + _row_sum(weights)
+    acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_best, total, acc
+
+
+@triton.jit
 def _attention_kernel(
     q_ptr,  # [T, heads, D]
     keys_ptr,  # [blocks, block_size, kv_heads, D]
     values_ptr,
     out_ptr,  # [T, heads, D]
-    partial_ptr,  # [tiles, kv_heads, spans, GROUP_PADDED, D] float32
-    best_ptr,  # [tiles, kv_heads, spans, GROUP_PADDED] float32, in log 2
-    total_ptr,  # [tiles, kv_heads, spans, GROUP_PADDED] float32
-    arrived_ptr,  # [tiles, kv_heads] int32, all zero between steps
     sinks_ptr,  # [heads] float32, with SINKS only
     tables_ptr,  # [slots, table_stride] int32
     tile_chunk_ptr,  # [tiles] int32: the chunk a tile belongs to, or -1
@@ -70,8 +115,6 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     SPAN: tl.constexpr,
-    MOST_SPANS: tl.constexpr,  # of a context, which scratch memory has room for
-    SINGLES: tl.constexpr,  # only chunks of a single token
     SOFTCAP: tl.constexpr,
     CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
     SINKS: tl.constexpr,
@@ -87,20 +130,12 @@ def _attention_kernel(
     if chunk < 0:
         return
     length = tl.load(chunk_count_ptr + chunk)
-    if SINGLES:  # noqa: SIM102 - decided when the kernel is compiled
-        if length != 1:
-            return
     offset = tl.load(tile_offset_ptr + tile)
     slot = tl.load(chunk_slot_ptr + chunk).to(tl.int64)
     row = tl.load(chunk_row_ptr + chunk) + offset
     start = tl.load(chunk_start_ptr + chunk) + offset
     end = start + tl.minimum(length - offset, QUERIES)
     begin = tl.maximum(first_visible(start, window, CHUNKED), 0) // N * N
-    first_span = begin // SPAN
-    num_spans = tl.cdiv(end, SPAN) - first_span
-    programs = tl.num_programs(2)  # one for chunks
-    if tl.program_id(2) >= num_spans:
-        return
 
     ROWS: tl.constexpr = QUERIES * GROUP_PADDED  # all query heads of token 0, of token 1, ...
     m = tl.arange(0, ROWS)
@@ -119,16 +154,11 @@ def _attention_kernel(
     sink, one_sink = sinks_of(sinks_ptr, q_head, m % GROUP_PADDED < GROUP, SINKS)
     all_best, all_total = sink, one_sink
     all_acc = tl.zeros([ROWS, D_PADDED], tl.float32)
-    shares = (programs > 1) & (num_spans > 1)  # with other programs
-    one = m < GROUP_PADDED  # a single token has only these rows
-    tile_place = tile.to(tl.int64) * tl.num_programs(0) + head
-    place_at = tile_place * MOST_SPANS * GROUP_PADDED + m
-    part_at = partial_ptr + place_at[:, None] * D + d[None, :]
-    for span in range(first_span + tl.program_id(2), first_span + num_spans, programs):
+    for span in range(span_of(begin, SPAN), span_of(end - 1, SPAN) + 1):
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PADDED], tl.float32)
-        for at in range(tl.maximum(span * SPAN, begin), tl.minimum((span + 1) * SPAN, end), N):
+        for at in range(tl.maximum(span_begin(span, SPAN), begin), tl.minimum(span_begin(span + 1, SPAN), end), N):
             position = at + n
             inside = position < end
             block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -136,46 +166,20 @@ def _attention_kernel(
             mask = inside[:, None] & in_head[None, :]
             k = in_type_of(tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
             v = in_type_of(tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
-            scores = scores_of(q, tl.trans(k), scale_log2, SOFTCAP, PRECISION)
             lowest = first_visible(seen_by, window, CHUNKED)
             visible = (position[None, :] <= seen_by) & (position[None, :] >= lowest)
-            scores = tl.where(visible, scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-            weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(best - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
-            best = new_best
-        if shares:
-            mine = (span - first_span) * GROUP_PADDED
-            tl.store(best_ptr + place_at + mine, best, mask=one)
-            tl.store(total_ptr + place_at + mine, total, mask=one)
-            tl.store(part_at + mine * D, acc, mask=one[:, None] & in_head[None, :])
-        else:
-            all_best, all_total, all_acc = _merged(all_best, all_total, all_acc, best, total, acc)
-
-    if shares:
-        tl.debug_barrier()
-        counter = arrived_ptr + tile_place
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != tl.minimum(programs, num_spans) - 1:
-            return
-        tl.debug_barrier()
-        tl.store(counter, 0)
-        for other in range(num_spans):
-            theirs = other * GROUP_PADDED
-            best = tl.load(best_ptr + place_at + theirs, mask=one, other=float("-inf"), volatile=True)
-            total = tl.load(total_ptr + place_at + theirs, mask=one, other=0.0, volatile=True)
-            acc = tl.load(part_at + theirs * D, mask=one[:, None] & in_head[None, :], other=0.0, volatile=True)
-            all_best, all_total, all_acc = _merged(all_best, all_total, all_acc, best, total, acc)
+            best, total, acc = take_in(q, k, v, visible, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+        all_best, all_total, all_acc = merged(all_best, all_total, all_acc, best, total, acc)
     all_total = tl.where(all_total == 0.0, 1.0, all_total)
     out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]
     tl.store(out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def span_for(longest: int) -> int:
-    """Positions per span for contexts of up to `longest` tokens; the same for all requests of an engine."""
-    return max(SHORTEST_SPAN, next_power_of_2(cdiv(longest, MOST_SPANS)))
+def num_spans(longest: int, span: int) -> int:
+    """Spans of a context of `longest` tokens, as `span_of` counts them."""
+    last = longest - 1
+    doublings = max(last // (8 * span), 1).bit_length() - 1
+    return 8 * doublings + last // (span << doublings) + 1
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -186,19 +190,21 @@ def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
 
 class SpanScratch:
-    """Partial results of the spans of up to `tiles` single tokens, shared by all layers."""
+    """Results of the spans of single tokens that several programs share; all layers of a shape share it."""
 
-    def __init__(
-        self, tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, longest: int, device: torch.device
-    ) -> None:
-        self.span = span_for(longest)
-        self.spans = cdiv(longest, self.span)
-        self.chunks = torch.arange(tiles, dtype=torch.int32, device=device)  # tile i is chunk i
-        self.offsets = torch.zeros(tiles, dtype=torch.int32, device=device)
-        rows = tiles * num_kv_heads * self.spans * next_power_of_2(num_heads // num_kv_heads)
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, longest: int, device: torch.device) -> None:
+        self.span = SHORTEST_SPAN
+        self.spans = num_spans(longest, self.span)
+        self._kv_heads = num_kv_heads
+        contexts = max(PROGRAMS // 2, num_kv_heads)  # with more, a program has one of its own
+        rows = contexts * self.spans * (num_heads // num_kv_heads)
         self.partial = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
         self.best, self.total = torch.empty(2, rows, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(tiles * num_kv_heads, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(contexts, dtype=torch.int32, device=device)
+
+    def programs(self, rows: int) -> int:
+        """Programs that share a context in a step of `rows` single tokens."""
+        return 1 if not tuned() else min(self.spans, max(1, PROGRAMS // (rows * self._kv_heads)))
 
 
 def invariant_attention(
@@ -215,41 +221,21 @@ def invariant_attention(
     chunk_row: Tensor,
     chunk_start: Tensor,
     chunk_count: Tensor,
-    scratch: SpanScratch,
-    singles: bool,
-    small_tiles: bool = True,
-    programs: int | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of q, out [T, heads, D] in the tiles `tile_chunk` and `tile_offset` of `tile_queries` tokens.
-
-    `singles`: only of chunks of a single token, in tiles of their own with `small_tiles`, each shared by some programs.
-    """
+    """Attention of q, out [T, heads, D] in the tiles `tile_chunk` and `tile_offset` of `tile_queries` tokens."""
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
-    padded = next_power_of_2(group)
-    rows, warps = tile_queries * padded, 4
-    if singles and small_tiles and q.dtype != torch.float32:
-        rows = max(FEWEST_ROWS, padded)
-        warps = min(4, rows // FEWEST_ROWS)
-    if not singles:
-        programs = 1
-    elif programs is None:
-        programs = min(scratch.spans, max(1, PROGRAMS // (len(tile_chunk) * kv_heads)))
-    _attention_kernel[(kv_heads, len(tile_chunk), programs)](
+    _attention_kernel[(kv_heads, len(tile_chunk))](
         q,
         keys,
         values,
         out,
-        scratch.partial,
-        scratch.best,
-        scratch.total,
-        scratch.arrived,
         q if sinks is None else sinks,
         tables,
         tile_chunk,
@@ -263,65 +249,22 @@ def invariant_attention(
         keys.stride(0),
         keys.stride(1),
         tables.stride(0),
-        scale * LOG2_E if softcap is None else scale / softcap,
+        scale_in_log2(scale, softcap),
         chunk or window or 2**30,
         GROUP=group,
-        GROUP_PADDED=padded,
-        QUERIES=rows // padded,
+        GROUP_PADDED=next_power_of_2(group),
+        QUERIES=tile_queries,
         D=dim,
         D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
-        N=64 if q.dtype != torch.float32 else 32,
-        SPAN=scratch.span,
-        MOST_SPANS=scratch.spans,
-        SINGLES=singles,
+        N=KEYS,
+        SPAN=SHORTEST_SPAN,
         SOFTCAP=softcap or 0.0,
         CHUNKED=chunk is not None,
         SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=warps,
+        PRECISION=precision_for(q.dtype),
+        num_warps=4,
         num_stages=2 if q.dtype != torch.float32 else 1,
-        enable_fp_fusion=False,  # both paths through the kernel must round the same way
+        enable_fp_fusion=False,  # the kernel of single tokens must round the same way
         **overlapping(q.device),
     )
-
-
-def small_tiles_agree(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether single tokens get the same bits in a tile of their own as in that of a chunk, on random numbers."""
-    starts, block_size = (0, 63, 64, 200, 511), 16
-    longest = max(starts) + 1
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
-
-    def integers(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    q = numbers(len(starts), num_heads, head_dim)
-    keys, values = (numbers(cdiv(longest, block_size), block_size, kv_heads, head_dim) for _ in range(2))
-    tables = torch.arange(len(keys), dtype=torch.int32, device=device).repeat(len(starts), 1)
-    scratch = SpanScratch(len(starts), num_heads, kv_heads, head_dim, longest, device)
-    places = integers(range(len(starts)))
-    found = []
-    for singles in (False, True):
-        out = torch.empty_like(q)
-        invariant_attention(
-            q,
-            keys,
-            values,
-            out,
-            tables=tables,
-            tile_chunk=places,
-            tile_offset=scratch.offsets,
-            tile_queries=queries_per_tile(num_heads, kv_heads, head_dim, dtype),
-            chunk_slot=places,
-            chunk_row=places,
-            chunk_start=integers(starts),
-            chunk_count=integers([1] * len(starts)),
-            scratch=scratch,
-            singles=singles,
-            scale=head_dim**-0.5,
-        )
-        found.append(out)
-    return torch.equal(*found)

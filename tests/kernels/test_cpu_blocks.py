@@ -13,7 +13,7 @@ from chairlift.kernels.cpu.blocks.kinds import KINDS
 from chairlift.kernels.cpu.blocks.panels import pack, unpack
 from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.simd import AVX2, PLAIN
-from tests.kernels.block_cases import check, multiply, random_rows, reference, rounded
+from tests.kernels.block_cases import check, multiply, random_activations, random_rows, reference, rounded
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -58,6 +58,17 @@ def test_rows_are_packed_in_another_order() -> None:
     stored = random_rows(kind, 20, 64)
     order = np.random.default_rng(3).permutation(20)
     assert np.array_equal(unpack(kind, pack(kind, stored, order), np.arange(20), 64), reference(kind, stored)[order])
+
+
+def test_outliers_do_not_cost_their_neighbours_their_precision() -> None:
+    kind, depth = KINDS["Q8_0"], 256
+    stored = random_rows(kind, 16, depth)
+    exact, panels = reference(kind, stored).astype(np.float64), pack(kind, stored)
+    x = random_activations(30, depth)
+    x[::3, 40] = 1000
+    errors = multiply(x, PanelWeight.of(kind, panels, depth), 16) - x @ exact.T
+    with_outlier = np.arange(30) % 3 == 0
+    assert np.square(errors[with_outlier]).mean() < 1.5 * np.square(errors[~with_outlier]).mean()
 
 
 def test_nan_stays_in_its_row() -> None:

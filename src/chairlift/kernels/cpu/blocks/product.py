@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.blocks.kinds import KINDS, PANEL, BlockKind
+from chairlift.kernels.cpu.blocks.outliers import add_outliers, by_column
 from chairlift.kernels.cpu.blocks.rows import SPAN_BYTES, BlockRows, round_block_row
 from chairlift.kernels.cpu.blocks.tile import block_tile
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, kept_c_function
@@ -47,7 +48,17 @@ def product_function(name: str) -> Any:
     kind, most = list(KINDS).index(name), MOST_ROWS
 
     def product(
-        sums: int, rows: int, row_stride: int, spans: int, span_stride: int, units: int, panel: int, count: int
+        sums: int,
+        rows: int,
+        row_stride: int,
+        spans: int,
+        span_stride: int,
+        columns: int,
+        num_columns: int,
+        outliers: int,
+        units: int,
+        panel: int,
+        count: int,
     ) -> None:
         row = 0
         while count - row >= most:
@@ -65,8 +76,9 @@ def product_function(name: str) -> Any:
             block_tile(kind, 2, to, left, row_stride, known, span_stride, units, panel)
         elif count - row == 1:
             block_tile(kind, 1, to, left, row_stride, known, span_stride, units, panel)
+        add_outliers(kind, sums, columns, num_columns, outliers, panel)
 
-    return kept_c_function(types.void(*[types.intp] * 8), product)
+    return kept_c_function(types.void(*[types.intp] * 11), product)
 
 
 @intrinsic
@@ -78,6 +90,9 @@ def _call(
     row_stride: Any,
     spans: Any,
     span_stride: Any,
+    columns: Any,
+    num_columns: Any,
+    outliers: Any,
     units: Any,
     panel: Any,
     count: Any,
@@ -85,11 +100,11 @@ def _call(
     """Call a product function by its address."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-        signature = ir.FunctionType(ir.VoidType(), [I64] * 8)
+        signature = ir.FunctionType(ir.VoidType(), [I64] * 11)
         b.call(b.inttoptr(args[0], signature.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 9), generate
+    return types.void(*[types.intp] * 12), generate
 
 
 @compiled(FAST)
@@ -105,6 +120,7 @@ def multiply_panels(
     blocks = -(-count // ROWS_AT_ONCE)
     sums = np.empty((min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)
     row_stride, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
+    outliers, ordered = by_column(rows, 0, 0), -1
     while True:
         piece = claim(shared, 1)
         if piece >= claims * blocks:
@@ -113,6 +129,8 @@ def multiply_panels(
         size = min(ROWS_AT_ONCE, count - begin)
         left = rows.numbers.ctypes.data + begin * row_stride
         spans = rows.spans.ctypes.data + begin * span_stride
+        if ordered != begin:
+            outliers, ordered = by_column(rows, begin, size), begin
         first, last = _piece(piece % claims, panels.shape[0], members)
         for panel in range(first, last):
             where = panels[panel]
@@ -123,6 +141,9 @@ def multiply_panels(
                 row_stride,
                 spans,
                 span_stride,
+                outliers.columns.ctypes.data,
+                outliers.columns.shape[0],
+                outliers.outliers.ctypes.data,
                 where[UNITS],
                 where[ADDRESS],
                 size,

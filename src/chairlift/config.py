@@ -22,7 +22,7 @@ from chairlift.speculation.control.option import check_speculate, proposer_facto
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*DTYPES, "fp8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 
@@ -108,7 +108,7 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        help="Type of the KV cache; fp8 needs a GPU.",
+        help="Type of the KV cache; int8 needs a CPU, fp8 a GPU.",
         group=DEVICE,
         choices=("auto", *KV_DTYPES),
         aliases=("kv_cache_dtype",),

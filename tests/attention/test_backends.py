@@ -17,7 +17,7 @@ from torch import Tensor
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.interface import AttentionLayer, RaggedLayout, visible_mask
-from chairlift.attention.storage import KVStorage
+from chairlift.attention.storage import KVStorage, narrowed, widened
 from chairlift.errors import InvalidParameter
 
 CPU = torch.device("cpu")
@@ -74,6 +74,22 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
 @settings(max_examples=60, deadline=None)
 @given(case=ragged_cases())
 def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
+    _compare_with_the_reference(name, case, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("name", BACKENDS.names())
+@settings(max_examples=30, deadline=None)
+@given(case=ragged_cases())
+def test_backends_with_a_smaller_cache(
+    name: str, kind: torch.dtype, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]
+) -> None:
+    _compare_with_the_reference(name, case, kind)
+
+
+def _compare_with_the_reference(
+    name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int], kind: torch.dtype
+) -> None:
     layer, chunks, block_size, seed = case
     generator = torch.Generator().manual_seed(seed)
     backend = choose_backend(name, [layer], CPU, torch.float32)
@@ -81,14 +97,15 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
     order = torch.randperm(sum(needed) + 3, generator=generator)
     shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)
     # Slots that no sequence owns contain NaN, so that reading one is detected.
-    stored = torch.full(shape, math.nan)
+    stored = narrowed(torch.full(shape, math.nan), kind)
     storage = KVStorage([stored], [stored if layer.latent_dim is not None else stored.clone()])
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
     sequences, slots = [], []
     for i, (start, count) in enumerate(chunks):
         tables[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
         keys, values = (
-            torch.randn(start + count, layer.num_kv_heads, layer.head_dim, generator=generator) for _ in range(2)
+            widened(narrowed(torch.randn(start + count, *shape[2:], generator=generator), kind), torch.float32)
+            for _ in range(2)
         )
         if layer.latent_dim is not None:
             values = keys[..., : layer.latent_dim]
@@ -113,6 +130,8 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
     assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.
     allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)
+    if kind is torch.int8:
+        allowed *= 10  # queries are rounded to 16 bits
     for i, (keys, values) in enumerate(sequences):
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
         expected = reference(layer, q[own], keys, values, starts[i], sinks)

@@ -12,11 +12,12 @@ import torch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
-from chairlift.engine.memory_plan import MemoryPlan, plan_memory
+from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.layers.recurrent.interface import RecurrentLayer, StateSpec
 from chairlift.machine import cgroup
 from chairlift.runner import device_memory
+from chairlift.runner.kv_storage import allocate_storage
 
 CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]
@@ -51,6 +52,15 @@ def test_the_log_shows_the_arithmetic_as_documented() -> None:
     assert "46,080 bytes per token x 16 tokens per block" in lines[2]
     for line in lines:
         assert line in documented
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("latent", [None, 48])
+def test_the_planned_bytes_are_those_of_the_tensors(kind: torch.dtype, latent: int | None) -> None:
+    """8-bit integers have scales, too."""
+    layers = [AttentionLayer(i, num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0, latent_dim=latent) for i in (0, 1)]
+    storage = allocate_storage(layers, 3, 16, kind, CPU)
+    assert sum(tensor.nbytes for tensor in storage.tensors) == (3 + 1) * 16 * bytes_per_token(layers, kind)
 
 
 def test_the_cache_gets_a_share_of_free_memory_limited_to_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
+from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.models.decoder import Decoder
@@ -134,12 +135,14 @@ def test_int8_is_refused_with_the_reason(tmp_path: Path) -> None:
         load(tmp_path, config, quantization="int8", dtype=torch.bfloat16)
     with pytest.raises(InvalidParameter, match="unknown 'int3'"):
         EngineConfig(quantization="int3")
-    with pytest.raises(InvalidParameter, match="kv_dtype: unknown 'int8'"):
-        EngineConfig(kv_dtype="int8")
+    with pytest.raises(InvalidParameter, match="kv_dtype: unknown 'int4'"):
+        EngineConfig(kv_dtype="int4")
+    with pytest.raises(InvalidParameter, match="kv_dtype: int8 is not possible"):
+        check_kv_dtype("int8", torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("attention", BACKENDS.names())
-@pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "float32", "int8"])
 def test_tokens_do_not_depend_on_other_rows(attention: str, kv_dtype: str, tmp_path: Path) -> None:
     """Bit for bit, because every row has its own scales."""
     try:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chairlift.kernels.cpu.attention_work import SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
     """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
 
+    8-bit integers have a scale for each token and head: a float32 in the four numbers behind the head's own.
     The last block is never allocated: the keys and values of padding are written there. In latent attention values are
     the first numbers of the keys: then both of a layer are the same tensor.
     """
@@ -59,7 +62,7 @@ class KVStorage:
         """
         used = table[: -(-length // self.block_size)]
         read = [
-            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype)
+            widened(as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length], dtype)
             for side in self.sides(layer)
         ]
         return read[0], read[-1]
@@ -80,13 +83,30 @@ def sent(
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The same memory in a type that torch can index: 8-bit floats as bytes."""
+    """The same memory in a type that torch can index: 8-bit numbers as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
+def stored_size(head_dim: int, dtype: torch.dtype) -> int:
+    """The last axis of the cache's tensors."""
+    return head_dim + SCALE_BYTES if dtype is torch.int8 else head_dim
+
+
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another type; values beyond the range of 8-bit floats are clamped to it."""
+    """The tensor as it is stored in another type; values beyond the range of 8-bit floats are clamped to it."""
+    if dtype is torch.int8:
+        scales = tensor.float().abs().amax(dim=-1, keepdim=True) / 127
+        numbers = torch.where(scales > 0, tensor.float() / scales, 0.0).round().to(torch.int8)
+        return torch.cat([numbers, scales.view(torch.int8)], dim=-1)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         return tensor.clamp(-limit, limit).to(dtype)
     return tensor.to(dtype)
+
+
+def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of stored keys or values: the inverse of `narrowed`."""
+    if stored.dtype is not torch.int8:
+        return stored.to(dtype)
+    numbers, scales = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (numbers.float() * scales).to(dtype)

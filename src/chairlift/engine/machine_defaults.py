@@ -13,7 +13,7 @@ from chairlift.kernels.gpu import META, on_gpu
 from chairlift.machine.cores import default_threads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
+KV_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 MAX_REQUESTS_ON_GPU, MAX_REQUESTS_ON_CPU = 1024, 64
 BATCH_TOKENS_ON_GPU = 8192

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.storage import stored_size
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.core.kv.hybrid_cache import MIN_SLOTS
 from chairlift.errors import InvalidParameter
@@ -158,7 +159,10 @@ def _given_states(given: int, per_state: int, most: int) -> int:
 
 
 def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    return sum(layer.numbers_per_token for layer in layers) * dtype.itemsize
+    return sum(
+        layer.numbers_per_token // layer.head_dim * stored_size(layer.head_dim, dtype) * dtype.itemsize
+        for layer in layers
+    )
 
 
 def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from chairlift.attention.interface import AttentionLayer
-from chairlift.attention.storage import KVStorage
+from chairlift.attention.storage import KVStorage, stored_size
 from chairlift.kernels.cpu.aligned import aligned
 
 
@@ -19,7 +19,7 @@ def allocate_storage(
     if not layers:  # a model without attention: a layer without numbers has the sizes that others read
         nothing = torch.empty((num_blocks + 1, block_size, 0, 0), dtype=dtype, device=device)
         return KVStorage([nothing], [nothing])
-    shapes = [(num_blocks + 1, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+    shapes = [(num_blocks + 1, block_size, layer.num_kv_heads, stored_size(layer.head_dim, dtype)) for layer in layers]
     latent = [layer.latent_dim is not None for layer in layers]
     kinds = list(zip(shapes, latent, strict=True))
     alike = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))  # draft layers may differ

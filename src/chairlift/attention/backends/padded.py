@@ -16,7 +16,7 @@ from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
 from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_positions
-from chairlift.attention.storage import KVStorage, as_plain
+from chairlift.attention.storage import KVStorage, as_plain, widened
 
 
 @BACKENDS.register("padded")
@@ -94,5 +94,5 @@ class _PaddedStep:
         the memory may hold NaN, which no mask hides."""
         rectangle = self.rectangle
         gathered = as_plain(stored).index_select(0, rectangle.blocks).view(stored.dtype)
-        dense = gathered.view(*rectangle.absent.shape, *stored.shape[2:]).to(dtype)
+        dense = widened(gathered.view(*rectangle.absent.shape, *stored.shape[2:]), dtype)
         return dense.masked_fill_(rectangle.absent[:, :, None, None], 0.0)

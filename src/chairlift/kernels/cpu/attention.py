@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chairlift.kernels.cpu.attention_loads import load_columns, load_rows
+from chairlift.kernels.cpu.attention_loads import (
+    has_scales,
+    load_columns,
+    load_rows,
+    load_scales,
+    numbers_of,
+    store_row,
+)
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, narrow, sortable, widen
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, sortable, widen
+from chairlift.kernels.cpu.score_tile import TILE, has_score_tile, score_keys, split_query
 from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch
 from chairlift.kernels.cpu.threads import claim
 
@@ -41,7 +49,8 @@ class Score(NamedTuple):
 class Cache(NamedTuple):
     """One layer of the paged cache, and the block tables of the sequences."""
 
-    keys: np.ndarray  # [blocks, block_size, kv_heads, head_dim] float32, or bfloat16 as uint16
+    # [blocks, block_size, kv_heads, head_dim] float32, bfloat16 as uint16, or int8 with a scale behind each head's row
+    keys: np.ndarray
     values: np.ndarray  # [blocks, block_size, kv_heads, value_dim or more], of which the first value_dim are read
     tables: np.ndarray  # [S, longest] int32
 
@@ -56,6 +65,9 @@ class _Scratch(NamedTuple):
     scores: np.ndarray  # [F32_ROWS, KEYS]
     keys: np.ndarray  # [head_dim, KEYS]
     values: np.ndarray  # [KEYS, padded value_dim]
+    scales: np.ndarray  # [2, KEYS] of 8-bit keys and values
+    parts: np.ndarray  # [heads, 2 * head_dim] uint8: queries split for keys of 8 bits
+    part_scales: np.ndarray  # [heads]
 
 
 @compiled(FAST)
@@ -63,12 +75,10 @@ def store(cache: Cache, slot: int, k: Any, v: Any) -> None:
     """Put one token's key [kv_heads, head_dim] and value [kv_heads, value_dim] into its slot (block * block_size +
     offset)."""
     block, offset = slot // cache.keys.shape[1], slot % cache.keys.shape[1]
-    like = cache.keys[0, 0, 0, 0]
     for head in range(k.shape[0]):
-        for i in range(k.shape[1]):
-            cache.keys[block, offset, head, i] = narrow(k[head, i], like)
-        for i in range(v.shape[1]):
-            cache.values[block, offset, head, i] = narrow(v[head, i], like)
+        store_row(cache.keys, block, offset, head, k)
+        if cache.values.ctypes.data != cache.keys.ctypes.data:
+            store_row(cache.values, block, offset, head, v)
 
 
 @compiled(FAST)
@@ -77,7 +87,7 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
 
     Call `barrier` before and after, then `merge` for every row."""
     pieces, tiles = work.pieces, work.tiles
-    kv_heads, head_dim = cache.keys.shape[2], cache.keys.shape[3]
+    kv_heads, head_dim = cache.keys.shape[2], q.shape[2]
     group = q.shape[1] // kv_heads
     padded = (out.shape[2] + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
     queries = QUERIES if tiles.rows.shape[0] > 0 else 1
@@ -90,6 +100,9 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
         np.zeros((F32_ROWS, KEYS), dtype=np.float32),
         np.zeros((max(head_dim, KEYS), max(padded, KEYS)), dtype=np.float32),
         np.zeros((KEYS, padded), dtype=np.float32),
+        np.zeros((2, KEYS), dtype=np.float32),
+        np.zeros((q.shape[1], 2 * head_dim), dtype=np.uint8),
+        np.zeros(q.shape[1], dtype=np.float32),
     )
     num_tiles = tiles.rows.shape[0] * kv_heads
     num_pieces = pieces.rows.shape[0]
@@ -103,12 +116,9 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
             )
         elif item < num_tiles + num_pieces * shares:
             piece, share = (item - num_tiles) // shares, (item - num_tiles) % shares
-            following = piece + members  # the piece this thread is likely to claim next
-            if following < num_pieces:
-                start, length = pieces.starts[following], pieces.lengths[following]
-                _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, length)
+            following = min(piece + members, num_pieces - 1)  # the piece this thread is likely to claim next
             begin, end = share * kv_heads // shares, (share + 1) * kv_heads // shares
-            _attend_piece(piece, begin, end, q, cache, pieces, how, work.partial, scratch, out)
+            _attend_piece(piece, following, begin, end, q, cache, pieces, how, work.partial, scratch, out)
         else:
             return
 
@@ -120,6 +130,7 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
 @compiled(FAST)
 def _attend_piece(
     piece: int,
+    following: int,
     first_kv_head: int,
     end_kv_head: int,
     q: Any,
@@ -130,7 +141,9 @@ def _attend_piece(
     scratch: Any,
     out: Any,
 ) -> None:
-    """Compute some heads of one piece, in most steps all: their keys and values are adjacent in memory."""
+    """Compute some heads of one piece, in most steps all: their keys and values are adjacent in memory.
+
+    While a tile is computed, the next one is prefetched, at the end of the piece that of the `following` piece."""
     heads, value_dim = q.shape[1], out.shape[2]
     group, whole = heads // cache.keys.shape[2], pieces.counts[piece] == 1
     row, length, start, sequence = (
@@ -140,31 +153,84 @@ def _attend_piece(
         pieces.sequences[piece],
     )
     queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
-    scores, values = scratch.scores, scratch.values
+    scores, values, scales = scratch.scores, scratch.values, scratch.scales
+    parts, part_scales = scratch.parts, scratch.part_scales
     end = min(length, start + PIECE)
     low = _first_visible(length - 1, how.window, how.chunk)
     _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
+    by_tiles = has_score_tile(cache.keys, queries)
+    if by_tiles:
+        for head in range(first_kv_head * group, end_kv_head * group):
+            split_query(cache.keys, queries, head, parts, part_scales)
     if start == 0:  # exactly one piece of a row has the sinks
         _begin_with_sinks(how.sinks, 0, heads, heads, peaks, totals)
     # Start at a tile boundary, so that the order of summation does not depend on the window.
     for base in range(max(start, low // KEYS * KEYS), end, KEYS):
         count = min(KEYS, end - base)
-        _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
+        next_sequence, next_base, next_end = sequence, base + KEYS, end
+        if base + KEYS >= end:
+            next_sequence, next_end = pieces.sequences[following], pieces.lengths[following]
+            next_low = _first_visible(next_end - 1, how.window, how.chunk)
+            next_base = max(pieces.starts[following], next_low // KEYS * KEYS)
         for kv_head in range(first_kv_head, end_kv_head):
+            share, shares = kv_head - first_kv_head, end_kv_head - first_kv_head  # of what is prefetched
+            load_scales(cache.keys, cache.tables, sequence, base, count, kv_head, scales, 0)
+            load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
             if value_dim % F32_COLUMNS:
                 load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
+                _fetch_tile(cache.values, cache.tables, next_sequence, next_base, next_end, share, shares)
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
-                _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
+                ahead = next_end if first == kv_head * group else 0  # prefetch once for all query heads
+                _score(
+                    queries,
+                    parts,
+                    part_scales,
+                    by_tiles,
+                    first,
+                    last,
+                    cache.keys,
+                    cache.tables,
+                    sequence,
+                    base,
+                    count,
+                    kv_head,
+                    scores,
+                    next_sequence,
+                    next_base,
+                    ahead,
+                    share,
+                    shares,
+                )
                 for line in range(last - first, F32_ROWS):  # padding rows: a tile adds all its rows
                     for j in range(KEYS):
                         scores[line, j] = np.float32(0.0)
+                if has_scales(cache.keys):
+                    _scale_lines(scores, last - first, scales, 0)
                 for head in range(first, last):
                     _soften(scores, head - first, peaks, totals, sums, head, max(low - base, 0), count, how.softcap)
+                if has_scales(cache.values):
+                    _scale_lines(scores, last - first, scales, 1)
                 if value_dim % F32_COLUMNS:
                     _add_values(sums, first, scores, values, count)
                 else:
-                    _add_stored(sums, first, last, scores, cache.values, cache.tables, sequence, base, count, kv_head)
+                    _add_stored(
+                        sums,
+                        first,
+                        last,
+                        scores,
+                        cache.values,
+                        cache.tables,
+                        sequence,
+                        base,
+                        count,
+                        kv_head,
+                        next_sequence,
+                        next_base,
+                        ahead,
+                        share,
+                        shares,
+                    )
     for head in range(first_kv_head * group, end_kv_head * group):
         if whole:
             _finish_row(sums, totals, head, out, row, head)
@@ -178,6 +244,9 @@ def _attend_piece(
 @compiled(FAST)
 def _score(
     queries: Any,
+    parts: Any,
+    part_scales: Any,
+    by_tiles: bool,
     first: int,
     last: int,
     side: Any,
@@ -187,15 +256,29 @@ def _score(
     count: int,
     kv_head: int,
     scores: Any,
+    next_sequence: int,
+    next_base: int,
+    next_end: int,
+    share: int,
+    shares: int,
 ) -> None:
-    """Compute rows of scores: the products of queries with cached keys."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    whole, stride = head_dim // LANES * LANES, side.shape[2] * head_dim
+    """Compute rows of scores, the products of queries with cached keys, and prefetch the keys of the next tile."""
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, numbers_of(side), side.shape[1]
+    whole, stride = head_dim // LANES * LANES, side.shape[2] * side.shape[3]
     j = 0
     while j < count:  # by blocks, to divide once per block
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
-        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
+        start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
+        _fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
+        # Whole tiles are within the block. Scores behind the last position are not used.
+        if by_tiles and (block_size % TILE == 0 or run % TILE == 0):
+            for done in range(0, run, TILE):
+                target = scores.ctypes.data + (j + done) * 4
+                keys = start + done * stride * size
+                score_keys(side, target, 4 * KEYS, parts, part_scales, first, last, keys)
+            j += run
+            continue
         for row in range(first, last):
             query, line = queries.ctypes.data + row * head_dim * 4, row - first
             done = 0
@@ -215,20 +298,26 @@ def _score(
 
 
 @compiled()
-def _fetch_ahead(keys: Any, values: Any, tables: Any, sequence: int, base: int, end: int) -> None:
-    """Prefetch the keys and values of the next tile; the hardware prefetcher cannot follow block tables."""
-    _fetch_side_ahead(keys, tables, sequence, base, end)
-    if values.ctypes.data != keys.ctypes.data:
-        _fetch_side_ahead(values, tables, sequence, base, end)
+def _fetch_tile(side: Any, tables: Any, sequence: int, base: int, end: int, share: int, shares: int) -> None:
+    """Prefetch a share of each block of the tile at `base`."""
+    for position in range(base, min(base + KEYS, end), side.shape[1]):
+        _fetch_block(side, tables, sequence, position, end, side.shape[1], share, shares)
 
 
 @compiled()
-def _fetch_side_ahead(side: Any, tables: Any, sequence: int, base: int, end: int) -> None:
+def _fetch_block(
+    side: Any, tables: Any, sequence: int, position: int, end: int, count: int, share: int, shares: int
+) -> None:
+    """Prefetch a share of at most `count` positions of one block, as far as before `end`, since the hardware prefetcher
+    cannot follow block tables. Each KV head has its share: prefetches in small portions leave no thread waiting."""
+    if position >= end:
+        return
     block_size, row = side.shape[1], side.shape[2] * side.shape[3] * side.itemsize
-    for first in range(base, min(base + KEYS, end), block_size):
-        start = tables[sequence, first // block_size] * block_size * row
-        for line in range(0, min(block_size, end - first) * row, 64):
-            prefetch(side.ctypes.data + start + line)
+    slot = position % block_size
+    start = side.ctypes.data + (tables[sequence, position // block_size] * block_size + slot) * row
+    lines = (min(count, min(block_size - slot, end - position)) * row + 63) // 64
+    for line in range(lines * share // shares, lines * (share + 1) // shares):
+        prefetch(start + 64 * line)
 
 
 @compiled()
@@ -243,19 +332,24 @@ def _add_stored(
     base: int,
     count: int,
     kv_head: int,
+    next_sequence: int,
+    next_base: int,
+    next_end: int,
+    share: int,
+    shares: int,
 ) -> None:
-    """Like `_add_values`, reading values from the blocks."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    padded, stride = sums.shape[1], side.shape[2] * head_dim
+    """Like `_add_values`, reading values from the blocks, and prefetch those of the next tile."""
+    like, size, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[1]
+    padded, stride = sums.shape[1], side.shape[2] * side.shape[3]
     j = 0
     while j < count:
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
         weights = scores.ctypes.data + j * 4
+        _fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
         for column in range(0, padded, F32_COLUMNS):
-            value = (
-                side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim + column) * size
-            )
+            place = (block * block_size + slot) * stride + kv_head * side.shape[3] + column
+            value = side.ctypes.data + place * size
             target = sums.ctypes.data + (first * padded + column) * 4
             if last - first == 1:
                 _tile_1(target, padded, weights, KEYS, value, stride, run, like)
@@ -300,7 +394,7 @@ def _attend_tile(
     first_row, tokens, position = tiles.rows[tile], tiles.counts[tile], tiles.positions[tile]
     sequence, rows, softcap = tiles.sequences[tile], tokens * group, how.softcap
     queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
-    scores, keys, values = scratch.scores, scratch.keys, scratch.values
+    scores, keys, values, scales = scratch.scores, scratch.keys, scratch.values, scratch.scales
     _begin_rows(q, first_row, tokens, kv_head, group, how.scale, queries, sums, peaks, totals)
     _begin_with_sinks(how.sinks, kv_head * group, group, rows, peaks, totals)
     low = _first_visible(position, how.window, how.chunk)
@@ -308,6 +402,8 @@ def _attend_tile(
         count = min(KEYS, position + tokens - base)
         load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
         load_rows(cache.values, cache.tables, sequence, base, count, kv_head, out.shape[2], values)
+        load_scales(cache.keys, cache.tables, sequence, base, count, kv_head, scales, 0)
+        load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
         for first in range(0, rows, F32_ROWS):
             last = min(first + F32_ROWS, rows)
             if base > position + (last - 1) // group:
@@ -317,10 +413,14 @@ def _attend_tile(
                     scores[line, j] = np.float32(0.0)
             left = queries.ctypes.data + first * head_dim * 4
             _tile(scores.ctypes.data, KEYS, left, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
+            if has_scales(cache.keys):
+                _scale_lines(scores, F32_ROWS, scales, 0)
             for row in range(first, last):
                 sees = position + row // group + 1 - base  # visible positions of this tile, if positive
                 cut = max(_first_visible(base + sees - 1, how.window, how.chunk) - base, 0)
                 _soften(scores, row - first, peaks, totals, sums, row, cut, min(sees, count), softcap)
+            if has_scales(cache.values):
+                _scale_lines(scores, F32_ROWS, scales, 1)
             _add_values(sums, first, scores, values, count)
     for row in range(rows):
         _finish_row(sums, totals, row, out, first_row + row // group, kv_head * group + row % group)
@@ -362,6 +462,13 @@ def _begin_rows(
                 queries[r, i] = q[row + token, kv_head * group + member, i] * scale
             for i in range(sums.shape[1]):
                 sums[r, i] = np.float32(0.0)
+
+
+@compiled(FAST)
+def _scale_lines(scores: Any, lines: int, scales: Any, side: int) -> None:
+    for line in range(lines):
+        for j in range(KEYS):
+            scores[line, j] *= scales[side, j]
 
 
 @compiled(FAST)

@@ -1,11 +1,111 @@
-"""Loads keys and values of a sequence through its block table into tiles of float32."""
+"""Stores keys and values, and loads those of a sequence through its block table into tiles of float32.
+
+Keys and values of 8 bits have a scale for each token and head, a float32 behind the numbers of its row. Scales are not
+applied to what is loaded, but to the scores and to the weights of the values.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, widen
-from chairlift.kernels.cpu.simd import transpose_16, widen_row
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from chairlift.kernels.cpu.attention_work import SCALE_BYTES
+from chairlift.kernels.cpu.scalar_math import FAST, bits, compiled, from_bits, narrow, nearest, widen
+from chairlift.kernels.cpu.simd import get_float, put_float, transpose_16, widen_row
+
+LARGEST = np.float32(127.0)
+_NOT_FINITE = np.int32(0x7F800000)
+
+
+def has_scales(side: Any) -> bool:
+    """Whether numbers of 8 bits are stored."""
+    raise NotImplementedError("compiled code only")
+
+
+def numbers_of(side: Any) -> int:
+    """How many numbers a row of a head has."""
+    raise NotImplementedError("compiled code only")
+
+
+def store_row(side: Any, block: int, offset: int, head: int, rows: Any) -> None:
+    """Store rows[head] into its place."""
+    raise NotImplementedError("compiled code only")
+
+
+def load_scales(
+    side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any, line: int
+) -> None:
+    """Load the scales of `count` positions into a line of `target`, if there are any."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(has_scales, strict=False)
+def _has_scales(side: Any) -> Any:
+    scaled = side.dtype == types.int8
+    return lambda side: scaled
+
+
+@overload(numbers_of, strict=False)
+def _numbers_of(side: Any) -> Any:
+    if side.dtype == types.int8:
+        return lambda side: side.shape[3] - SCALE_BYTES
+    return lambda side: side.shape[3]
+
+
+@overload(store_row, strict=False)
+def _store_row(side: Any, block: Any, offset: Any, head: Any, rows: Any) -> Any:
+    store = _store_rounded if side.dtype == types.int8 else _store_narrowed
+    return lambda side, block, offset, head, rows: store(side, block, offset, head, rows)
+
+
+@overload(load_scales, strict=False)
+def _load_scales(
+    side: Any, tables: Any, sequence: Any, base: Any, count: Any, kv_head: Any, target: Any, line: Any
+) -> Any:
+    if side.dtype != types.int8:
+        return lambda side, tables, sequence, base, count, kv_head, target, line: None
+    return lambda side, tables, sequence, base, count, kv_head, target, line: _read_scales(
+        side, tables, sequence, base, count, kv_head, target, line
+    )
+
+
+@compiled(FAST)
+def _store_narrowed(side: Any, block: int, offset: int, head: int, rows: Any) -> None:
+    like = side[0, 0, 0, 0]
+    for i in range(rows.shape[1]):
+        side[block, offset, head, i] = narrow(rows[head, i], like)
+
+
+@compiled()  # exact division: as `narrowed` rounds in torch
+def _store_rounded(side: Any, block: int, offset: int, head: int, rows: Any) -> None:
+    """Quantize to -127..127. A number that is not finite makes the scale NaN."""
+    highest = np.int32(0)
+    for i in range(rows.shape[1]):
+        highest = max(highest, bits(rows[head, i]) & np.int32(0x7FFFFFFF))  # positive floats compare like integers
+    scale = from_bits(highest) / LARGEST if highest < _NOT_FINITE else np.float32(np.nan)
+    divisor = scale if scale > 0 else np.float32(np.inf)
+    for i in range(rows.shape[1]):
+        side[block, offset, head, i] = np.int8(np.int32(nearest(rows[head, i] / divisor)))
+    row = (block * side.shape[1] + offset) * side.shape[2] + head
+    put_float(side.ctypes.data + (row + 1) * side.shape[3] - SCALE_BYTES, scale)
+
+
+@compiled()
+def _read_scales(
+    side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any, line: int
+) -> None:
+    block_size, stride = side.shape[1], side.shape[2] * side.shape[3]
+    j = 0
+    while j < count:
+        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        run = min(block_size - slot, count - j)
+        start = side.ctypes.data + (block * block_size + slot) * stride + (kv_head + 1) * side.shape[3] - SCALE_BYTES
+        for at in range(run):
+            target[line, j + at] = get_float(start + at * stride)
+        j += run
 
 
 @compiled(FAST)
@@ -13,13 +113,13 @@ def load_rows(
     side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, width: int, target: Any
 ) -> None:
     """Load `count` positions, the first `width` numbers of each, into target [positions, width]."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    like, size, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[1]
     whole = width // 16 * 16
     j = 0
     while j < count:
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         for at in range(slot, min(block_size, slot + count - j)):
-            source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * head_dim) * size
+            source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * side.shape[3]) * size
             widen_row(target.ctypes.data + j * target.shape[1] * 4, source, whole, like)
             for i in range(whole, width):
                 target[j, i] = widen(side[block, at, kv_head, i])
@@ -29,13 +129,13 @@ def load_rows(
 @compiled(FAST)
 def load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
     """Like `load_rows` with all numbers of a head, transposed: target [head_dim, positions]."""
-    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
-    whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, numbers_of(side), side.shape[1]
+    whole, stride = head_dim // 16 * 16, side.shape[2] * side.shape[3]
     j = 0
     while j < count:
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
-        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
+        start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
         squares = run // 16 * 16
         for at in range(0, squares, 16):
             for i in range(0, whole, 16):

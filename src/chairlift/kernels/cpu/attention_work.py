@@ -11,6 +11,7 @@ import numpy as np
 # its result equals that of single-token steps; tiles sum in another order.
 FEW = 16
 QUERIES = 64  # tokens per query tile
+SCALE_BYTES = 4  # a float32 behind the 8-bit integers of a token and head
 PIECE = 256  # context positions per work item; fixed, so that a row is always summed in the same order
 
 

@@ -116,11 +116,13 @@ def exp(x: Any) -> Any:
 
 @intrinsic
 def widen(_: Any, number: Any) -> Any:
-    """Convert a stored number to float32: from float32, or from bfloat16 (a uint16 to numba)."""
+    """Convert a stored number to float32: from float32, bfloat16 (a uint16 to numba) or int8."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         if number == types.float32:
             return args[0]
+        if number == types.int8:
+            return b.sitofp(args[0], ir.FloatType())
         word = b.shl(b.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
         return b.bitcast(word, ir.FloatType())
 

@@ -179,7 +179,7 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
             columns = [load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
             if rows > 1:  # with one row a prefetch would come too late
                 for address in addresses:
-                    _prefetch(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
+                    prefetch_line(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
             for row in range(rows):
                 address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(GROUP)))
                 four = b.bitcast(splat(b, load(b, address, I32, 1), lanes), operand)
@@ -276,7 +276,7 @@ def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 
 def f32_tile(rows: int) -> Any:
     """Build a function for sums [rows, F32_COLUMNS] += left [rows, depth] times right [depth, F32_COLUMNS], float32;
-    the right side may be bfloat16. Strides count elements."""
+    the right side may be bfloat16 or int8. Strides count elements."""
     vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # limited by the number of registers
     numbers = ir.VectorType(F32, 16)
 
@@ -326,8 +326,8 @@ def f32_tile(rows: int) -> Any:
 
 @intrinsic
 def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any, like: Any) -> Any:
-    """Compute sums [LANES]: the dot products of one row with LANES others of the type of `like` (float32 or bfloat16).
-    `right_stride` counts elements, `depth` is a multiple of LANES."""
+    """Compute sums [LANES]: the dot products of one row with LANES others of the type of `like` (float32,
+    bfloat16 or int8). `right_stride` counts elements, `depth` is a multiple of LANES."""
     size = like.bitwidth // 8
     numbers = ir.VectorType(F32, LANES)
 
@@ -361,13 +361,34 @@ def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return vectors[0]
 
 
+@intrinsic
+def get_float(_: Any, address: Any) -> Any:
+    """Load a float32 from any address."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return load(b, args[0], F32, 1)
+
+    return types.float32(types.intp), generate
+
+
+@intrinsic
+def put_float(_: Any, address: Any, number: Any) -> Any:
+    """Store a float32 at any address."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        store(b, args[1], args[0], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32), generate
+
+
 def prefetcher(writing: bool) -> Any:
     """Build a function that prefetches a cache line for reading or writing."""
 
     @intrinsic
     def prefetch(_: Any, address: Any) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-            _prefetch(b, args[0], writing=writing)
+            prefetch_line(b, args[0], writing=writing)
             return context.get_dummy_value()
 
         return types.void(types.intp), generate
@@ -375,7 +396,7 @@ def prefetcher(writing: bool) -> Any:
     return prefetch
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False) -> None:
+def prefetch_line(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False) -> None:
     """Prefetch into L1 for writing, and into L2, which holds a whole tile, for reading."""
     pointer = I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
@@ -403,7 +424,7 @@ def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
 
 @intrinsic
 def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_stride: Any, like: Any) -> Any:
-    """Transpose source [16, 16] of the type of `like` (float32 or bfloat16) into target, float32. Strides count
+    """Transpose source [16, 16] of the type of `like` (float32, bfloat16 or int8) into target, float32. Strides count
     elements."""
     size = like.bitwidth // 8
 
@@ -411,23 +432,31 @@ def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_st
         target, target_stride, source, source_stride, _like = args
         from_bytes, to_bytes = b.mul(source_stride, I64(size)), b.mul(target_stride, I64(4))
         rows = [_load_numbers(b, b.add(source, b.mul(from_bytes, I64(row))), size) for row in range(16)]
-        for half in (8, 4, 2, 1):  # swap squares of this size across the diagonal
-            for row in (row for row in range(16) if not row & half):
-                x, y = rows[row], rows[row + half]
-                rows[row] = pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
-                rows[row + half] = pick(b, x, y, [lane + half if not lane & half else 16 + lane for lane in range(16)])
-        for row, numbers in enumerate(rows):
+        for row, numbers in enumerate(transposed(b, rows)):
             store(b, numbers, b.add(target, b.mul(to_bytes, I64(row))), 4)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4, like), generate
 
 
+def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Transpose 16 vectors of 16 numbers of 32 bits."""
+    rows = list(rows)
+    for half in (8, 4, 2, 1):  # swap squares of this size across the diagonal
+        for row in (row for row in range(16) if not row & half):
+            x, y = rows[row], rows[row + half]
+            rows[row] = pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
+            rows[row + half] = pick(b, x, y, [lane + half if not lane & half else 16 + lane for lane in range(16)])
+    return rows
+
+
 def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
-    """Load float32 or bfloat16 numbers as float32."""
+    """Load float32, bfloat16 or int8 numbers as float32."""
     numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
     if size == 4:
         return load(b, address, numbers, 4)
+    if size == 1:
+        return b.sitofp(b.sext(load(b, address, ir.VectorType(I8, lanes), 1), words), numbers)
     halves = b.zext(load(b, address, ir.VectorType(I16, lanes), 2), words)
     return b.bitcast(b.shl(halves, ir.Constant(words, [16] * lanes)), numbers)
 

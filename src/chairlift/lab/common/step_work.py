@@ -31,7 +31,7 @@ class KernelWork:
         return KernelWork(self.flops / number, self.bytes / number)
 
 
-def step_work(model: CausalLM, kv_itemsize: int, plan: StepPlan) -> Mapping[str, KernelWork]:
+def step_work(model: CausalLM, kv_itemsize: float, plan: StepPlan) -> Mapping[str, KernelWork]:
     """The work of each part of a step; parts that cannot be counted are missing."""
     rows, sampled = plan.num_tokens, sum(chunk.num_scored for chunk in plan.chunks)
     spans = [(chunk.start, chunk.count) for chunk in plan.chunks]
@@ -98,7 +98,7 @@ def _experts_work(experts: MixtureOfExperts, rows: int) -> KernelWork:
     return routed + total(linear_work(linear, rows) for linear in experts.linears())
 
 
-def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_itemsize: int) -> KernelWork:
+def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_itemsize: float) -> KernelWork:
     """The attention of one layer, for sequences that compute `count` tokens after `start` cached ones."""
     pairs = read = 0
     for start, count in spans:

@@ -181,7 +181,8 @@ class Batch:
 
 
 def mean_work(started: StartedEngine, steps: Sequence[TimedStep]) -> dict[str, KernelWork]:
-    itemsize = started.runner.storage.keys[0].itemsize
+    side, layers = started.runner.storage.keys[0], started.runner.model.attention_layers
+    itemsize = side.itemsize * (side.shape[-1] / layers[0].head_dim if layers else 1)  # with the scales of 8 bits
     each = [step_work(started.runner.model, itemsize, step.done.plan) for step in steps if step.done.plan is not None]
     return {name: total(work[name] for work in each) / len(each) for name in each[0]}
 

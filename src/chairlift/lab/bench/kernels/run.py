@@ -19,6 +19,7 @@ from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
 from chairlift.attention.paged.gpu import PagedGPUStep
+from chairlift.attention.storage import narrowed
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
@@ -193,7 +194,7 @@ def attention_case(
 
     storage = allocate_storage([first] * count, num_blocks, BLOCK_SIZE, kv_dtype, device)
     for tensor in storage.tensors:
-        tensor.copy_(random(*tensor.shape, dtype=kv_dtype))
+        tensor.copy_(narrowed(random(*tensor.shape[:-1], first.head_dim, dtype=torch.float32), kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
     attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads

@@ -32,8 +32,10 @@ FLOAT32 = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
 CPU_MODES: Mapping[str, Mapping[str, str]] = {
     "float32": FLOAT32,
     "float32, KV bfloat16": FLOAT32 | {"kv_dtype": "bfloat16"},
+    "float32, KV int8": FLOAT32 | {"kv_dtype": "int8"},
     "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
     "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
+    "int8, KV int8": {"quantization": "int8", "kv_dtype": "int8"},
     "int4, KV float32": {"quantization": "int4", "kv_dtype": "float32"},
     "int4, KV bfloat16": {"quantization": "int4", "kv_dtype": "bfloat16"},
     "as stored, KV float32": {"quantization": "checkpoint", "kv_dtype": "float32"},

@@ -57,7 +57,7 @@ def bench_shapes(
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="Store the head in the format of --quantization, too.")
     ] = False,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8 (GPU).")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16, int8 (CPU) or fp8 (GPU).")] = "auto",
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
     model_impl: Annotated[
         str, typer.Option(help="auto, native, or transformers: its code instead of ours, for comparison.")

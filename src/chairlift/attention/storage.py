@@ -97,7 +97,8 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.int8:
         scales = tensor.float().abs().amax(dim=-1, keepdim=True) / 127
         numbers = torch.where(scales > 0, tensor.float() / scales, 0.0).round().to(torch.int8)
-        return torch.cat([numbers, scales.view(torch.int8)], dim=-1)
+        stored = scales.flatten().view(torch.int8).view(*scales.shape[:-1], SCALE_BYTES)
+        return torch.cat([numbers, stored], dim=-1)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         return tensor.clamp(-limit, limit).to(dtype)

@@ -15,6 +15,8 @@ from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.simd import AVX2, PLAIN
 from tests.kernels.block_cases import check, multiply, random_activations, random_rows, reference, rounded
 
+_AVX2 = "+avx,+avx2,+fma,+f16c"
+
 
 @pytest.mark.parametrize("name", KINDS)
 def test_products_equal_those_of_dequantized_weights(name: str) -> None:
@@ -28,14 +30,16 @@ def test_a_depth_that_ends_within_a_unit() -> None:
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
-        ({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}, AVX2.name),
+        ({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": _AVX2}, AVX2.name),
+        pytest.param({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": _AVX2}, AVX2.name, marks=pytest.mark.slow),
         pytest.param({"NUMBA_CPU_NAME": "generic"}, PLAIN.name, marks=pytest.mark.slow),
     ],
-    ids=["AVX2", "generic"],
+    ids=["AVX2", "AVX2 all kinds", "generic"],
 )
-def test_other_instruction_sets(setting: dict[str, str], found: str) -> None:
-    """Numbers of 4, 5, 6 and 8 bits, with and without minima, and values from a table."""
-    kinds = ["Q8_0", "Q5_K", "Q6_K", "IQ4_NL"] if found == AVX2.name else list(KINDS)
+def test_other_instruction_sets(request: pytest.FixtureRequest, setting: dict[str, str], found: str) -> None:
+    """Numbers of 4, 5, 6 and 8 bits, with and without minima, and values from a table; all kinds where it may be
+    slow."""
+    kinds = ["Q8_0", "Q5_K", "Q6_K", "IQ4_NL"] if request.node.callspec.id == "AVX2" else list(KINDS)
     command = [sys.executable, "-m", "tests.kernels.block_cases", *kinds]
     done = subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -31,12 +31,13 @@ NEEDS = {VNNI_512: "avx512vnni", VNNI_256: "avxvnni", AVX2: "avx2", PLAIN: None}
 
 
 @pytest.mark.parametrize("isa", NEEDS, ids=lambda isa: isa.name)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, "all", "few"])
-def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, rows: int | str) -> None:
+@pytest.mark.parametrize("count", range(1, 9))
+def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, count: int) -> None:
+    if count > isa.few_rows:
+        pytest.skip("no tile has so many rows")
     needed = NEEDS[isa]
     if needed is not None and not cpu_simd._FEATURES.get(needed) and not cpu_simd._FEATURES.get("avx512vnni"):
         pytest.skip(f"this CPU has no {isa.name}")
-    count = {"all": isa.rows, "few": isa.few_rows}.get(str(rows)) or int(rows)
     spans, random = 3, np.random.default_rng(count)
     left = random.integers(-127, 128, (count, spans * SPAN)).astype(np.int16 if isa.wide_rows else np.int8)
     weight = random.integers(0, 256, (isa.panels, spans * SPAN // GROUP, PANEL, GROUP)).astype(np.uint8)

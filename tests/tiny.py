@@ -36,7 +36,12 @@ def byte_level_tokenizer(vocab_size: int = 320, more_special: Sequence[str] = ()
 
 
 def write_tiny_checkpoint(
-    folder: Path, *, chat_template: str = CHATML, more_special: Sequence[str] = (), positions: int = 256
+    folder: Path,
+    *,
+    chat_template: str = CHATML,
+    more_special: Sequence[str] = (),
+    positions: int = 256,
+    head_dim: int = 16,
 ) -> Path:
     """Write a random Llama model with two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,6 +59,7 @@ def write_tiny_checkpoint(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         initializer_range=0.2,
         bos_token_id=0,

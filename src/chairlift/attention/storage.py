@@ -92,6 +92,11 @@ def stored_size(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + SCALE_BYTES if dtype is torch.int8 else head_dim
 
 
+def bytes_per_number(head_dim: int, dtype: torch.dtype) -> float:
+    """The bytes of a cached number, with its share of the scales."""
+    return stored_size(head_dim, dtype) * dtype.itemsize / head_dim
+
+
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor as it is stored in another type; values beyond the range of 8-bit floats are clamped to it."""
     if dtype is torch.int8:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from chairlift.attention.storage import bytes_per_number
 from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, StepDone
 from chairlift.core.sampling.params import SamplingParams
@@ -181,8 +182,8 @@ class Batch:
 
 
 def mean_work(started: StartedEngine, steps: Sequence[TimedStep]) -> dict[str, KernelWork]:
-    side, layers = started.runner.storage.keys[0], started.runner.model.attention_layers
-    itemsize = side.itemsize * (side.shape[-1] / layers[0].head_dim if layers else 1)  # with the scales of 8 bits
+    dtype, layers = started.runner.storage.keys[0].dtype, started.runner.model.attention_layers
+    itemsize = bytes_per_number(layers[0].head_dim, dtype) if layers else 0.0
     each = [step_work(started.runner.model, itemsize, step.done.plan) for step in steps if step.done.plan is not None]
     return {name: total(work[name] for work in each) / len(each) for name in each[0]}
 

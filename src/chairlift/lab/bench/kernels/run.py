@@ -19,7 +19,7 @@ from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
 from chairlift.attention.paged.gpu import PagedGPUStep
-from chairlift.attention.storage import narrowed
+from chairlift.attention.storage import bytes_per_number, narrowed
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
@@ -186,8 +186,9 @@ def attention_case(
 ) -> KernelCase:
     plan, num_blocks = plan_of(spans)
     first, device = layers[0], model.device
-    per_layer = (num_blocks + 1) * BLOCK_SIZE * first.numbers_per_token * kv_dtype.itemsize
-    count = max(1, min(len(layers), MOST_CACHE_BYTES[device.type] // per_layer))
+    kv_itemsize = bytes_per_number(first.head_dim, kv_dtype)
+    per_layer = (num_blocks + 1) * BLOCK_SIZE * first.numbers_per_token * kv_itemsize
+    count = max(1, min(len(layers), int(MOST_CACHE_BYTES[device.type] / per_layer)))
 
     def random(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.float32).to(dtype)
@@ -200,7 +201,7 @@ def attention_case(
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     which = [replace(first, index=index) for index in range(count)]
     if first.latent_dim is not None:
-        run_latent, work = _latent_call(model, which, attend, spans, kv_dtype.itemsize)
+        run_latent, work = _latent_call(model, which, attend, spans, kv_itemsize)
         return KernelCase(f"attention, {name}", size, run_latent, count, work)
     qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
     q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
@@ -212,7 +213,7 @@ def attention_case(
             else:
                 attend(layer, q, k, v)
 
-    work = attention_work(first, spans, kv_dtype.itemsize)
+    work = attention_work(first, spans, kv_itemsize)
     return KernelCase(f"attention, {name}", size, run, count, work + KernelWork(bytes=2.0 * q.nbytes))
 
 
@@ -221,7 +222,7 @@ def _latent_call(
     layers: Sequence[AttentionLayer],
     attend: Attend,
     spans: Sequence[tuple[int, int]],
-    kv_itemsize: int,
+    kv_itemsize: float,
 ) -> tuple[TimedCall, KernelWork]:
     """Latent attention from its projections, with the matrices of the model's first layer."""
     mixer = next(mixer for layer in model.layers for mixer in layer.mixers if isinstance(mixer, LatentAttention))

@@ -1,5 +1,4 @@
-"""A KV cache of 8-bit integers: tokens equal those of a model whose keys and values are rounded, whatever happens to the
-blocks."""
+"""A KV cache of 8-bit integers: tokens equal those of a model that rounds keys and values, in all uses of blocks."""
 
 from __future__ import annotations
 

@@ -75,9 +75,10 @@ def test_invariant_tokens_in_every_execution_mode(
     assert generate(loaded, prompt_ids, 40, max_prefill_tokens=11, **options).outputs == together
     many = generate(loaded, prompt_ids * 20, 40, num_blocks=2000, max_batch_requests=128, **options)
     assert many.outputs == together * 20
-    few_blocks = generate(loaded, prompt_ids, 40, num_blocks=12, **options)
-    assert few_blocks.num_preemptions > 0
-    assert few_blocks.outputs == together
+    few_blocks = {"num_blocks": 18 if rounded else 36, "block_size": 4}  # 36 blocks; the longest request takes 33
+    crowded = generate(loaded, prompt_ids * 3, 40, **few_blocks, **options)
+    assert crowded.num_preemptions > 0
+    assert crowded.outputs == together * 3
     hits = generate(loaded, prompt_ids * 2, 40, max_batch_requests=2, **options | {"prefix_caching": True})
     assert hits.outputs == together * 2
     monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)

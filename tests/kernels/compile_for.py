@@ -90,12 +90,14 @@ HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
 def compile_attention() -> None:
     shape: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": BF16, "device": CPU}
     decode, prefill = make_case([3, 90], [1, 1], **shape), make_case([0, 40], [75, 9], **shape)
+    narrow = make_case([3, 90], [1, 1], **shape | {"dim": 16})
     norms = torch.ones(DIM, dtype=BF16)
     cos = torch.ones(2, DIM // 2, dtype=BF16)
     for cache in (BF16, FP8) if capability >= 89 else (BF16,):
-        for case in (decode, prefill):
+        for case in (decode, narrow, prefill):
             case.keys, case.values = case.keys.to(cache), case.values.to(cache)
         run_decode(decode, 0.1, None, None)
+        run_decode(narrow, 0.1, None, None)
         run_prefill(prefill, 0.1, None, None)
         run_prefill(prefill, 0.1, 64, 30.0, deep=True)
         fused = make_case([3, 90], [1, 1], **shape | {"heads": HEADS + 2 * KV_HEADS})

@@ -113,7 +113,8 @@ def decode_attention(
         GROUP=group,
         M=max(16, next_power_of_2(group)),
         D=dim,
-        D_PADDED=max(16, next_power_of_2(dim)),
+        # Of words of two 8-bit numbers, even and odd halves are multiplied by themselves: at least 16 each.
+        D_PADDED=max(32 if keys.dtype.itemsize == 1 else 16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=tiling.keys,
         SPLITS=splits,

@@ -314,6 +314,7 @@ def invariant_decode(
     group = num_heads // kv_heads
     tile_rows = max(FEWEST_ROWS, next_power_of_2(group) * tile_queries)
     programs = programs or scratch.programs(rows)
+    assert programs == 1 or rows * kv_heads <= len(scratch.arrived)
     tiling = tiling or single_tiling(rows * kv_heads, dim, q.dtype, shared=programs > 1)
     q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
     prefetches = dim * keys.element_size() % 16 == 0  # needs 16-byte alignment

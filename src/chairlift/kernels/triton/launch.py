@@ -83,11 +83,16 @@ def has_asm(device: torch.device) -> bool:
     return on_gpu(device) and torch.version.hip is None
 
 
-@cache
 def split_scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for the parts of split sums, and counters that are zero between launches.
 
-    Shared by all kernels of one stream, which run in sequence: kernels use it after their wait only."""
+    Shared by all kernels of one stream, which run in sequence: kernels use it after their wait only. Sizes are rounded
+    up to powers of two: it is never freed, since captured steps keep it, so that few sizes have to serve all."""
+    return _split_scratch(next_power_of_2(size), next_power_of_2(programs), device)
+
+
+@cache
+def _split_scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
 
 

@@ -12,6 +12,7 @@ import pytest
 from chairlift.kernels.cpu.blocks.kinds import KINDS
 from chairlift.kernels.cpu.blocks.panels import pack, unpack
 from chairlift.kernels.cpu.blocks.product import PanelWeight
+from chairlift.kernels.cpu.blocks.rows import BlockRows, round_block_row
 from chairlift.kernels.cpu.simd import AVX2, PLAIN
 from tests.kernels.block_cases import check, multiply, random_activations, random_rows, reference, rounded
 
@@ -73,6 +74,16 @@ def test_outliers_do_not_cost_their_neighbours_their_precision() -> None:
     errors = multiply(x, PanelWeight.of(kind, panels, depth), 16) - x @ exact.T
     with_outlier = np.arange(30) % 3 == 0
     assert np.square(errors[with_outlier]).mean() < 1.5 * np.square(errors[~with_outlier]).mean()
+
+
+def test_the_smallest_numbers_are_no_outliers() -> None:
+    """Their mean is rounded to zero; rows have no room for so many outliers."""
+    x = np.zeros((2, 4096), dtype=np.float32)
+    x[:, ::3] = np.float32(1.4e-45)
+    rows = BlockRows.empty(2, 4096)
+    for row in range(2):
+        round_block_row(x[row], rows, row)
+    assert rows.outliers[:, 0, 0].tolist() == [0, 0]
 
 
 def test_nan_stays_in_its_row() -> None:

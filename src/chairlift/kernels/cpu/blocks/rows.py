@@ -26,6 +26,7 @@ SPAN_BYTES = 16  # of what is known of a span: its scale, scale * sum, and the s
 # the default model are outliers, and the rounding error of a token's loss is half as large as with none; 9 adds a fifth
 # more of them and lowers it by 7% (docs/notes/cpu.md). A row of n numbers has less than n / 10, whatever they are.
 OUTLIER = 10
+SMALLEST_OUTLIER = np.float32(1e-30)  # below, the mean may be rounded to zero
 FLOATS, WORDS = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
 
 
@@ -98,6 +99,8 @@ def round_block_row(values: Any, rows: BlockRows, row: int) -> None:
     """Quantize `values` [depth] float32 into a row."""
     depth = values.shape[0]
     limit = np.float32(OUTLIER) * _mean_size(values)
+    if limit < SMALLEST_OUTLIER:
+        limit = SMALLEST_OUTLIER
     rest = np.empty(COLUMNS, dtype=np.float32)
     numbers = rows.numbers.ctypes.data + row * rows.numbers.shape[1]
     spans = rows.spans.ctypes.data + row * rows.spans.shape[1] * SPAN_BYTES

@@ -15,7 +15,7 @@ from chairlift.kernels.cpu.attention_work import SCALE_BYTES
 class KVStorage:
     """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    8-bit integers have a scale for each token and head: a float32 in the four numbers behind the head's own.
+    8-bit integers have a scale for each token and head: a float32 in four more numbers, behind the head's own.
     The last block is never allocated: the keys and values of padding are written there. In latent attention values are
     the first numbers of the keys: then both of a layer are the same tensor.
     """

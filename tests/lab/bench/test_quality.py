@@ -76,6 +76,13 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
     tokens = list(range(2 * PIECE + 1))
     assert [len(piece) for piece in cut(tokens)] == [PIECE, PIECE]
     assert [len(piece) for piece in cut([*tokens[:-1], 7, 8])] == [PIECE, PIECE, 2]
+    pieces = cut(tokens, [0])
+    assert [(piece[:2], len(piece)) for piece in pieces] == [
+        ([0, 1], PIECE),
+        ([0, PIECE], PIECE),
+        ([0, 2 * PIECE - 1], 3),
+    ]
+    assert cut(tokens[:9], [5]) == [tokens[:9]]
     (tmp_path / "a.txt").write_text("Some words.")
     assert read_text(tmp_path / "a.txt") == "Some words."
     (tmp_path / "empty.txt").write_text(" \n")

@@ -66,7 +66,7 @@ class Step(NamedTuple):
     cos: np.ndarray  # [ropes, T, pairs] float32
     sin: np.ndarray
     slots: np.ndarray  # [T] int64
-    keys: np.ndarray  # [L, blocks, block_size, kv_heads, head_dim] float32 or uint16 (bfloat16)
+    keys: np.ndarray  # [L, blocks, block_size, kv_heads, head_dim] float32, uint16 (bfloat16) or int8 with scales
     values: np.ndarray
     tables: np.ndarray  # [S, longest] int32
     work: AttentionWork

@@ -113,7 +113,8 @@ def measure_quality(
         loaded = load_model(model, config, progress=False)
         started = start_engine(loaded, config)
         parts = []
-        pieces = [piece for text in texts for piece in cut(loaded.tokenizer.encode(text))]
+        start = loaded.tokenizer.encode("")  # special tokens with which prompts begin
+        pieces = [piece for text in texts for piece in cut(loaded.tokenizer.encode(text), start)]
         for index, piece in enumerate(pieces):
             note(f"{mode}: text {index + 1} of {len(pieces)}")
             parts.append(score(started.runner, piece, started.memory.block_size))
@@ -157,15 +158,17 @@ def read_text(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise InvalidParameter("text", f"{str(path)!r} cannot be read: {problem}") from None
-    if len(text.split()) < 2:
+    if not text.strip():
         raise InvalidParameter("text", f"{str(path)!r} has no text to score")
     return text
 
 
-def cut(tokens: Sequence[int]) -> list[Sequence[int]]:
-    """Pieces of at most `PIECE` tokens; a single token at the end is left out: nothing comes before it."""
-    pieces = [tokens[at : at + PIECE] for at in range(0, len(tokens), PIECE)]
-    return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 else pieces
+def cut(tokens: Sequence[int], start: Sequence[int] = ()) -> list[list[int]]:
+    """Pieces of at most `PIECE` tokens, each behind `start` if the text is; a last one of one token is left out."""
+    start = start if list(tokens[: len(start)]) == list(start) else ()
+    rest, size = tokens[len(start) :], PIECE - len(start)
+    pieces = [[*start, *rest[at : at + size]] for at in range(0, len(rest), size)]
+    return pieces[:-1] if len(pieces) > 1 and len(pieces[-1]) < 2 + len(start) else pieces
 
 
 @torch.inference_mode()

@@ -235,8 +235,19 @@ def _plain_dot(b: ir.IRBuilder, numbers: ir.Value, row: ir.Value) -> ir.Value:
 
 
 def load_halves(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Load 16 float16 numbers as float32."""
-    return b.fpext(load(b, address, ir.VectorType(ir.HalfType(), PANEL), 2), NUMBERS)
+    """Load 16 finite float16 numbers as float32."""
+    if ISA is not PLAIN:
+        return b.fpext(load(b, address, ir.VectorType(ir.HalfType(), PANEL), 2), NUMBERS)
+    # Without such an instruction, LLVM calls a function that is not there: move the bits, then mend the exponent.
+    bits = b.zext(load(b, address, ir.VectorType(I16, PANEL), 2), WORDS)
+
+    def all_of(number: int) -> ir.Constant:
+        return ir.Constant(WORDS, [number] * PANEL)
+
+    size = b.bitcast(b.shl(b.and_(bits, all_of(0x7FFF)), all_of(13)), NUMBERS)
+    size = b.fmul(size, ir.Constant(NUMBERS, [2.0**112] * PANEL))
+    sign = b.shl(b.and_(bits, all_of(0x8000)), all_of(16))
+    return b.bitcast(b.or_(b.bitcast(size, WORDS), sign), NUMBERS)
 
 
 def load_in_order(b: ir.IRBuilder, address: ir.Value, lines: int) -> list[ir.Value]:

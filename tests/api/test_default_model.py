@@ -104,7 +104,9 @@ def test_all_at_once_with_a_cold_then_a_warm_cache(default_model: LoadedModel, r
     assert cached > 0.8 * sum(map(len, reference.prompts))
 
 
-@pytest.mark.parametrize(("chunk", "longest"), [(1, 15), (7, 100), (64, 160), (512, 600)])
+@pytest.mark.parametrize(
+    ("chunk", "longest"), [(1, 15), pytest.param(7, 100, marks=pytest.mark.slow), (64, 160), (512, 600)]
+)
 def test_chunk_sizes_without_a_prefix_cache(
     default_model: LoadedModel, reference: Reference, chunk: int, longest: int
 ) -> None:

@@ -49,7 +49,7 @@ def no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["checkpoint", "int8", "int4"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_second_start_packs_nothing(
     quantization: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +72,9 @@ def test_memory_counts_what_is_mapped(tmp_path: Path) -> None:
     assert file.stat().st_size < 1.1 * path.stat().st_size
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other", "stale"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "other", "stale", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "empty"))]
+)
 def test_unusable_files_are_replaced(damage: str, tmp_path: Path) -> None:
     path, folder = make(tmp_path), tmp_path / "cache"
     first = tokens(path, folder, "checkpoint")

@@ -53,7 +53,9 @@ def tokens(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
 
 
-@pytest.mark.parametrize("format", ["q4_k_m", "q4_1", "iq4_xs", "q5_k_m"])
+@pytest.mark.parametrize(
+    "format", ["q4_k_m", "iq4_xs", *(pytest.param(each, marks=pytest.mark.slow) for each in ("q4_1", "q5_k_m"))]
+)
 def test_logits_are_near_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
     path = make(tmp_path, format, tie_word_embeddings=format == "q4_1")
     stored = LLM(str(path), quantization="checkpoint", kv_dtype="float32", max_model_len=256)

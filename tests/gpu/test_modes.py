@@ -135,11 +135,8 @@ def test_invariant_products_of_real_shapes(shape: str) -> None:
 def test_invariant_single_tokens_of_real_shapes(shape: str, rows: int) -> None:
     """Single tokens from the projection have the bits of chunks, whatever their number."""
     from chairlift.kernels.triton.decode import Fresh
-    from chairlift.kernels.triton.invariant_attention import SpanScratch
-    from chairlift.kernels.triton.invariant_decode import invariant_decode
-    from chairlift.kernels.triton.layers import rotate_and_store_
-    from tests.kernels.attention_cases import AttentionCase, as_ints, make_case
-    from tests.kernels.test_triton_invariant import attend
+    from tests.kernels.attention_cases import make_case
+    from tests.kernels.test_triton_invariant import check_single_tokens_from_the_projection
 
     heads, device = REAL_SHAPES[shape][2], torch.device("cuda")
     starts = [(171 * i + 3000) % 4000 for i in range(rows)]
@@ -149,30 +146,7 @@ def test_invariant_single_tokens_of_real_shapes(shape: str, rows: int) -> None:
     angles = torch.randn(rows, 1, 64, device=device)
     norm = torch.rand(128, device=device).bfloat16() + 0.5 if shape == "qwen3-0.6b" else None
     fresh = Fresh(norm, norm, 1e-6, angles.cos().bfloat16(), angles.sin().bfloat16())
-    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
-    separate, keys, values = case.q.clone(), case.keys.clone(), case.values.clone()
-    where: dict[str, Any] = {"slots": slots, "positions": positions, "tables": case.tables}
-    rotation: dict[str, Any] = {"q_norm": norm, "k_norm": norm, "eps": 1e-6, "cos": fresh.cos, "sin": fresh.sin}
-    rotate_and_store_(separate.flatten(1), keys, values, num_heads=heads, **rotation, **where)
-    rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, starts, [1] * rows)
-    wanted = attend(rotated, longest=4096, window=None, softcap=None, singles=False)
-    found = torch.empty_like(wanted)
-    invariant_decode(
-        case.q,
-        case.keys,
-        case.values,
-        found,
-        tables=case.tables,
-        row_slot=slots,
-        row_start=positions,
-        row_count=torch.ones_like(slots),
-        scratch=SpanScratch(heads, 8, 128, 4096, device),
-        scale=128**-0.5,
-        fresh=fresh,
-    )
-    assert case.keys.equal(keys)
-    assert case.values.equal(values)
-    assert found.equal(wanted)
+    check_single_tokens_from_the_projection(case, fresh, longest=4096)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -303,26 +303,31 @@ def test_single_tokens_from_the_projection(
     angles = torch.randn(len(starts), 1, dim // 2, device=device)
     norm = torch.rand(dim, device=device).half() + 0.5 if norms else None
     fresh = Fresh(norm, norm, 1e-6, angles.cos().half(), angles.sin().half())
-    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
+    assert can_begin_fresh(dim, fresh)
+    check_single_tokens_from_the_projection(case, fresh, longest=128, programs=programs)
+
+
+def check_single_tokens_from_the_projection(
+    case: AttentionCase, fresh: Fresh, *, longest: int, programs: int | None = None
+) -> None:
+    """Compare the kernel that begins with the projection, in `case.q`, with the separate kernels, bit by bit."""
+    device, (rows, projected, dim), kv_heads = case.q.device, case.q.shape, case.keys.shape[2]
+    heads = projected - 2 * kv_heads
+    slots, positions = as_ints(case.slots, device), as_ints(case.starts, device)
     separate, keys, values = case.q.clone(), case.keys.clone(), case.values.clone()
     rotate_and_store_(
         separate.flatten(1),
         keys,
         values,
         num_heads=heads,
-        q_norm=norm,
-        k_norm=norm,
-        eps=1e-6,
-        cos=fresh.cos,
-        sin=fresh.sin,
+        **fresh._asdict(),
         slots=slots,
         positions=positions,
         tables=case.tables,
     )
-    rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, starts, [1] * 4)
-    wanted = attend(rotated, longest=128, window=None, softcap=None, singles=False)
+    rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, case.starts, [1] * rows)
+    wanted = attend(rotated, longest=longest, window=None, softcap=None, singles=False)
     found = torch.full_like(wanted, float("nan"))
-    assert can_begin_fresh(dim, fresh)
     invariant_decode(
         case.q,
         case.keys,
@@ -332,7 +337,7 @@ def test_single_tokens_from_the_projection(
         row_slot=slots,
         row_start=positions,
         row_count=torch.ones_like(slots),
-        scratch=SpanScratch(heads, kv_heads, dim, 128, device),
+        scratch=SpanScratch(heads, kv_heads, dim, longest, device),
         programs=programs,
         scale=dim**-0.5,
         fresh=fresh,

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu.attention_loads import (
+    fetch_block,
+    fetch_tile,
     has_scales,
     load_columns,
     load_rows,
@@ -26,7 +28,7 @@ from chairlift.kernels.cpu.attention_loads import (
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, sortable, widen
 from chairlift.kernels.cpu.score_tile import TILE, has_score_tile, score_keys, split_query
-from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch
+from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile
 from chairlift.kernels.cpu.threads import claim
 
 KEYS = F32_COLUMNS  # key positions of a tile
@@ -178,7 +180,7 @@ def _attend_piece(
             load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
             if value_dim % F32_COLUMNS:
                 load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
-                _fetch_tile(cache.values, cache.tables, next_sequence, next_base, next_end, share, shares)
+                fetch_tile(cache.values, cache.tables, next_sequence, next_base, next_end, share, shares)
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
                 ahead = next_end if first == kv_head * group else 0  # prefetch once for all query heads
@@ -270,7 +272,7 @@ def _score(
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
-        _fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
+        fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
         # Whole tiles are within the block. Scores behind the last position are not used.
         if by_tiles and (block_size % TILE == 0 or run % TILE == 0):
             for done in range(0, run, TILE):
@@ -295,29 +297,6 @@ def _score(
                 for i in range(whole, head_dim):
                     scores[line, j + at] += queries[row, i] * widen(side[block, slot + at, kv_head, i])
         j += run
-
-
-@compiled()
-def _fetch_tile(side: Any, tables: Any, sequence: int, base: int, end: int, share: int, shares: int) -> None:
-    """Prefetch a share of each block of the tile at `base`."""
-    for position in range(base, min(base + KEYS, end), side.shape[1]):
-        _fetch_block(side, tables, sequence, position, end, side.shape[1], share, shares)
-
-
-@compiled()
-def _fetch_block(
-    side: Any, tables: Any, sequence: int, position: int, end: int, count: int, share: int, shares: int
-) -> None:
-    """Prefetch a share of at most `count` positions of one block, as far as before `end`, since the hardware prefetcher
-    cannot follow block tables. Each KV head has its share: prefetches in small portions leave no thread waiting."""
-    if position >= end:
-        return
-    block_size, row = side.shape[1], side.shape[2] * side.shape[3] * side.itemsize
-    slot = position % block_size
-    start = side.ctypes.data + (tables[sequence, position // block_size] * block_size + slot) * row
-    lines = (min(count, min(block_size - slot, end - position)) * row + 63) // 64
-    for line in range(lines * share // shares, lines * (share + 1) // shares):
-        prefetch(start + 64 * line)
 
 
 @compiled()
@@ -346,7 +325,7 @@ def _add_stored(
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
         weights = scores.ctypes.data + j * 4
-        _fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
+        fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
         for column in range(0, padded, F32_COLUMNS):
             place = (block * block_size + slot) * stride + kv_head * side.shape[3] + column
             value = side.ctypes.data + place * size

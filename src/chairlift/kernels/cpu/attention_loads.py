@@ -1,4 +1,4 @@
-"""Stores keys and values, and loads those of a sequence through its block table into tiles of float32.
+"""Stores keys and values; loads those of a sequence through its block table into tiles of float32, or prefetches them.
 
 Keys and values of 8 bits have a scale for each token and head, a float32 behind the numbers of its row. Scales are not
 applied to what is loaded, but to the scores and to the weights of the values.
@@ -13,11 +13,10 @@ from numba import types
 from numba.extending import overload
 
 from chairlift.kernels.cpu.attention_work import SCALE_BYTES
-from chairlift.kernels.cpu.scalar_math import FAST, bits, compiled, from_bits, narrow, nearest, widen
-from chairlift.kernels.cpu.simd import get_float, put_float, transpose_16, widen_row
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, narrow, nearest, scale_of, widen
+from chairlift.kernels.cpu.simd import F32_COLUMNS, get_float, prefetch, put_float, transpose_16, widen_row
 
 LARGEST = np.float32(127.0)
-_NOT_FINITE = np.int32(0x7F800000)
 
 
 def has_scales(side: Any) -> bool:
@@ -81,12 +80,8 @@ def _store_narrowed(side: Any, block: int, offset: int, head: int, rows: Any) ->
 
 @compiled()  # exact division: as `narrowed` rounds in torch
 def _store_rounded(side: Any, block: int, offset: int, head: int, rows: Any) -> None:
-    """Quantize to -127..127. A number that is not finite makes the scale NaN."""
-    highest = np.int32(0)
-    for i in range(rows.shape[1]):
-        highest = max(highest, bits(rows[head, i]) & np.int32(0x7FFFFFFF))  # positive floats compare like integers
-    scale = from_bits(highest) / LARGEST if highest < _NOT_FINITE else np.float32(np.nan)
-    divisor = scale if scale > 0 else np.float32(np.inf)
+    """Quantize to -127..127."""
+    scale, divisor = scale_of(rows, head, LARGEST)
     for i in range(rows.shape[1]):
         side[block, offset, head, i] = np.int8(np.int32(nearest(rows[head, i] / divisor)))
     row = (block * side.shape[1] + offset) * side.shape[2] + head
@@ -145,3 +140,26 @@ def load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, k
             for i in range(whole if at < squares else 0, head_dim):
                 target[i, j + at] = widen(side[block, slot + at, kv_head, i])
         j += run
+
+
+@compiled()
+def fetch_tile(side: Any, tables: Any, sequence: int, base: int, end: int, share: int, shares: int) -> None:
+    """Prefetch a share of each block of the tile at `base`."""
+    for position in range(base, min(base + F32_COLUMNS, end), side.shape[1]):
+        fetch_block(side, tables, sequence, position, end, side.shape[1], share, shares)
+
+
+@compiled()
+def fetch_block(
+    side: Any, tables: Any, sequence: int, position: int, end: int, count: int, share: int, shares: int
+) -> None:
+    """Prefetch a share of at most `count` positions of one block, as far as before `end`, since the hardware prefetcher
+    cannot follow block tables. Each KV head has its share: prefetches in small portions leave no thread waiting."""
+    if position >= end:
+        return
+    block_size, row = side.shape[1], side.shape[2] * side.shape[3] * side.itemsize
+    slot = position % block_size
+    start = side.ctypes.data + (tables[sequence, position // block_size] * block_size + slot) * row
+    lines = (min(count, min(block_size - slot, end - position)) * row + 63) // 64
+    for line in range(lines * share // shares, lines * (share + 1) // shares):
+        prefetch(start + 64 * line)

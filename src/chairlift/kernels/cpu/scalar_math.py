@@ -154,3 +154,14 @@ def sortable(number: Any) -> Any:
 @compiled()
 def from_sortable(word: Any) -> Any:
     return from_bits(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@compiled()  # exact division: as torch rounds
+def scale_of(rows: Any, row: int, largest: Any) -> Any:
+    """The scale that maps the largest size in rows[row] to `largest`, and what to divide the row by: infinity where the
+    scale is not above 0. A number that is not finite makes the scale NaN."""
+    highest = np.int32(0)
+    for i in range(rows.shape[1]):
+        highest = max(highest, bits(rows[row, i]) & np.int32(0x7FFFFFFF))  # positive floats compare like integers
+    scale = from_bits(highest) / largest if highest < np.int32(0x7F800000) else np.float32(np.nan)
+    return scale, scale if scale > 0 else np.float32(np.inf)

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from chairlift.kernels.cpu.scalar_math import bits, compiled, from_bits, nearest
+from chairlift.kernels.cpu.scalar_math import compiled, nearest, scale_of
 from chairlift.kernels.cpu.simd import (
     F32,
     I8,
@@ -63,11 +63,8 @@ def _split_query(side: Any, queries: Any, row: Any, parts: Any, scales: Any) -> 
 
 @compiled()
 def _split_to_bytes(queries: Any, row: int, parts: Any, scales: Any) -> None:
-    width, highest = queries.shape[1], np.int32(0)
-    for i in range(width):
-        highest = max(highest, bits(queries[row, i]) & np.int32(0x7FFFFFFF))
-    scale = from_bits(highest) / _LARGEST if highest < np.int32(0x7F800000) else np.float32(np.nan)
-    divisor = scale if scale > 0 else np.float32(np.inf)
+    width = queries.shape[1]
+    scale, divisor = scale_of(queries, row, _LARGEST)
     for i in range(width):
         number = np.int32(nearest(queries[row, i] / divisor))
         parts[row, i] = np.uint8((number >> np.int32(8)) + np.int32(_MIDDLE))

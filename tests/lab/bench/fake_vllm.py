@@ -8,8 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+
+def _dummy_loader() -> ModuleType:
+    """The stub's `model_executor.model_loader.dummy_loader`, whose functions are replaced."""
+    for name in ("vllm.model_executor", "vllm.model_executor.model_loader"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].dummy_loader = ModuleType("dummy_loader")  # type: ignore[attr-defined]
+    return sys.modules[name].dummy_loader  # type: ignore[attr-defined,no-any-return]
+
+
+DUMMY_LOADER = _dummy_loader()
 
 
 @dataclass(kw_only=True)
@@ -29,6 +40,7 @@ class LLM:
             raise RuntimeError("the engine did not start")
         self._log("options", options | {"config": json.loads((Path(options["model"]) / "config.json").read_text())})
         self._log("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._log("drawn by", DUMMY_LOADER.initialize_dummy_weights.__module__)
 
     def generate(
         self, prompts: Sequence[dict[str, list[int]]], params: Sequence[SamplingParams], *, use_tqdm: bool

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from chairlift.lab.bench.shapes.peer import ShapePeer, _finished, _only_this, _r
 from chairlift.lab.bench.shapes.run import CaseResult, ShapeRun, make_cases
 from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.peers.process import PROGRAMS, PeerProcess
+from chairlift.models import dummy
 from tests.kernels.tiny_config import CONFIG
 
 OWN = ShapeRun([CaseResult("decode-2", 2, 8, 16, 1.0, 0.5, 9, 0.7, 0.2)] * 2, Ceilings(1e9, 1e12), 3.0, 300)
@@ -66,6 +68,7 @@ def test_the_peer_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
         "kv_cache_dtype": "auto",
     }
     assert logged[1] == ["gpus", ""]
+    assert logged[2] == ["drawn by", "vllm_weights"]
     first, warm_up, decode, _, prefill = (content for kind, content in logged[2:] if kind == "asked")
     assert len(first) == 1
     assert [prompt[::-1] for prompt, _ in warm_up] == [prompt for prompt, _ in decode]
@@ -225,3 +228,26 @@ def test_a_peer_sees_only_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
     assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "6"}
+
+
+def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PROGRAMS)
+    import vllm_weights
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Sequential(torch.nn.LayerNorm(256)))
+    model.register_buffer("w13_weight", torch.zeros(8, 4, 16, dtype=torch.uint8))
+    model.register_buffer("w13_weight_scale", torch.zeros(8, 4, 1, dtype=torch.uint8))
+    model.register_buffer("eight_bits", torch.zeros(64, 64, dtype=torch.float8_e4m3fn))
+    for part in model.modules():  # as vLLM's loader does
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        vllm_weights._draw_all(part, None)
+        if part is not model:
+            assert all(bool((weight == before[name]).all()) for name, weight in model.state_dict().items())
+    weights = model.state_dict()
+    assert float(weights["0.weight"].std()) == pytest.approx(vllm_weights.SPREAD, rel=0.1)
+    assert float(weights["eight_bits"].float().std()) == pytest.approx(vllm_weights.SPREAD, rel=0.1)
+    assert float(weights["0.bias"].min()) == float(weights["1.0.weight"].max()) == 1.0
+    assert weights["w13_weight"].unique().numel() > 100
+    assert weights["w13_weight_scale"].unique().tolist() == [120]
+    vllm_weights._draw(torch.empty(4, 4, device="meta"))
+    assert vllm_weights.SPREAD == dummy.SPREAD

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from closed_loop import ReplyWriter, main
+from vllm_weights import draw_weights_as_ours
 
 
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:
@@ -16,6 +17,7 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     from vllm import LLM, SamplingParams
 
     answer(note="starting")
+    draw_weights_as_ours()
     llm = LLM(
         model=job["model"],
         load_format="dummy",

@@ -104,6 +104,7 @@ def test_kernels_are_grouped_by_name() -> None:
     names = {
         GEMM: [
             "product_kernel",
+            "vector_kernel",
             "_linear_kernel",
             "_grouped_kernel",
             "nvjet_tst_128x64_64x7",

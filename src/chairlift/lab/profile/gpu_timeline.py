@@ -33,7 +33,8 @@ _KINDS = (
     (
         GEMM,
         re.compile(
-            r"product_kernel|_linear_kernel|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_|grouped|microscaled",
+            r"product_kernel|vector_kernel|_linear_kernel|dequantize_kernel|grouped|microscaled"
+            r"|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_",
             re.IGNORECASE,
         ),
     ),

@@ -36,6 +36,10 @@ def test_norms(size: int, device: torch.device) -> None:
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-5).double(), normed(x.double(), weight.double(), 1e-5), rtol=1e-5, atol=1e-5
     )
+    within = torch.randn(5, 3 * size, device=device)[:, size : 2 * size]  # as queries lie within a projection
+    torch.testing.assert_close(
+        rms_norm(within, weight, 1e-5).double(), normed(within.double(), weight.double(), 1e-5), rtol=1e-5, atol=1e-5
+    )
     total = x.double() + delta.double()
     found = add_rms_norm_(x, delta, weight, 1e-5)
     torch.testing.assert_close(x.double(), total, rtol=1e-6, atol=1e-6)

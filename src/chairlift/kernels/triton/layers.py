@@ -17,6 +17,7 @@ def _add_norm_kernel(
     weight_ptr,
     out_ptr,
     size,
+    x_stride,
     eps,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -29,18 +30,18 @@ def _add_norm_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * size + column, rounded, mask=inside)
+        tl.store(x_ptr + row * x_stride + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     tl.store(out_ptr + row * size + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of x [T, size]."""
+    """RMS norm of x [T, size], whose rows may lie within longer ones."""
     out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, out, eps)
     return out
@@ -54,6 +55,8 @@ def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    assert x.stride(1) == 1
+    assert delta is None or delta.is_contiguous()
     size = x.shape[1]
     block = next_power_of_2(size)
     _add_norm_kernel[(len(x),)](
@@ -62,6 +65,7 @@ def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, e
         weight,
         out,
         size,
+        x.stride(0),
         eps,
         HAS_DELTA=delta is not None,
         BLOCK=block,

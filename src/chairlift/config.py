@@ -103,7 +103,8 @@ class EngineConfig:
     )
     quantize_head: bool = option(
         False,
-        help="Store the language-model head in the format of --quantization, too; int8 does so always.",
+        help="Store the language-model head in the format of --quantization, too, or in fp8 beside the weights of a "
+        "quantized checkpoint; int8 does so always.",
         group=DEVICE,
     )
     kv_dtype: str = option(
@@ -309,7 +310,7 @@ class EngineConfig:
             raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         if self.max_batch_requests is not None and self.max_batch_tokens is not None:
             check_batch_requests(self.max_batch_requests, self.max_batch_tokens)
-        if self.quantize_head and self.quantization in (None, "auto", "none", "checkpoint"):
+        if self.quantize_head and self.quantization == "none":
             raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
         if self.batch_invariant and self.speculate not in (None, "ngram"):
             problem = f"is not possible with speculate={self.speculate!r}"

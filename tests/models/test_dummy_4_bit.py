@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.lab.common.model_shapes import SHAPES
+from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.int4 import Int4Weight
 from chairlift.loading.stored_weight import GroupedIntegers
 from chairlift.models import build_model
@@ -38,6 +39,21 @@ def test_layers_are_4_bit_integers(tmp_path: Path) -> None:
     model = build_model(dummy.config, dummy.stored(), dtype=torch.bfloat16, device=cpu, quantization="checkpoint")
     layer: Any = model.layers[0]  # type: ignore[attr-defined]
     assert all(isinstance(linear.weight, Int4Weight) for linear in layer.linears())
+
+
+def test_the_head_of_a_4_bit_checkpoint_is_rounded_to_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    dummy = DummyCheckpoint(write(tmp_path), cpu)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "device": cpu, "quantize_head": True}
+    given["quantization"] = "checkpoint"
+    with pytest.raises(InvalidParameter, match=r"quantize_head.*8-bit floats are for GPUs"):
+        build_model(dummy.config, dummy.stored(), **given)
+    monkeypatch.setattr(FP8Weight, "obstacles", classmethod(lambda cls, dtype, device: []))
+    model: Any = build_model(dummy.config, dummy.stored(), **given)
+    assert isinstance(model.head.weight, FP8Weight)
+    assert all(isinstance(linear.weight, Int4Weight) for linear in model.layers[0].linears())
+    exact = model.embedding.table.double()  # the head is tied
+    assert float((model.head.weight.dequantized().double() - exact).norm() / exact.norm()) < 0.05
 
 
 @pytest.mark.parametrize("settings", [{"bits": 8}, {"sym": False}, {"desc_act": True}, {"quant_method": "awq"}])

@@ -41,6 +41,7 @@ from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
@@ -111,6 +112,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, info.num_parameters)
     quantization = _quantization(config, checkpoint, info.num_parameters)
+    _check_head(config, quantization)
     model = _build(checkpoint, quantization, info.num_parameters, config, progress=progress)
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
@@ -181,6 +183,15 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
         log.info("weights are not quantized: this CPU has no instructions for fast 8-bit products")
         return "none"
     return "checkpoint" if blocks else "int8"
+
+
+def _check_head(config: EngineConfig, quantization: str) -> None:
+    """Raise if the head cannot be quantized as configured."""
+    if not config.quantize_head:
+        return
+    if quantization == "none":
+        raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
+    FORMATS.get(quantization).for_head(torch_dtype(config), torch_device(config), quantize=True)
 
 
 def _computes_blocks(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.stored_weight import StoredWeight
 
@@ -29,6 +31,16 @@ class CheckpointWeight(WeightFormat):
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self._parts: dict[int, Tensor | StoredWeight] = {}
+
+    @classmethod
+    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
+        """As stored, or in 8-bit floats: checkpoints in 4 bits leave it in 16."""
+        if not quantize:
+            return cls
+        if obstacles := FP8Weight.obstacles(dtype, device):
+            problem = f"is not possible with a quantized checkpoint: {'; '.join(obstacles)}"
+            raise InvalidParameter("quantize_head", problem)
+        return FP8Weight
 
     def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
         self._parts[first] = source

@@ -200,7 +200,7 @@ def _plus_groups(
 
 
 @triton.jit
-def _plus_chunk(
+def plus_chunk(
     acc, words, scales_at, group, N, x0, x1, x2, x3, o0, o1, o2, o3,
     GROUPS: tl.constexpr, OFFSETS: tl.constexpr, HALF: tl.constexpr, BASE: tl.constexpr, FEW: tl.constexpr,
     DIRECT: tl.constexpr, ASM: tl.constexpr,
@@ -351,13 +351,13 @@ def int4_product_kernel(
             o2 = tl.dot(one, tl.trans(x2))
             o3 = tl.dot(one, tl.trans(x3))
         group = chunk * GROUPS
-        acc = _plus_chunk(
+        acc = plus_chunk(
             acc, words, s_at, group, columns, x0, x1, x2, x3, o0, o1, o2, o3, GROUPS, OFFSETS, HALF, BASE, FEW,
             DIRECT, ASM,
         )  # fmt: skip
         if GATED and not JOINT:
             words = tl.load(up_at[:, None] + chunk * (PANEL * H) + e[None, :])
-            up = _plus_chunk(
+            up = plus_chunk(
                 up, words, s_at + N, group, columns, x0, x1, x2, x3, o0, o1, o2, o3, GROUPS, OFFSETS, HALF, BASE, FEW,
                 DIRECT, ASM,
             )  # fmt: skip

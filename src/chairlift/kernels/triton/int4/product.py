@@ -7,7 +7,15 @@ from torch import Tensor
 
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
-from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
+from chairlift.kernels.triton.int4.row import int4_row_kernel
+from chairlift.kernels.triton.int4.tiling import (
+    Int4Tiling,
+    RowTiling,
+    choose_int4_tiling,
+    choose_row_tiling,
+    fitting_int4,
+    invariant_int4_tiling,
+)
 from chairlift.kernels.triton.launch import (
     cdiv,
     described_rows,
@@ -44,6 +52,10 @@ def int4_product(
     """
     rows, depth = x.shape
     columns = weight.rows // (2 if gated else 1)
+    if tiling is None and rows == 1 and add_to is not None and squares is None and not invariant and tuned():
+        row_tiling = choose_row_tiling(columns, depth, weight.group, weight.has_offsets)
+        if row_tiling is not None:
+            return row_product(x, weight, row_tiling, add_to=add_to, bias=bias, next_norm=next_norm)
     if tiling is None and (invariant or not tuned()):
         tiling = invariant_int4_tiling(columns, depth, weight.group)
     tiling = tiling or choose_int4_tiling(rows, columns, depth, gated, weight.group)
@@ -102,6 +114,51 @@ def int4_product(
         **overlapping(x.device),
     )
     return out, squares_out, scaled
+
+
+def row_product(
+    x: Tensor,
+    weight: Int4Matrix,
+    tiling: RowTiling,
+    *,
+    add_to: Tensor,
+    bias: Tensor | None = None,
+    next_norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`int4_product` of a single row; its columns are chunks that are a multiple of the tiling's parts."""
+    columns, chunks = weight.rows, weight.words.shape[1]
+    assert len(x) == 1
+    assert x.shape[1] % (4 * weight.run * tiling.parts) == 0
+    scaled = None if next_norm is None else empty_rows(1, columns, dtype=x.dtype, device=x.device)
+    across = cdiv(columns, tiling.columns)
+    squares_out = torch.empty(1, across, dtype=torch.float32, device=x.device)
+    int4_row_kernel[(across,)](
+        x,
+        weight.words,
+        weight.scales,
+        x if bias is None else bias,
+        add_to,
+        x if next_norm is None else next_norm,
+        add_to if scaled is None else scaled,
+        squares_out,
+        columns,
+        chunks * weight.run,
+        ROWS=tiling.columns,
+        PARTS=tiling.parts,
+        H=weight.run,
+        GROUPS=4 * weight.run // weight.group,
+        OFFSETS=weight.has_offsets,
+        HALF=weight.half,
+        STAGES=tiling.stages,
+        SCALED=scaled is not None,
+        BIAS=bias is not None,
+        PREFETCH=tiling.prefetch,
+        THREADS=32 * tiling.warps,
+        ASM=has_asm(x.device),
+        num_warps=tiling.warps,
+        **overlapping(x.device),
+    )
+    return add_to, squares_out, scaled
 
 
 def dequantize(weight: Int4Matrix, dtype: torch.dtype) -> Tensor:

@@ -72,6 +72,7 @@ def bench_latency(
         first_token = process_age() or time.perf_counter() - begun
         note("measuring the ceilings")
         ceilings = ceilings_for(started.runner.model)
+        started.runner.capture_decodes()  # as a server does while idle
         points = measure_latency(started.engine, model_cost(started), ceilings, settings, note)
     rows = [point.row() for point in points]
     asked = {"batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeat": repeat}

@@ -17,6 +17,8 @@ from chairlift.lab.bench.shapes.run import WARM_UP_TOKENS
 from chairlift.lab.common.floor import Ceilings, ModelCost, floor_seconds
 from chairlift.lab.report.progress import Note
 
+WARM_UPS = 2  # a prompt's step is captured when its shape occurs for the second time
+
 
 @dataclass(frozen=True, slots=True)
 class LatencySettings:
@@ -85,7 +87,8 @@ def measure_latency(
         for batch in settings.batches:
             # What is compiled or captured on first use is no part of the figures.
             note(f"{batch} requests of {length} tokens: warm-up")
-            _run(engine, batch, length, WARM_UP_TOKENS, rng)
+            for _ in range(WARM_UPS):
+                _run(engine, batch, length, WARM_UP_TOKENS, rng)
             runs = []
             for turn in range(settings.repeat):
                 note(f"{batch} requests of {length} tokens: {turn + 1} of {settings.repeat}")

@@ -179,6 +179,10 @@ def compile_int4() -> None:
             int4.int4_product(x, weight, squares=torch.ones(rows, 4), eps=1e-6, gated=True)
             total = launch.empty_rows(rows, 2 * INNER, dtype=dtype, device=CPU)
             int4.int4_product(x, weight, add_to=total, next_norm=torch.ones(2 * INNER, dtype=dtype))
+    scales, norm = torch.ones(HIDDEN, HIDDEN // 128).to(BF16), torch.ones(HIDDEN, dtype=BF16)
+    weight = store(torch.ones(HIDDEN, HIDDEN, dtype=torch.uint8), scales, None, 128)
+    x = torch.randn(1, HIDDEN).to(BF16)
+    int4.int4_product(x, weight, add_to=x.clone(), next_norm=norm)  # the output projection of a single row
 
 
 def compile_layers() -> None:

@@ -22,6 +22,8 @@ from chairlift.kernels.triton.attention import (
     cap_scores,
     first_visible,
     in_type_of,
+    load_tile,
+    places,
     precision_for,
     scale_in_log2,
     sinks_of,
@@ -154,22 +156,31 @@ def _attention_kernel(
     sink, one_sink = sinks_of(sinks_ptr, q_head, m % GROUP_PADDED < GROUP, SINKS)
     all_best, all_total = sink, one_sink
     all_acc = tl.zeros([ROWS, D_PADDED], tl.float32)
-    for span in range(span_of(begin, SPAN), span_of(end - 1, SPAN) + 1):
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, D_PADDED], tl.float32)
-        for at in range(tl.maximum(span_begin(span, SPAN), begin), tl.minimum(span_begin(span + 1, SPAN), end), N):
-            position = at + n
-            inside = position < end
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
-            mask = inside[:, None] & in_head[None, :]
-            k = in_type_of(tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
-            v = in_type_of(tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
-            lowest = first_visible(seen_by, window, CHUNKED)
-            visible = (position[None, :] <= seen_by) & (position[None, :] >= lowest)
-            best, total, acc = take_in(q, k, v, visible, best, total, acc, scale_log2, SOFTCAP, PRECISION)
-        all_best, all_total, all_acc = merged(all_best, all_total, all_acc, best, total, acc)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+    span = span_of(begin, SPAN)
+    next_begin = span_begin(span + 1, SPAN)
+    inside = begin + n < end
+    place = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+    for at in range(begin, end, N):
+        if at == next_begin:  # a span has ended
+            all_best, all_total, all_acc = merged(all_best, all_total, all_acc, best, total, acc)
+            best = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+            span += 1
+            next_begin = span_begin(span + 1, SPAN)
+        k, v = load_tile(keys_ptr, values_ptr, place, head_offset, inside, in_head, False)
+        # Load the block table of the next tile while this one is computed.
+        inside = at + N + n < end
+        place = places(table, at + N + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        position = (at + n)[None, :]
+        visible = (position <= seen_by) & (position >= first_visible(seen_by, window, CHUNKED))
+        best, total, acc = take_in(
+            q, in_type_of(k, q), in_type_of(v, q), visible, best, total, acc, scale_log2, SOFTCAP, PRECISION
+        )
+    all_best, all_total, all_acc = merged(all_best, all_total, all_acc, best, total, acc)
     all_total = tl.where(all_total == 0.0, 1.0, all_total)
     out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]
     tl.store(out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
@@ -264,7 +275,7 @@ def invariant_attention(
         SINKS=sinks is not None,
         PRECISION=precision_for(q.dtype),
         num_warps=4,
-        num_stages=2 if q.dtype != torch.float32 else 1,
+        num_stages=1 if q.dtype == torch.float32 else 3 if dim <= 128 else 2,  # as much as shared memory has room for
         enable_fp_fusion=False,  # the kernel of single tokens must round the same way
         **overlapping(q.device),
     )

@@ -100,6 +100,7 @@ def test_no_shape_is_captured_before_its_kernels_are_compiled(graphs: Graphs) ->
 
 def test_missed_shapes_are_captured_before_likely_ones_in_idle_time(graphs: Graphs) -> None:
     assert graphs.find(MIXED) is None
+    assert graphs.missed == [MIXED]
     captured = []
     while graphs.capture_next():
         captured.append(list(graphs._captured)[-1])
@@ -314,6 +315,11 @@ def test_replayed_steps_compute_the_same(
         pass
     tokens = [shape.tokens for shape in graphs._captured]
     assert tokens == [1, 32, 2, 16, 4, 8], "decodes up to twice the requests of a batch, and prompts"
+    graphs._captured.clear()
+    graphs._seen[shapes[0]] = 1
+    runner_of(engine).capture_missed()
+    assert list(graphs._captured) == [shapes[0]]
+    assert not graphs.missed
 
 
 def test_speculation_is_measured_after_its_steps_are_captured(

@@ -56,6 +56,9 @@ class ModelRunner(Executor):
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes, or of all, where steps are captured; else do nothing."""
 
+    def capture_missed(self) -> None:
+        """Capture the steps that occurred and that a server would capture when it is idle, where steps are captured."""
+
     def _warm_up_drafter(self, request: Request) -> None:
         """Compile the draft network's part, with a request that the model has just computed."""
         if self.drafter is not None:

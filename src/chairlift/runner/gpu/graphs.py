@@ -94,6 +94,11 @@ class Graphs:
             self.capture(shape)
         return self._captured.get(shape)
 
+    @property
+    def missed(self) -> list[BatchShape]:
+        """Shapes that occurred and are not captured."""
+        return list(self._seen)
+
     def capture_next(self) -> bool:
         """Capture a shape whose kernels are compiled, missed ones before likely ones. False if there is none."""
         missing = (shape for shape in (*self._seen, *self.likely) if shape not in self._captured)

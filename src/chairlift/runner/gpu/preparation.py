@@ -117,6 +117,15 @@ class StepPreparation:
         for shape in shapes:
             self.graphs.capture(shape)
 
+    def capture_missed(self) -> None:
+        """Compile and capture the steps whose shapes occurred."""
+        if self.graphs is None:
+            return
+        missed = self.graphs.missed
+        self.kernels.wait(missed)
+        for shape in missed:
+            self.graphs.capture(shape)
+
     def _beside_prompts(self, shapes: Sequence[BatchShape]) -> list[BatchShape]:
         decodes = [shape for shape in shapes if not shape.tiles]
         return [*dict.fromkeys(chain.from_iterable(map(self._shapes.beside_prompts, decodes)))]

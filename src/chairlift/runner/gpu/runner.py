@@ -247,6 +247,9 @@ class GPURunner(ModelRunner):
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         self.preparation.capture_decodes(sizes or self.shapes.decode_buckets)
 
+    def capture_missed(self) -> None:
+        self.preparation.capture_missed()
+
     def warm_up(self) -> None:
         """Compile and load the kernels that serve all steps; start to compile those of the first steps."""
         self.preparation.compile_generic()

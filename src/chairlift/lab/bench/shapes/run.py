@@ -125,6 +125,7 @@ def run_shape(
     results = []
     for case in make_cases(cases, vocabulary, scale):
         run_case(started.engine, warm_up_of(case), None, None)
+        started.runner.capture_missed()  # as a server does while idle
         note(f"{case.name}: {len(case.prompts)} requests")
         with loaded_objects_frozen():  # as in the server
             results.append(run_case(started.engine, case, cost, ceilings))

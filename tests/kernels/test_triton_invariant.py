@@ -289,26 +289,32 @@ def test_spans_grow_with_their_position(device: torch.device) -> None:
         assert num_spans(position + 1, 8) == index + 1
 
 
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(
+    ("norms", "programs", "window"), [(False, 1, 40), (True, 1, None), (False, 3, None), (True, 3, 40)]
+)
 def test_single_tokens_from_the_projection(
-    norms: bool, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    norms: bool, programs: int, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms, rotation and the write to the cache in the kernel of single tokens: the bits of the separate kernels."""
-    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
-    heads, kv_heads, dim, starts = 4, 2, 32, [0, 31, 70, 95]
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 64)
+    heads, kv_heads, dim, starts = 4, 2, 32, [0, 31, 32, 70, 128, 135]
     case = make_case(
-        starts, [1] * 4, heads=heads + 2 * kv_heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device
+        starts, [1] * 6, heads=heads + 2 * kv_heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device
     )
     angles = torch.randn(len(starts), 1, dim // 2, device=device)
     norm = torch.rand(dim, device=device).half() + 0.5 if norms else None
     fresh = Fresh(norm, norm, 1e-6, angles.cos().half(), angles.sin().half())
     assert can_begin_fresh(dim, fresh)
-    check_single_tokens_from_the_projection(case, fresh, longest=128, programs=programs)
+    check_single_tokens_from_the_projection(case, fresh, longest=256, programs=programs, window=window)
 
 
 def check_single_tokens_from_the_projection(
-    case: AttentionCase, fresh: Fresh, *, longest: int, programs: int | None = None
+    case: AttentionCase,
+    fresh: Fresh,
+    *,
+    longest: int,
+    programs: int | None = None,
+    window: int | None = None,
 ) -> None:
     """Compare the kernel that begins with the projection, in `case.q`, with the separate kernels, bit by bit."""
     device, (rows, projected, dim), kv_heads = case.q.device, case.q.shape, case.keys.shape[2]
@@ -326,7 +332,7 @@ def check_single_tokens_from_the_projection(
         tables=case.tables,
     )
     rotated = AttentionCase(separate[:, :heads], keys, values, case.tables, case.slots, case.starts, [1] * rows)
-    wanted = attend(rotated, longest=longest, window=None, softcap=None, singles=False)
+    wanted = attend(rotated, longest=longest, window=window, softcap=None, singles=False)
     found = torch.full_like(wanted, float("nan"))
     invariant_decode(
         case.q,
@@ -340,6 +346,7 @@ def check_single_tokens_from_the_projection(
         scratch=SpanScratch(heads, kv_heads, dim, longest, device),
         programs=programs,
         scale=dim**-0.5,
+        window=window,
         fresh=fresh,
     )
     assert case.keys.equal(keys)

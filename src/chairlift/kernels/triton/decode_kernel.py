@@ -19,6 +19,62 @@ from chairlift.kernels.triton.widen import halves
 
 
 @triton.jit
+def partner_of(d, PAIRS: tl.constexpr):
+    """The element that each one is rotated with."""
+    return tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+
+
+@triton.jit
+def load_heads(rows, d, keep, PAIRS: tl.constexpr):
+    """Load heads (pointers [R, 1]) in float32, and the partner of each element."""
+    x = tl.load(rows + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    y = x
+    if PAIRS > 0:
+        y = tl.load(rows + partner_of(d, PAIRS)[None, :], mask=keep, other=0.0).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def load_norm(norm_ptr, d, D: tl.constexpr, PAIRS: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The weights [D] of a norm for each element and for its partner."""
+    weight, of_partner = d, d  # not used
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        if PAIRS > 0:
+            of_partner = tl.load(norm_ptr + partner_of(d, PAIRS), mask=d < D, other=0.0).to(tl.float32)
+    return weight, of_partner
+
+
+@triton.jit
+def load_turn(cos_ptr, sin_ptr, token, d, PAIRS: tl.constexpr):
+    """The factors [D] of each element and of its partner in a token's rotation."""
+    cos, sin = d, d  # not used
+    if PAIRS > 0:
+        turns = d < 2 * PAIRS
+        at = token * PAIRS + tl.where(d < PAIRS, d, d - PAIRS)
+        cos = tl.load(cos_ptr + at, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + at, mask=turns, other=0.0).to(tl.float32)
+        sin = tl.where(d < PAIRS, -sin, sin)
+    return cos, sin
+
+
+@triton.jit
+def turned(
+    x, y, weight, of_partner, cos, sin, eps, kind: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate heads of the type `kind`, with the roundings of `rotate_and_store_`."""
+    if HAS_NORM:
+        scale = tl.rsqrt(pairwise_sum(x * x) / D + eps)[:, None]
+        x = (x * (scale * weight[None, :])).to(kind).to(tl.float32)
+        if PAIRS > 0:
+            y = (y * (scale * of_partner[None, :])).to(kind).to(tl.float32)
+    if PAIRS > 0:
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
+
+
+@triton.jit
 def rotated(
     rows,  # [R, 1] pointers to heads
     norm_ptr,
@@ -33,25 +89,10 @@ def rotated(
     HAS_NORM: tl.constexpr,
 ):
     """Load heads of a token, normalised and rotated, in float32; each element is loaded with its rotation partner."""
-    x = tl.load(rows + d[None, :], mask=keep, other=0.0).to(tl.float32)
-    if PAIRS > 0:
-        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
-        y = tl.load(rows + partner[None, :], mask=keep, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(pairwise_sum(x * x) / D + eps)[:, None]
-        kind = rows.dtype.element_ty
-        weight = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        x = (x * (scale * weight[None, :])).to(kind).to(tl.float32)
-        if PAIRS > 0:
-            weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
-            y = (y * (scale * weight[None, :])).to(kind).to(tl.float32)
-    if PAIRS > 0:
-        turns = d < 2 * PAIRS
-        pair = tl.where(d < PAIRS, d, d - PAIRS)
-        cos = tl.load(cos_ptr + token * PAIRS + pair, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + token * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
-        x = x * cos[None, :] + y * tl.where(d < PAIRS, -sin, sin)[None, :]
-    return x
+    x, y = load_heads(rows, d, keep, PAIRS)
+    weight, of_partner = load_norm(norm_ptr, d, D, PAIRS, HAS_NORM)
+    cos, sin = load_turn(cos_ptr, sin_ptr, token, d, PAIRS)
+    return turned(x, y, weight, of_partner, cos, sin, eps, rows.dtype.element_ty, D, PAIRS, HAS_NORM)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from chairlift.kernels.triton.attention import (
     sinks_of,
 )
 from chairlift.kernels.triton.decode import Fresh
-from chairlift.kernels.triton.decode_kernel import rotated
+from chairlift.kernels.triton.decode_kernel import load_heads, load_norm, load_turn, turned
 from chairlift.kernels.triton.invariant_attention import (
     FEWEST_ROWS,
     KEYS,
@@ -42,27 +42,8 @@ from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, 
 
 
 @triton.jit
-def _store_new(
-    k_at,  # [1, 1] pointer to the new key, as the projection made it
-    v_at,
-    place,  # [1, D] of both in the cache
-    keys_ptr,
-    values_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    row,
-    d,
-    eps,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    KV_LIMIT: tl.constexpr,
-):
+def _store_new(k, v, place, keys_ptr, values_ptr, one, KV_LIMIT: tl.constexpr):
     """Store the new token's key and value, with the roundings of `rotate_and_store_`."""
-    one = (d < D)[None, :]
-    k = rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
-    v = tl.load(v_at + d[None, :], mask=one, other=0.0).to(tl.float32)
     if KV_LIMIT > 0:  # keep NaN: clamping would turn it into a number
         k = tl.clamp(k, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         v = tl.clamp(v, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -136,7 +117,7 @@ def invariant_decode_kernel(
     PAIRS: tl.constexpr,  # half of the rotated elements of a head
     HAS_NORM: tl.constexpr,
     KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
-    PREFETCH: tl.constexpr,  # tiles of keys and values prefetched before the previous kernel has ended
+    PREFETCH: tl.constexpr,  # positions whose keys and values are prefetched before the previous kernel has ended
     SOFTCAP: tl.constexpr,
     CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
     SINKS: tl.constexpr,
@@ -177,8 +158,8 @@ def invariant_decode_kernel(
     table = tables_ptr + slot * table_stride
     head_offset = head * D + d
     if OVERLAP:
-        for ahead in tl.static_range(PREFETCH):  # keys of earlier steps were written before the previous kernel started
-            position = begin + ahead * N + n
+        if PREFETCH > 0:  # keys of earlier steps were written before the previous kernel started
+            position = begin + tl.arange(0, PREFETCH)
             old = (position < tl.minimum(end, last)) & has_work
             offset = places(table, position, old, kv_block_stride, kv_token_stride, BLOCK_SIZE) + head * D
             size = tl.where(old, D * (keys_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
@@ -192,18 +173,23 @@ def invariant_decode_kernel(
     q_heads = head * GROUP + m
     keep = in_group[:, None] & in_head[None, :]
     q_at = q_ptr + row.to(tl.int64) * q_stride
-    if FRESH:
+    if FRESH:  # loads come before sums, whose threads wait for each other
+        kind: tl.constexpr = q_ptr.dtype.element_ty
+        x, y = load_heads(q_at + q_heads[:, None] * D, d, keep, PAIRS)
+        weight, of_partner = load_norm(q_norm_ptr, d, D, PAIRS, HAS_NORM)
+        cos, sin = load_turn(cos_ptr, sin_ptr, row, d, PAIRS)
         if (end == last + 1) & (begin < end):
+            one = in_head[None, :]
+            k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
+            k, partner = load_heads(k_at, d, one, PAIRS)
+            v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            k_weight, k_of_partner = load_norm(k_norm_ptr, d, D, PAIRS, HAS_NORM)
             block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
             place = block * kv_block_stride + (last % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]
-            k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
-            _store_new(
-                k_at, k_at + num_heads * D, place, keys_ptr, values_ptr, k_norm_ptr, cos_ptr, sin_ptr, row, d, eps, D,
-                PAIRS, HAS_NORM, KV_LIMIT,
-            )  # fmt: skip
+            k = turned(k, partner, k_weight, k_of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM)
+            _store_new(k, v, place, keys_ptr, values_ptr, one, KV_LIMIT)
             tl.debug_barrier()  # all threads of this program see them
-        q = rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
-        q = q.to(q_ptr.dtype.element_ty)
+        q = turned(x, y, weight, of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM).to(kind)
     else:
         q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
     all_best, all_total = sinks_of(sinks_ptr, q_heads, in_group, SINKS)
@@ -261,7 +247,7 @@ class SingleTiling(NamedTuple):
 
     warps: int
     stages: int
-    prefetch: int = 0  # tiles
+    prefetch: int = 0  # positions, a power of two
 
 
 def single_tiling(contexts: int, head_dim: int, dtype: torch.dtype, *, shared: bool) -> SingleTiling:
@@ -271,8 +257,8 @@ def single_tiling(contexts: int, head_dim: int, dtype: torch.dtype, *, shared: b
     if head_dim > 128:  # two sums take twice as many registers
         return SingleTiling(4, 2)
     if shared:
-        return SingleTiling(4, 3, prefetch=2)
-    return SingleTiling(2, 4, prefetch=2) if contexts <= 512 and tuned() else SingleTiling(1, 2)
+        return SingleTiling(4, 3, prefetch=64)
+    return SingleTiling(2, 4, prefetch=64) if contexts <= 512 and tuned() else SingleTiling(1, 2)
 
 
 def can_begin_fresh(head_dim: int, fresh: Fresh) -> bool:

@@ -143,7 +143,7 @@ def compile_products() -> None:
         product.product(x, weight, squares=squares, eps=1e-6, gated=True)
         product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
-    invariant_products._agreement_kernel[(1,)](x, weight, torch.zeros(96, 64), DEPTH=HIDDEN, COLUMNS=64)
+    invariant_products._agreement_kernel[(1,)](x, weight, torch.zeros(6, 16, 64), KEPT=16, DEPTH=HIDDEN, COLUMNS=64)
     for rows in (1, 300):  # the splits of a sum in parallel and in sequence
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)

@@ -21,46 +21,67 @@ from chairlift.kernels.triton.products.tiling import MANY_COLUMNS, PROGRAMS, SMA
 log = logging.getLogger("chairlift")
 
 ONE_TILE_ROWS = 64  # whose tile serves every number of rows
-COLUMNS, DEPTH = 64, 1024  # of the product that is tried
+COLUMNS, DEPTH = 128, 1024  # of the product that is tried
+MOST_ROWS, COMPARED_ROWS = 128, 16  # of the tiles that are tried, and of each of them
+NUM_TRIED = 6
 
 
 @triton.jit
-def _agreement_kernel(x_ptr, weight_ptr, out_ptr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first 16 of 64 rows times a weight: in a tile of 64 rows, of 16, and with the weight on the left."""
-    n = tl.arange(0, COLUMNS)
-    few, many = tl.arange(0, 16), tl.arange(0, 64)
-    large = tl.zeros([64, COLUMNS], tl.float32)
-    for at in range(0, DEPTH, 64):
-        k = at + tl.arange(0, 64)
-        x = tl.load(x_ptr + many[:, None] * DEPTH + k[None, :])
-        large = tl.dot(x, tl.trans(tl.load(weight_ptr + n[:, None] * DEPTH + k[None, :])), large)
-    small = tl.zeros([16, COLUMNS], tl.float32)
-    for at in range(0, DEPTH, 128):
-        k = at + tl.arange(0, 128)
-        x = tl.load(x_ptr + few[:, None] * DEPTH + k[None, :])
-        small = tl.dot(x, tl.trans(tl.load(weight_ptr + n[:, None] * DEPTH + k[None, :])), small)
-    swapped = tl.zeros([COLUMNS, 16], tl.float32)
-    for at in range(0, DEPTH, 32):
-        k = at + tl.arange(0, 32)
-        x = tl.load(x_ptr + few[:, None] * DEPTH + k[None, :])
-        swapped = tl.dot(tl.load(weight_ptr + n[:, None] * DEPTH + k[None, :]), tl.trans(x), swapped)
-    tl.store(out_ptr + many[:, None] * COLUMNS + n[None, :], large)
-    tl.store(out_ptr + 64 * COLUMNS + few[:, None] * COLUMNS + n[None, :], small)
-    tl.store(out_ptr + 80 * COLUMNS + few[None, :] * COLUMNS + n[:, None], swapped)
+def _try_tile(
+    x_ptr, weight_ptr, out_ptr, ROWS: tl.constexpr, STEP: tl.constexpr, SWAPPED: tl.constexpr, KEPT: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the first rows of a product in a tile of ROWS rows, which adds STEP columns at a time."""
+    m, n = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    A: tl.constexpr = COLUMNS if SWAPPED else ROWS
+    B: tl.constexpr = ROWS if SWAPPED else COLUMNS
+    acc = tl.zeros([A, B], tl.float32)
+    for at in range(0, DEPTH, STEP):
+        k = at + tl.arange(0, STEP)
+        left = tl.load(x_ptr + m[:, None] * DEPTH + k[None, :])
+        right = tl.load(weight_ptr + n[:, None] * DEPTH + k[None, :])
+        if SWAPPED:
+            left, right = right, left
+        acc = tl.dot(left, tl.trans(right), acc)
+    if SWAPPED:
+        acc = tl.trans(acc)
+    tl.store(out_ptr + m[:, None] * COLUMNS + n[None, :], acc, mask=(m < KEPT)[:, None])
+
+
+@triton.jit
+def _agreement_kernel(
+    x_ptr,  # [128, DEPTH]
+    weight_ptr,  # [COLUMNS, DEPTH]
+    out_ptr,  # [6, KEPT, COLUMNS] float32
+    KEPT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The first rows of a product in tiles of all heights that products have, with either operand on the left."""
+    SIZE: tl.constexpr = KEPT * COLUMNS
+    _try_tile(x_ptr, weight_ptr, out_ptr, 64, 64, False, KEPT, DEPTH, COLUMNS)
+    _try_tile(x_ptr, weight_ptr, out_ptr + SIZE, 16, 128, False, KEPT, DEPTH, COLUMNS)
+    _try_tile(x_ptr, weight_ptr, out_ptr + 2 * SIZE, 16, 64, True, KEPT, DEPTH, COLUMNS)
+    _try_tile(x_ptr, weight_ptr, out_ptr + 3 * SIZE, 32, 128, False, KEPT, DEPTH, COLUMNS)
+    _try_tile(x_ptr, weight_ptr, out_ptr + 4 * SIZE, 32, 64, True, KEPT, DEPTH, COLUMNS)
+    _try_tile(x_ptr, weight_ptr, out_ptr + 5 * SIZE, 128, 64, False, KEPT, DEPTH, COLUMNS)
 
 
 @cache
 def tiles_agree(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tiles of 16 and of 64 rows, also with exchanged sides, give a row the same bits, on random numbers.
+    """Whether tiles of 16 to 128 rows, by four and by eight warps, give a row the same bits, on random numbers.
 
     A GPU that is not there is assumed to agree. The interpreter's library orders sums by the size of a matrix."""
     if device.type != "cuda":
         return on_gpu(device)
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, DEPTH, generator=generator).to(device, dtype) for size in (64, COLUMNS))
-    out = torch.empty(96, COLUMNS, device=device)
-    _agreement_kernel[(1,)](x, weight, out, DEPTH=DEPTH, COLUMNS=COLUMNS, num_warps=4)
-    agree = out[:16].equal(out[64:80]) and out[:16].equal(out[80:])
+    x, weight = (torch.randn(size, DEPTH, generator=generator).to(device, dtype) for size in (MOST_ROWS, COLUMNS))
+    out = torch.empty(2, NUM_TRIED, COMPARED_ROWS, COLUMNS, device=device)
+    for found, warps in zip(out, (4, 8), strict=True):
+        _agreement_kernel[(1,)](
+            x, weight, found, KEPT=COMPARED_ROWS, DEPTH=DEPTH, COLUMNS=COLUMNS, num_warps=warps, num_stages=2
+        )
+    agree = all(each.equal(out[0, 0]) for each in out.flatten(0, 1))
     if not agree:
         log.warning("batch-invariant products have one tile: others give other bits on this GPU")
     return agree
@@ -86,7 +107,8 @@ def invariant_splits(columns: int, depth: int, gated: bool) -> int:
 @cache
 def choose_invariant_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
     """The best of three to six tilings per product of the Qwen3-0.6B and Llama-3-8B shapes with 1, 32, 128 and 8,192
-    rows on an H200, each in a graph of itself over different weights; with 33 to 64 rows those of `choose_tiling`."""
+    rows on an H200, each in a graph of itself over different weights; with 33 to 64 rows those of `choose_tiling`.
+    Small weights with up to 32 rows, but for split sums: by whole steps."""
     splits = invariant_splits(columns, depth, gated)
     small = columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS
     if rows > 256 and cdiv(rows, 128) * cdiv(columns, 128) >= PROGRAMS:
@@ -110,8 +132,10 @@ def _tiling_of_many_rows(rows: int, columns: int, splits: int, gated: bool, smal
 
 def _gated_tiling(rows: int, small: bool) -> ProductTiling:
     if rows <= 16:
-        return ProductTiling(16, 64, 128, 1, 4, described=True)
+        return ProductTiling(16, 64, 128, 1, 4, prefetch=256 if small else 0, described=True)
     if small:
+        if rows <= 32:
+            return ProductTiling(32, 64, 128, 1, 3, prefetch=256, described=True)
         if rows <= 64:
             return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
         return ProductTiling(64, 64, 128, 1, 4, described=True)
@@ -124,6 +148,8 @@ def _small_tiling(rows: int, columns: int, splits: int) -> ProductTiling:
     if rows <= 16 and columns >= 4096:
         return ProductTiling(16, 64, 128, splits, 5, described=True)
     if rows <= 32:
+        if columns >= 4096:
+            return ProductTiling(32, 64, 128, splits, 5, prefetch=256, described=True)
         return ProductTiling(16 if rows <= 16 else 32, 32, 128, splits, 6, prefetch=256)
     return ProductTiling(64, 32 if rows <= 64 else 64, 128, splits, 6, prefetch=256, described=True)
 

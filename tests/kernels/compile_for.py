@@ -57,7 +57,7 @@ launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling
 from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
-from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate
+from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
@@ -243,6 +243,12 @@ def compile_experts() -> None:
         products.grouped_linear(pairs, outer, groups, tilings.outer, top_k, **few)
         one = grouping.Grouping(*(each[:top_k] for each in groups))  # of a single token
         products.grouped_linear(pairs[:top_k], outer, one, few_rows_tiling(1, BF16, form).outer, top_k, **few)
+    first = SharedMatrix(torch.zeros(4 * inner, HIDDEN).to(BF16), None, 2)
+    second = SharedMatrix(torch.zeros(HIDDEN, 2 * inner).to(BF16), None, 2)
+    for rows in (tiling.rows, 64):
+        shared: dict[str, Any] = {"shared_rows": rows}
+        products.grouped_linear(x, forms[0][0], groups, tiling, top_k, gate=Gate(), shared=first, **shared)
+        products.grouped_linear(pairs, down, groups, tiling, top_k, scatter=True, share=share, shared=second, **shared)
 
 
 def eight_bits(*shape: int) -> ExpertMatrix:

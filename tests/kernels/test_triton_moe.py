@@ -41,12 +41,12 @@ def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: 
     assert covered(groups, experts) == list(range(tokens * top_k))
 
 
-def covered(groups: grouping.Grouping, experts: Tensor) -> list[int]:
+def covered(groups: grouping.Grouping, experts: Tensor, most: int = 16) -> list[int]:
     """Indices in `order` that tiles cover, each checked to be of the tile's expert."""
     order, places = groups.order.tolist(), []
     for expert, begin, end in zip(*(tensor.tolist() for tensor in groups[1:]), strict=True):
         if expert != grouping.NO_EXPERT.value:
-            assert 0 < end - begin <= 16
+            assert 0 < end - begin <= most
             assert all(experts.flatten()[pair] == expert for pair in order[begin:end])
             places += range(begin, end)
     return sorted(places)
@@ -71,9 +71,9 @@ def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypat
     model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
     seen: list[Tensor] = []
 
-    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor) -> grouping.Grouping:
+    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor, **shared: int) -> grouping.Grouping:
         seen.append(positions.cpu())
-        return group(experts, num_experts, rows, positions)
+        return group(experts, num_experts, rows, positions, **shared)
 
     group = grouping.group_by_expert
     monkeypatch.setattr(grouping, "group_by_expert", spied)

@@ -24,7 +24,7 @@ from chairlift.layers.rows import in_tiles, one_by_one
 if TYPE_CHECKING:  # triton is not needed on a CPU
     from chairlift.kernels.triton.experts.few_rows import RowNorm
     from chairlift.kernels.triton.experts.grouping import Grouping
-    from chairlift.kernels.triton.experts.products import Gate
+    from chairlift.kernels.triton.experts.products import Gate, SharedMatrix
 
 
 class SharedExpert:
@@ -53,7 +53,14 @@ class SharedExpert:
             format=format,
         )
         self.gate = Linear.empty(hidden_size, 1, bias=False, dtype=dtype, device=device) if is_gated else None
+        self.activation = activation
         self._batch_invariant = False
+
+    def resembles(self, intermediate_size: int, has_gates: bool, activation: str | ClampedGate) -> bool:
+        """Whether the block is the sum of experts of this size and kind, whose kernels have the activation."""
+        in_kernels = activation == "silu" or not has_gates
+        same = self.activation == activation and isinstance(self.mlp, GatedMLP) == has_gates
+        return self.gate is None and in_kernels and same and self.mlp.down.in_features % intermediate_size == 0
 
     def targets(self, name: str, inner_names: Sequence[str], down_name: str, gate_name: str) -> Targets:
         yield from prefixed(name, self.mlp.targets(inner_names, down_name))
@@ -68,6 +75,14 @@ class SharedExpert:
             linear.make_batch_invariant()
         self.mlp.make_batch_invariant()
         self._batch_invariant = True
+
+    def matrices(self, count: int) -> tuple[SharedMatrix, SharedMatrix] | None:
+        """Both products as those of `count` experts, if the weights lie in memory as the kernels of experts read
+        them."""
+        from chairlift.kernels.triton.experts.products import SharedMatrix
+
+        first, down = self.mlp.first.weight.row_major, self.mlp.down.weight.row_major
+        return None if first is None or down is None else (SharedMatrix(*first, count), SharedMatrix(*down, count))
 
     def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
         """Add the block's output for x to `total` in place and return it."""
@@ -132,6 +147,9 @@ class MixtureOfExperts:
         assert not (bias and routing.weights_inputs)
         self._activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self._batch_invariant = False
+        self._num_shared = 0  # experts of the inner size of the others that the shared one is made of
+        if shared is not None and not bias and not latent_size and shared.resembles(inner, has_gates, activation):
+            self._num_shared = shared.mlp.down.in_features // inner
 
     def expert_targets(self, inner_names: Sequence[str], down_name: str) -> Targets:
         """The routed experts' weights, by the expert's number."""
@@ -177,15 +195,33 @@ class MixtureOfExperts:
         output is undefined.
         """
         rows = x if self.latent is None else self.latent[0](x)
+        num_folded = 0
         if not on_gpu(x.device):
             routed = self._one_after_the_other(rows, *self.router(x))
-        elif self._has_few_rows(x):
-            routed = self.few_rows(x, rows, positions)
         else:
-            routed = self.grouped(rows, *self.router(x), positions)
+            num_folded = self.num_folded(len(x))
+            if self._has_few_rows(x):
+                routed = self.few_rows(x, rows, positions)
+            else:
+                routed = self.grouped(rows, *self.router(x, num_folded), positions)
         if self.latent is not None:
             routed = self.latent[1](routed)
-        return routed if self.shared is None else self.shared.add_to_(routed, x)
+        return routed if self.shared is None or num_folded else self.shared.add_to_(routed, x)
+
+    def num_folded(self, tokens: int) -> int:
+        """The experts of the shared block, if the kernels of the routed ones compute them, too, for so many tokens."""
+        from chairlift.kernels.triton.experts.tiling import folds_shared
+
+        can_fold = self._num_shared and not self._batch_invariant and folds_shared(tokens)
+        return self._num_shared if can_fold and self._shared_matrices() is not None else 0
+
+    def _shared_matrices(self) -> tuple[SharedMatrix, SharedMatrix] | None:
+        """Both products of the shared experts, if they have the form of the others."""
+        found = None if self.shared is None else self.shared.matrices(self._num_shared)
+        if found is None:
+            return None
+        forms = tuple("plain" if each.scales is None else "fp8" for each in found)
+        return found if forms == (self.gate_up.form, self.down.form) else None
 
     def _one_after_the_other(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
@@ -209,11 +245,18 @@ class MixtureOfExperts:
         return (by_token if self._weights_inputs else by_token * weights.unsqueeze(-1)).sum(dim=1)
 
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
-        """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]."""
+        """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]: of the
+        routed experts, or also of the shared ones behind them."""
         from chairlift.kernels.triton.experts import grouping, products
-        from chairlift.kernels.triton.experts.tiling import ExpertTiling, has_few_pairs, tiling_for
+        from chairlift.kernels.triton.experts.tiling import (
+            ExpertTiling,
+            has_few_pairs,
+            shared_tile_rows,
+            tiling_for,
+        )
 
-        pairs = experts.numel()
+        tokens, per_token = experts.shape
+        pairs, num_shared = tokens * self._top_k, per_token - self._top_k
         tilings = tiling_for(
             pairs,
             self._num_experts,
@@ -222,25 +265,28 @@ class MixtureOfExperts:
             x.device,
             invariant=self._batch_invariant,
         )
-        groups = grouping.group_by_expert(experts, self._num_experts, tilings.rows, positions)
+        shared_rows = shared_tile_rows(tokens, tilings.rows) if num_shared else tilings.rows
+        groups = grouping.group_by_expert(
+            experts, self._num_experts, tilings.rows, positions, num_shared=num_shared, shared_rows=shared_rows
+        )
         # Widening weights of 8 bits takes no longer than reading them as long as they are read once.
         few = has_few_pairs(pairs, self._num_experts)
         rounds = self.gate_up.form == "fp8" and (self._batch_invariant or not few)
-        before, after = self._shares(weights)
+        first, second = self._options(weights)
 
         def product(rows: Tensor, weights: ExpertWeights, tiling: ExpertTiling, **more: Any) -> Tensor:
             scales = None
             if rounds:
                 rows, scales = round_rows(rows)
-            more |= {"x_scales": scales, "out_dtype": x.dtype}
-            return products.grouped_linear(rows, weights.matrix, groups, tiling, self._top_k, **more)
+            more |= {"x_scales": scales, "out_dtype": x.dtype, "shared_rows": shared_rows}
+            return products.grouped_linear(rows, weights.matrix, groups, tiling, per_token, **more)
 
         gate = self._kernel_gate()
-        inner = product(x, self.gate_up, tilings.inner, gate=gate, bias=self.gate_up_bias, share=before)
+        inner = product(x, self.gate_up, tilings.inner, gate=gate, **first)
         if gate is None:
             inner = self._activate(inner)
-        outputs = product(inner, self.down, tilings.outer, scatter=True, bias=self.down_bias, share=after)
-        return products.add_up(outputs, self._top_k)
+        outputs = product(inner, self.down, tilings.outer, **second)
+        return products.add_up(outputs, per_token)
 
     def _has_few_rows(self, x: Tensor) -> bool:
         """Whether `few_rows` computes these rows; kernels that serve every step do not."""
@@ -252,17 +298,18 @@ class MixtureOfExperts:
     def few_rows(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """As `grouped`, in three kernels: the routing of x, and two products of `rows`, which are x but for models that
         project it."""
-        weights, groups, _ = self.router.group_few(x, positions)
+        weights, groups, _ = self.router.group_few(x, positions, num_shared=self.num_folded(len(x)))
         return self._few_products(rows, weights, groups)[0]
 
     def adds_few_rows(self, x: Tensor) -> bool:
         """Whether `add_few_rows` computes these rows."""
-        return self.shared is None and self.latent is None and self._has_few_rows(x)
+        is_whole = self.latent is None and (self.shared is None or self.num_folded(len(x)) > 0)
+        return is_whole and self._has_few_rows(x)
 
     def add_few_rows(self, x: Tensor, norm: RowNorm, positions: Tensor) -> Tensor:
         """Add the block of the normed rows to x in place, in three kernels; returns the partial sums of squares of the
         new rows."""
-        weights, groups, rows = self.router.group_few(x, positions, norm)
+        weights, groups, rows = self.router.group_few(x, positions, norm, self.num_folded(len(x)))
         squares = self._few_products(rows, weights, groups, add_to=x)[1]
         assert squares is not None
         return squares
@@ -274,38 +321,26 @@ class MixtureOfExperts:
         from chairlift.kernels.triton.experts.tiling import few_rows_tiling
 
         tilings = few_rows_tiling(len(rows), rows.dtype, self.gate_up.form)
-        gate = self._kernel_gate()
-        before, after = self._shares(weights)
-        inner = grouped_linear(
-            rows,
-            self.gate_up.matrix,
-            groups,
-            tilings.inner,
-            self._top_k,
-            gate=gate,
-            bias=self.gate_up_bias,
-            share=before,
-        )
+        gate, per_token = self._kernel_gate(), weights.shape[1]
+        first, second = self._options(weights)
+        first["shared_rows"] = second["shared_rows"] = tilings.rows
+        inner = grouped_linear(rows, self.gate_up.matrix, groups, tilings.inner, per_token, gate=gate, **first)
         if gate is None:
             inner = self._activate(inner)
-        return grouped_product(
-            inner,
-            self.down.matrix,
-            groups,
-            tilings.outer,
-            self._top_k,
-            scatter=True,
-            bias=self.down_bias,
-            share=after,
-            sum_tokens=True,
-            add_to=add_to,
-        )
+        second |= {"sum_tokens": True, "add_to": add_to}
+        return grouped_product(inner, self.down.matrix, groups, tilings.outer, per_token, **second)
 
-    def _shares(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What multiplies the results of the first and of the second product."""
+    def _options(self, weights: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of both products, for pairs with these weights [T, k]."""
+        folded = self._shared_matrices() if weights.shape[1] > self._top_k else None
+        first, second = folded or (None, None)
         share = weights.flatten().contiguous()
         # The first product is linear in its input, so its result can be weighted instead; such experts have no bias.
-        return (share, None) if self._weights_inputs else (None, share)
+        before, after = (share, None) if self._weights_inputs else (None, share)
+        return (
+            {"shared": first, "bias": self.gate_up_bias, "share": before},
+            {"shared": second, "bias": self.down_bias, "share": after, "scatter": True},
+        )
 
     def _kernel_gate(self) -> Gate | None:
         """The activation, if the first product's kernel has it."""

@@ -85,30 +85,37 @@ class ExpertRouter:
     def finalize(self) -> None:
         self.linear.finalize()
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> the weights and the indices of each token's experts, both [T, top_k]."""
+    def __call__(self, x: Tensor, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> the weights and the indices of each token's experts, both [T, top_k + num_shared].
+
+        `num_shared`, on a GPU only: further experts, which every token uses with weight 1.
+        """
         logits = self.linear(x.to(self._dtype))
         if on_gpu(x.device):
-            return self.choose_on_gpu(logits, x.dtype)
+            return self.choose_on_gpu(logits, x.dtype, num_shared)
+        assert num_shared == 0
         weights, experts = self.choose(logits)
         return weights.to(x.dtype), experts
 
-    def choose_on_gpu(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def choose_on_gpu(self, logits: Tensor, dtype: torch.dtype, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         """As `choose`, in one kernel."""
         from chairlift.kernels.triton.experts.routing import route
 
-        return route(logits, self.correction_bias, dtype, self._rule())
+        return route(logits, self.correction_bias, dtype, self._rule(num_shared))
 
-    def group_few(self, x: Tensor, positions: Tensor, norm: RowNorm | None = None) -> tuple[Tensor, Grouping, Tensor]:
-        """The weights [T, top_k] of few tokens' experts, the tiles of all experts, and x, normed if there is a norm, in
-        one kernel; rows at positions below 0 are in no tile."""
+    def group_few(
+        self, x: Tensor, positions: Tensor, norm: RowNorm | None = None, num_shared: int = 0
+    ) -> tuple[Tensor, Grouping, Tensor]:
+        """The weights [T, top_k + num_shared] of few tokens' experts, the tiles of all experts, and x, normed if there
+        is a norm, in one kernel; rows at positions below 0 are in no tile."""
         from chairlift.kernels.triton.experts.few_rows import route_and_group
 
         weight = self.linear.weight.plain
         assert weight is not None
-        return route_and_group(x, weight, self.linear.bias, self.correction_bias, self._rule(), positions, norm)
+        rule = self._rule(num_shared)
+        return route_and_group(x, weight, self.linear.bias, self.correction_bias, rule, positions, norm)
 
-    def _rule(self) -> RouteRule:
+    def _rule(self, num_shared: int) -> RouteRule:
         from chairlift.kernels.triton.experts.routing import RouteRule
 
         routing = self.routing
@@ -121,6 +128,7 @@ class ExpertRouter:
             num_groups=routing.num_groups,
             top_groups=routing.top_groups,
             group_best=routing.group_best,
+            num_shared=num_shared,
         )
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
-from chairlift.layers.norm import Norm
+from chairlift.layers.norm import Norm, RMSNorm
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.layers.recurrent.interface import RecurrentStep
@@ -151,6 +152,9 @@ class DecoderLayer:
         return None
 
     def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
+        if self._adds_few_rows(x, mixed):
+            self._add_few_rows(x, mixed[0], positions)
+            return None
         normed = self.before_mlp(x) if self.parallel and self.before_mlp is not None else None
         delta: Tensor | None = None
         for mixer, inner in zip(self.mixers, mixed, strict=True):
@@ -166,6 +170,26 @@ class DecoderLayer:
         if isinstance(self.mlp, MixtureOfExperts):
             return _normed(self.after_mlp, self.mlp(normed, positions))
         return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
+
+    def _adds_few_rows(self, x: Tensor, mixed: tuple[Tensor, ...]) -> bool:
+        """Whether kernels for few rows add the output projection to `x`, and then the experts of the normed sum."""
+        if len(mixed) > 1 or self.parallel or self.after_attention is not None or self.after_mlp is not None:
+            return False
+        if not isinstance(self.mlp, MixtureOfExperts) or not isinstance(self.before_mlp, RMSNorm):
+            return False
+        (mixer,) = self.mixers
+        fuses = on_gpu(x.device) and mixer.output.weight.sums_squares(mixed[0])
+        return fuses and self.mlp.adds_few_rows(x)
+
+    def _add_few_rows(self, x: Tensor, inner: Tensor, positions: Tensor) -> None:
+        from chairlift.kernels.triton.experts.few_rows import RowNorm
+
+        (mixer,), norm = self.mixers, self.before_mlp
+        assert isinstance(self.mlp, MixtureOfExperts)
+        assert isinstance(norm, RMSNorm)
+        squares = mixer.output.weight.fused(inner, add_to=x, bias=mixer.output.bias)[1]
+        assert squares is not None
+        self.mlp.add_few_rows(x, RowNorm(squares, norm.weight, norm.eps), positions)
 
 
 def add_(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:

@@ -177,6 +177,11 @@ class WeightFormat(ABC):
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
         raise NotImplementedError
 
+    def sums_squares(self, x: Tensor) -> bool:
+        """On a GPU, whether `fused` of x adds to a tensor and returns the sums of squares of its rows, faster than
+        separate kernels."""
+        return False
+
     def gates_in_place(self, x: Tensor) -> bool:
         """Whether one kernel does the product with `x` and the gate behind it: `fused` with `gated`."""
         return False
@@ -236,6 +241,11 @@ class WeightFormat(ABC):
     ) -> Tensor | ScaledRows:
         """The product of rows in 8-bit floats; the result of a gated product is rounded, too."""
         raise NotImplementedError
+
+    @property
+    def row_major(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight [out, in] and, of 8-bit floats, the scale of each row; None if it does not lie in memory so."""
+        return None if self.plain is None else (self.plain, None)
 
     def pack_into(self, tiles: PackedWeight) -> None:
         """Make `pack` use this memory; only with `packs_tiles`."""

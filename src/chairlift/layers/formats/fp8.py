@@ -75,6 +75,10 @@ class FP8Weight(WeightFormat):
                 self._rows = round_rows(self.plain)
             self.plain = None
 
+    @property
+    def row_major(self) -> tuple[Tensor, Tensor | None] | None:
+        return super().row_major if self._rows is None else (self._rows.numbers, self._rows.scales)
+
     def dequantized(self) -> Tensor:
         """The weight as it was rounded, in float32."""
         assert self._rows is not None

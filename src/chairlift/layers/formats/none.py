@@ -96,6 +96,9 @@ class PlainWeight(WeightFormat):
     def adds_in_place(self, x: Tensor) -> bool:
         return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
 
+    def sums_squares(self, x: Tensor) -> bool:
+        return not self.batch_invariant and self._own_kernel_is_faster(x)
+
     def gates_in_place(self, x: Tensor) -> bool:
         return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
 

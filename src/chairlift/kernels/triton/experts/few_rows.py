@@ -29,7 +29,7 @@ from chairlift.kernels.triton.launch import (
 MOST_TOKENS = 8  # one program chooses for one token after the other
 # The experts of all tokens are chosen in sequence. On an H200 that takes 4.4 µs for one token of gpt-oss and 11.4 for
 # eight, with eight experts per token 5.4 and 23.7; without this kernel, routing and sorting take 8 to 10 µs.
-MOST_PAIRS = 32
+MOST_PAIRS = 32  # without those of shared experts, which are not chosen
 ROWS = 16  # of a tile of the router's product, the fewest that tensor cores multiply
 BLOCK = 16  # experts of a program
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
@@ -48,8 +48,8 @@ def _route_and_group_kernel(
     normed_ptr,  # [tokens, K]: where the normed rows are written, with SQUARES only
     parts_ptr,  # [SPLITS, tokens, experts] float32
     arrived_ptr,  # [1] int32, zero between launches
-    weights_ptr,  # [tokens, TOP_K]
-    experts_ptr,  # [tokens, TOP_K] int32
+    weights_ptr,  # [tokens, TOP_K + SHARED]
+    experts_ptr,  # [tokens, TOP_K + SHARED] int32
     order_ptr,  # [pairs] int32
     tile_expert_ptr,  # [pairs] int32
     tile_begin_ptr,  # [pairs] int32
@@ -68,6 +68,7 @@ def _route_and_group_kernel(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BG: tl.constexpr,
     BE: tl.constexpr,
     BK: tl.constexpr,
@@ -119,6 +120,7 @@ def _route_and_group_kernel(
 
     expert, exists = expert_tile(num_experts, GROUPS, BG, BE)
     k = tl.arange(0, BK)
+    per_token: tl.constexpr = TOP_K + SHARED
     for token in range(num_tokens):
         logits = tl.zeros([BG, BE], tl.float32)
         for other in tl.static_range(SPLITS):  # read from L2, where other multiprocessors wrote them
@@ -131,13 +133,13 @@ def _route_and_group_kernel(
             logits, bias_ptr, num_experts, scale, eps, SIGMOID, HAS_BIAS, NORMALIZE, GROUPS, TOP_GROUPS, GROUP_BEST,
             TOP_K, BG, BE, BK,
         )  # fmt: skip
-        tl.store(weights_ptr + token * TOP_K + k, weights.to(weights_ptr.dtype.element_ty), mask=k < TOP_K)
-        tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
+        tl.store(weights_ptr + token * per_token + k, weights.to(weights_ptr.dtype.element_ty), mask=k < per_token)
+        tl.store(experts_ptr + token * per_token + k, chosen, mask=k < per_token)
 
     tl.debug_barrier()  # other threads of this program wrote the experts
     pair = tl.arange(0, PAIRS)
-    num_pairs = num_tokens * TOP_K
-    mine = expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K, True)
+    num_pairs = num_tokens * per_token
+    mine = expert_of(pair, experts_ptr, positions_ptr, num_pairs, per_token, True)
     theirs = mine[None, :]
     smaller = (theirs < mine[:, None]).to(tl.int32)
     same = (theirs == mine[:, None]).to(tl.int32)
@@ -174,8 +176,8 @@ def route_and_group(
     positions: Tensor,
     norm: RowNorm | None = None,
 ) -> tuple[Tensor, Grouping, Tensor]:
-    """The weights [T, top_k], in the type of x [T, K], of each token's experts, the tiles of all experts, and the rows
-    that the experts read: x, normed if there is a norm.
+    """The weights [T, per_token], in the type of x [T, K], of each token's experts, the tiles of all experts, and the
+    rows that the experts read: x, normed if there is a norm.
 
     `weight` [experts, K] and `product_bias` [experts] of the router; `bias` [experts] is added for the choice.
     Tokens with a position [T] below 0 are padding and in no tile.
@@ -184,9 +186,9 @@ def route_and_group(
     assert can_route_few(tokens, rule.top_k)
     blocks = cdiv(num_experts, BLOCK)
     splits = last_power_of_2(min(PROGRAMS // blocks, depth // SHORTEST_SPLIT))
-    pairs = tokens * rule.top_k
+    pairs = tokens * rule.per_token
     parts, arrived = split_scratch(splits * MOST_TOKENS * num_experts, 1, device)
-    weights = torch.empty(tokens, rule.top_k, dtype=x.dtype, device=device)
+    weights = torch.empty(tokens, rule.per_token, dtype=x.dtype, device=device)
     experts, order, *tiles = torch.empty(5, pairs, dtype=torch.int32, device=device)
     x = x.contiguous()
     rows = x if norm is None else torch.empty_like(x)

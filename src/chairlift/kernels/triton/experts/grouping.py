@@ -35,9 +35,11 @@ def _sort_kernel(
     tile_begin_ptr,  # [slots] int32: first index in `order`
     tile_end_ptr,  # [slots] int32
     num_pairs,
+    num_routed,  # experts; those behind them are shared
     TOP_K: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -62,16 +64,17 @@ def _sort_kernel(
         tl.store(order_ptr + found + tl.cumsum(is_mine, 0) - 1, at + lane, mask=is_mine == 1)
         found += tl.sum(is_mine, 0)
     first_slot = start // ROWS + me
+    rows = tl.where(me < num_routed, ROWS, SHARED_ROWS)
     # The last expert clears the slots that pairs of padding rows leave unused.
     is_last = me == tl.num_programs(0) - 1
     num_slots = tl.where(is_last, num_pairs, end) // ROWS + me + 1 - first_slot
     for at in range(0, num_slots, BLOCK):
         slot = at + lane
-        begin = start + slot * ROWS
+        begin = start + slot * rows
         inside = slot < num_slots
         tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, NO_EXPERT), mask=inside)
         tl.store(tile_begin_ptr + first_slot + slot, begin, mask=inside)
-        tl.store(tile_end_ptr + first_slot + slot, tl.minimum(begin + ROWS, end), mask=inside)
+        tl.store(tile_end_ptr + first_slot + slot, tl.minimum(begin + rows, end), mask=inside)
 
 
 @triton.jit
@@ -94,23 +97,36 @@ class Grouping(NamedTuple):
     tile_end: Tensor  # [slots]
 
 
-def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Tensor | None = None) -> Grouping:
+def group_by_expert(
+    experts: Tensor,
+    num_experts: int,
+    rows: int,
+    positions: Tensor | None = None,
+    *,
+    num_shared: int = 0,
+    shared_rows: int = 0,
+) -> Grouping:
     """Sort the T * k pairs of `experts` [T, k] by expert and split them into tiles of `rows`.
 
     Tokens with a position [T] below 0 are padding and in no tile; the rest of `order` is undefined.
+    `num_shared`: experts behind the `num_experts` routed ones, with tiles of `shared_rows`, which are not fewer.
     """
+    assert num_shared == 0 or shared_rows >= rows
     pairs, top_k = experts.numel(), experts.shape[1]
+    count = num_experts + num_shared
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    tiles = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
-    _sort_kernel[(num_experts,)](
+    tiles = torch.empty(3, pairs // rows + count, dtype=torch.int32, device=experts.device)
+    _sort_kernel[(count,)](
         experts.contiguous(),
         order if positions is None else positions,
         order,
         *tiles,
         pairs,
+        num_experts,
         TOP_K=top_k,
         HAS_POSITIONS=positions is not None,
         ROWS=rows,
+        SHARED_ROWS=shared_rows or rows,
         BLOCK=1024,
         num_warps=4,
         **overlapping(experts.device),

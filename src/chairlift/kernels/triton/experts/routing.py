@@ -34,7 +34,7 @@ def chosen_experts(
     BK: tl.constexpr,
 ):
     """The weights and the experts [BK] of a token whose logits are a tile [groups, experts of a group]. Of equal
-    scores the first wins."""
+    scores the first wins. Behind the TOP_K chosen ones are the shared experts, with weight 1."""
     size = num_experts // GROUPS
     group = tl.arange(0, BG)
     member = tl.arange(0, BE)
@@ -84,7 +84,8 @@ def chosen_experts(
         keys = tl.where(expert == first, LEAST, keys)
     if NORMALIZE:
         weights = weights / (tl.sum(weights) + eps)
-    return weights * scale, chosen
+    is_shared = k >= TOP_K
+    return tl.where(is_shared, 1.0, weights * scale), tl.where(is_shared, num_experts + k - TOP_K, chosen)
 
 
 @triton.jit
@@ -100,8 +101,8 @@ def expert_tile(num_experts, GROUPS: tl.constexpr, BG: tl.constexpr, BE: tl.cons
 def _route_kernel(
     logits_ptr,  # [T, experts]
     bias_ptr,  # [experts] float32, or anything without HAS_BIAS
-    weights_ptr,  # [T, TOP_K]
-    experts_ptr,  # [T, TOP_K] int32
+    weights_ptr,  # [T, TOP_K + SHARED]
+    experts_ptr,  # [T, TOP_K + SHARED] int32
     num_experts,
     scale,
     eps,
@@ -112,9 +113,10 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # further experts, which every token uses
     BG: tl.constexpr,  # GROUPS, as a power of two
     BE: tl.constexpr,  # experts of a group, as a power of two
-    BK: tl.constexpr,  # TOP_K, as a power of two
+    BK: tl.constexpr,  # TOP_K + SHARED, as a power of two
     OVERLAP: tl.constexpr,
 ):
     """One program per token."""
@@ -129,8 +131,9 @@ def _route_kernel(
         BG, BE, BK,
     )  # fmt: skip
     k = tl.arange(0, BK)
-    tl.store(weights_ptr + token * TOP_K + k, weights.to(weights_ptr.dtype.element_ty), mask=k < TOP_K)
-    tl.store(experts_ptr + token * TOP_K + k, chosen, mask=k < TOP_K)
+    count: tl.constexpr = TOP_K + SHARED
+    tl.store(weights_ptr + token * count + k, weights.to(weights_ptr.dtype.element_ty), mask=k < count)
+    tl.store(experts_ptr + token * count + k, chosen, mask=k < count)
 
 
 class RouteRule(NamedTuple):
@@ -144,6 +147,12 @@ class RouteRule(NamedTuple):
     num_groups: int
     top_groups: int
     group_best: int
+    num_shared: int = 0  # experts behind the others by number, which every token uses with weight 1
+
+    @property
+    def per_token(self) -> int:
+        """The experts of a token."""
+        return self.top_k + self.num_shared
 
     def constants(self, num_experts: int, has_bias: bool) -> dict[str, Any]:
         """What kernels are compiled for."""
@@ -155,17 +164,18 @@ class RouteRule(NamedTuple):
             "TOP_GROUPS": self.top_groups,
             "GROUP_BEST": self.group_best,
             "TOP_K": self.top_k,
+            "SHARED": self.num_shared,
             "BG": next_power_of_2(self.num_groups),
             "BE": next_power_of_2(num_experts // self.num_groups),
-            "BK": next_power_of_2(self.top_k),
+            "BK": next_power_of_2(self.per_token),
         }
 
 
 def route(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, rule: RouteRule) -> tuple[Tensor, Tensor]:
-    """The weights, in `dtype`, and the indices (int32) of each token's experts, both [T, top_k]."""
+    """The weights, in `dtype`, and the indices (int32) of each token's experts, both [T, per_token]."""
     tokens, num_experts = logits.shape
-    weights = torch.empty(tokens, rule.top_k, dtype=dtype, device=logits.device)
-    experts = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, rule.per_token, dtype=dtype, device=logits.device)
+    experts = torch.empty(tokens, rule.per_token, dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
         logits if bias is None else bias,

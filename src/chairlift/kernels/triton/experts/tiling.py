@@ -10,8 +10,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from chairlift.kernels.triton.launch import shared_memory, tuned
+from chairlift.kernels.triton.launch import next_power_of_2, shared_memory, tuned
 
+MOST_SHARED_ROWS = 64  # of a tile of shared experts
+MOST_FOLDED_TOKENS = 128  # up to which shared experts are computed with the others
 LARGE_TILES = 128 * 2**10  # bytes of shared memory that tiles of 128 rows need
 
 Form = Literal["plain", "fp8", "mxfp4"]
@@ -72,6 +74,23 @@ def _microscaled_tiling(pairs: float, is_large: bool) -> ExpertTilings:
         return ExpertTilings(ExpertTiling(16, 128, 128, 3), ExpertTiling(16, 128, 128, 4, warps=2))
     rows = 32 if pairs <= 24 else 64
     return ExpertTilings(ExpertTiling(rows, 128, 128, 3), ExpertTiling(rows, 128, 128, 4))
+
+
+def folds_shared(tokens: int) -> bool:
+    """Whether shared experts are computed with the others; kernels that serve every step do not."""
+    return tuned() and tokens <= MOST_FOLDED_TOKENS
+
+
+def shared_tile_rows(tokens: int, rows: int) -> int:
+    """Rows of the tiles of experts that all tokens use, where others have tiles of `rows`: their weights are read anew
+    for each tile, though not from memory."""
+    return max(rows, min(next_power_of_2(tokens), MOST_SHARED_ROWS))
+
+
+def shared_stages(tiling: ExpertTiling, rows: int) -> int:
+    """The pipeline depth of tiles with `rows` that take about the memory of the others, of which a multiprocessor then
+    has as many as without them."""
+    return max(2, tiling.stages * (tiling.rows + tiling.columns) // (rows + tiling.columns))
 
 
 def few_rows_tiling(tokens: int, dtype: torch.dtype, form: Form) -> ExpertTilings:

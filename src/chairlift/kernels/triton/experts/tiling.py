@@ -12,8 +12,11 @@ import torch
 
 from chairlift.kernels.triton.launch import next_power_of_2, shared_memory, tuned
 
-MOST_SHARED_ROWS = 64  # of a tile of shared experts
-MOST_FOLDED_TOKENS = 128  # up to which shared experts are computed with the others
+# Of a tile of shared experts. 128 take so much shared memory that a multiprocessor has one program instead of two.
+MOST_SHARED_ROWS = 64
+# Up to which shared experts are computed with the others. With 1 to 256 tokens of DeepSeek-V2-Lite that takes less time
+# on an H200 (docs/gpu.md has the figures); more were not measured.
+MOST_FOLDED_TOKENS = 256
 LARGE_TILES = 128 * 2**10  # bytes of shared memory that tiles of 128 rows need
 
 Form = Literal["plain", "fp8", "mxfp4"]

@@ -42,6 +42,25 @@ def test_a_ragged_batch_has_no_padding() -> None:
     assert batch.num_padding == 0
 
 
+def test_single_tokens_that_are_sampled_are_all_rows_in_order() -> None:
+    other = chunk(range(300, 309), 8, 1, [3, 6, 1])
+    single = build_batch(StepPlan(0, (DECODE, other)), STORAGE, CPU)
+    general = build_batch(StepPlan(0, (DECODE, other, PREFILL)), STORAGE, CPU)
+    assert single.needed_rows is None
+    assert single.sampled_rows.tolist() == [0, 1]
+    assert single.read_rows.tolist() == []
+    assert single.num_padding == 0
+    for name in ("tokens", "positions"):
+        assert getattr(single, name).tolist() == getattr(general, name).tolist()[:2]
+    assert single.layout.slot_mapping.tolist() == general.layout.slot_mapping.tolist()[:2] == [1, 4]
+    assert single.layout.tables.tolist() == general.layout.tables.tolist()[:2]
+    assert [*single.layout.offsets] == general.layout.offsets[:3]
+    assert single.layout.starts == general.layout.starts[:2]
+    assert single.layout.ends == general.layout.ends[:2]
+    assert general.needed_rows is not None
+    assert general.needed_rows.tolist() == [0, 1, 4]
+
+
 def test_an_idle_row_is_one_padding_token() -> None:
     batch = build(idle_rows=2)
     assert batch.tokens.tolist() == [104, 105, 106, 205, 300, 301, 0, 0]

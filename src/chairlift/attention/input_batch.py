@@ -37,8 +37,17 @@ class InputBatch:
     layout: RaggedLayout
     num_padding: int  # how many of the T tokens are padding
 
+    @property
+    def needed_rows(self) -> Tensor | None:
+        """Rows whose hidden states are needed: sampled ones, then read ones. None: all rows, in order."""
+        if len(self.sampled_rows) == len(self.tokens):
+            return None
+        return torch.cat([self.sampled_rows, self.read_rows])
+
 
 def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rectangular: bool = False) -> InputBatch:
+    if not plan.idle_rows and all(chunk.count == 1 and chunk.samples for chunk in plan.chunks):
+        return _single_tokens(plan, storage, device)
     chunks, idle, block_size, scratch = plan.chunks, plan.idle_rows, storage.block_size, storage.scratch_block
     starts = np.array([chunk.start for chunk in chunks] + [0] * idle)
     counts = np.array([chunk.count for chunk in chunks] + [1] * idle)
@@ -72,4 +81,36 @@ def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rec
             slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
         ),
         num_padding=len(tokens) - plan.num_tokens,
+    )
+
+
+def _single_tokens(plan: StepPlan, storage: KVStorage, device: torch.device) -> InputBatch:
+    """The batch of a plan whose chunks are single tokens that are sampled: most steps, built in a few operations."""
+    chunks, size = plan.chunks, storage.block_size
+    starts = [chunk.start for chunk in chunks]
+    tables = np.zeros((len(chunks), max([len(chunk.table) for chunk in chunks])), dtype=np.int32)
+    for row, chunk in zip(tables, chunks, strict=True):
+        row[: len(chunk.table)] = chunk.table
+    numbers = np.array(
+        [
+            [chunk.request.tokens[chunk.start] for chunk in chunks],
+            starts,
+            [chunk.table[chunk.start // size] * size + chunk.start % size for chunk in chunks],
+            range(len(chunks)),
+        ]
+    )
+    tokens, positions, slots, rows = torch.from_numpy(numbers).to(device)
+    return InputBatch(
+        tokens=tokens,
+        positions=positions,
+        sampled_rows=rows,
+        read_rows=rows[:0],
+        layout=RaggedLayout(
+            offsets=range(len(chunks) + 1),
+            starts=starts,
+            ends=[start + 1 for start in starts],
+            tables=torch.from_numpy(tables).to(device),
+            slot_mapping=slots,
+        ),
+        num_padding=0,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +75,23 @@ class RotaryEmbedding:
             for function in (torch.cos, torch.sin)
         )
         return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype), query_scale)
+
+
+class HostRotary:
+    """Turns positions in host memory into the angles of several ropes, with equally many pairs each.
+
+    By numpy: a decode step has so few angles that calling torch takes longer than computing them.
+    """
+
+    def __init__(self, ropes: Sequence[Rope]) -> None:
+        pairs = len(ropes[0].inv_freq) if ropes else 0
+        self._inv_freq = np.array([rope.inv_freq for rope in ropes], dtype=np.float32).reshape(len(ropes), 1, pairs)
+        self._scale = np.array([rope.scale for rope in ropes], dtype=np.float32).reshape(-1, 1, 1)
+
+    def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[T] -> cos, sin [ropes, T, pairs] float32."""
+        angles = positions.astype(np.float32)[:, None] * self._inv_freq
+        return np.cos(angles) * self._scale, np.sin(angles) * self._scale
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.attention.input_batch import InputBatch, build_batch
 from chairlift.attention.interface import Attend
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
-from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
+from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import HiddenStates
@@ -48,17 +48,18 @@ class CPURunner(ModelRunner):
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
-        needed = torch.cat([batch.sampled_rows, batch.read_rows])
+        needed = batch.needed_rows
         rows = needed if self.drafter is None else None  # a draft network reads all rows
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows, recurrent)
-        kept = hidden.last if rows is not None else hidden.last[needed]
-        prompts = self.prompt_reader.read(plan.chunks, kept[len(batch.sampled_rows) :])
+        kept = hidden.last if rows is needed else hidden.last[needed]
+        num_sampled = len(batch.sampled_rows)
+        prompts = self.prompt_reader.read(plan.chunks, kept[num_sampled:]) if plan.reads else NO_PROMPT_OUTPUTS
         if not sampling:
             self._observe(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding, prompts=prompts)
         num_scored = len(sampling) + plan.num_drafts  # idle rows come last
-        logits = self.model.logits(kept[: len(batch.sampled_rows)])[:num_scored].float()
+        logits = self.model.logits(kept[:num_sampled])[:num_scored].float()
         forwarded = time.perf_counter()
         candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler edits logits
         sampled = self._sample(sampling, logits, masks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,17 +16,15 @@ MAX_BLOCK = 512
 
 def greedy(logits: Tensor) -> Tensor:
     """Return the most likely token of each row [S]: the lowest id among ties, BAD_LOGITS where it is not finite."""
-    tokens = _argmax(logits)
+    if logits.device.type == "cpu":
+        # torch's CPU arg max is not vectorised, and numpy's small operations take a third of the time of torch's.
+        values = logits.numpy()
+        best = values.argmax(axis=-1)  # the first NaN of a row, if there is one
+        best[~np.isfinite(values[np.arange(len(values)), best])] = BAD_LOGITS
+        return torch.from_numpy(best)
+    tokens = logits.argmax(dim=-1)
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
     return tokens.where(chosen.isfinite(), BAD_LOGITS)
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum of each row. NaN counts as the largest value, so that it is detected."""
-    if logits.device.type == "cpu":
-        # torch's CPU arg max is not vectorised: numpy's is about ten times faster.
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:

@@ -168,10 +168,9 @@ class DraftHead:
     def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
         x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
-        rotation = self.rotary(positions)
         if self._fused is not None and isinstance(attend, HostAttend):
-            return self._fused(x, {self._rope: rotation}, attend)[0]
-        delta = self.layer(x, None, positions, rotation, attend)
+            return self._fused(x, positions, attend)[0]
+        delta = self.layer(x, None, positions, self.rotary(positions), attend)
         return self.norm(x if delta is None else x + delta)
 
     def scores(self, states: Tensor) -> Tensor:

@@ -93,10 +93,11 @@ def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, v
     ]
     pieces = Pieces(*np.array(found, dtype=np.int64).T.copy())
     several = np.full(len(sequences), -1, dtype=np.int64)
+    if len(found) == len(sequences):
+        return AttentionWork(pieces, _NO_TILES, _room_for_partial(0, heads, value_dim), several)
     first = np.flatnonzero((pieces.starts == 0) & (pieces.counts > 1))
     several[pieces.rows[first]] = first
-    num_partial = len(found) if len(first) else 0
-    return AttentionWork(pieces, _NO_TILES, _room_for_partial(num_partial, heads, value_dim), several)
+    return AttentionWork(pieces, _NO_TILES, _room_for_partial(len(found), heads, value_dim), several)
 
 
 def _room_for_partial(pieces: int, heads: int, value_dim: int) -> Partial:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
@@ -18,7 +16,7 @@ from chairlift.kernels.cpu.blocks.rows import BlockRows
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu.layer_math import Norms, gate_row, norm_row, stream_norm_row
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept
-from chairlift.kernels.cpu.threads import barrier, claim, the_team
+from chairlift.kernels.cpu.threads import barrier, claim
 from chairlift.kernels.cpu.weights import StepRows, StepWeight, layer_of, round_into, times
 
 
@@ -203,16 +201,6 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     barrier(shared, members)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     barrier(shared, members)
-
-
-def rounded_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_features: int) -> Tensor:
-    """Multiply x [..., depth] float32 by an 8-bit weight; returns [..., out_features]."""
-    flat = x.reshape(-1, x.shape[-1]).float().contiguous()
-    out = torch.empty(len(flat), out_features)
-    no_bias = np.empty(0, dtype=np.float32)
-    rows = Rows.empty(len(flat), x.shape[-1])
-    the_team().run(linear, flat.numpy(), rows, weight, no_bias if bias is None else bias.float().numpy(), out.numpy())
-    return out.view(*x.shape[:-1], out_features)
 
 
 @compiled_and_kept(FAST)

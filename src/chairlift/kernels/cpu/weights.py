@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from numba.extending import overload
+from torch import Tensor
 
 from chairlift.kernels.cpu.blocks.product import PanelWeight, multiply_panels
 from chairlift.kernels.cpu.blocks.rows import BlockRows, round_block_row
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
+from chairlift.kernels.cpu.threads import the_team
 
 StepWeight = PackedWeight | PanelWeight
 StepRows = Rows | BlockRows
+NO_BIAS = np.empty(0, dtype=np.float32)
+FEW_ROWS = 64  # at most this many are kept between products: allocating them takes longer than rounding one row
+
+
+class KeptRows:
+    """The rounded rows of products with one weight."""
+
+    def __init__(self, kind: type[Rows] | type[BlockRows], depth: int) -> None:
+        self._kind, self._depth = kind, depth
+        self._few: StepRows | None = None
+
+    def room_for(self, rows: int) -> StepRows:
+        """Memory for at least this many rows, which the next call may return again."""
+        if rows > FEW_ROWS:
+            return self._kind.empty(rows, self._depth)
+        if self._few is None or len(self._few.numbers) < rows:
+            self._few = self._kind.empty(rows, self._depth)
+        return self._few
+
+
+def multiplied(
+    kernel: Callable[..., None], x: Tensor, kept: KeptRows, weight: StepWeight, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """Multiply x [..., depth] float32 by a weight with `kernel`; returns [..., out_features]."""
+    flat = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
+    out = np.empty((len(flat), out_features), dtype=np.float32)
+    added = NO_BIAS if bias is None else bias.numpy()
+    the_team().run(kernel, flat, kept.room_for(len(flat)), weight, added, out)
+    return torch.from_numpy(out.reshape(*x.shape[:-1], out_features))
 
 
 def layer_of(weight: StepWeight, layer: int) -> StepWeight:

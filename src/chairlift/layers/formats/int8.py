@@ -15,6 +15,7 @@ from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
+    from chairlift.kernels.cpu.weights import KeptRows
 
 
 @FORMATS.register("int8")
@@ -46,6 +47,7 @@ class Int8Weight(WeightFormat):
         return table.half()  # far finer than 8 bits, and half the memory
 
     _owns_tiles = True  # they are not part of the tiles of all layers
+    _rows: KeptRows | None = None
 
     def pack_into(self, tiles: PackedWeight) -> None:
         self.tiles, self._owns_tiles = tiles, False
@@ -75,7 +77,11 @@ class Int8Weight(WeightFormat):
         return self.tiles.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        from chairlift.kernels.cpu.decoder import rounded_linear
+        from chairlift.kernels.cpu.decoder import linear
+        from chairlift.kernels.cpu.int8 import Rows
+        from chairlift.kernels.cpu.weights import KeptRows, multiplied
 
         assert self.tiles is not None
-        return rounded_linear(x, self.tiles, bias, self.out_features)
+        if self._rows is None:
+            self._rows = KeptRows(Rows, self.in_features)
+        return multiplied(linear, x, self._rows, self.tiles, bias, self.out_features)

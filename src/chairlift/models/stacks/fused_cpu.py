@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
 from chairlift.layers.recurrent.interface import RecurrentStep
-from chairlift.layers.rope import Rope, Rotation
+from chairlift.layers.rope import HostRotary
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
@@ -115,8 +115,7 @@ class FusedCPUStack(LayerStack):
         assert recurrent is None, "layers with states are not fused"
         if self._fused is None or not isinstance(attend, HostAttend):
             return self._plain(tokens, positions, attend, taps, rows)
-        rotations = self.parts.rotations(positions)
-        return HiddenStates(*self._fused(self.parts.embedding(tokens), rotations, attend, taps, rows))
+        return HiddenStates(*self._fused(self.parts.embedding(tokens), positions, attend, taps, rows))
 
 
 class LayerTiles:
@@ -199,7 +198,8 @@ class FusedCPULayers:
         norm: Norm,
         tiles: LayerTiles | LayerPanels,
     ) -> None:
-        self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
+        ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
+        self._rotary = HostRotary(ropes)
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMLP)]
         attentions = [layer.attention for layer in layers]
         self.network = Network(
@@ -228,7 +228,7 @@ class FusedCPULayers:
             qk_eps=np.float32(config.norm_eps),
             activation=ACTIVATIONS[config.activation],
             factors=np.stack([_factors(mlp) for mlp in mlps]),
-            ropes=np.array([-1 if layer.rope is None else self._ropes.index(layer.rope) for layer in layers]),
+            ropes=np.array([-1 if layer.rope is None else ropes.index(layer.rope) for layer in layers]),
             scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
             windows=np.array([attention.layer.window or 0 for attention in attentions]),
             softcaps=np.array([attention.layer.softcap or 0.0 for attention in attentions], dtype=np.float32),
@@ -237,15 +237,17 @@ class FusedCPULayers:
             taps=np.full(len(layers), -1),
         )
         self._layer = attentions[0].layer
+        self._taps: Sequence[int] = ()  # those that `network.taps` has
         self._row_type = Rows if isinstance(tiles, LayerTiles) else BlockRows
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
+        self._stored: tuple[KVStorage, np.ndarray, np.ndarray] | None = None
         self._team = the_team()  # sized by torch's threads, which are reduced to one later
 
     def __call__(
         self,
         x: Tensor,
-        rotations: Mapping[Rope, Rotation],
+        positions: Tensor,
         attend: HostAttend,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
@@ -256,8 +258,7 @@ class FusedCPULayers:
         [taps, T, hidden].
         """
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
-        angles = [rotations[rope] for rope in self._ropes]
-        cos, sin = (_stack_angles([getattr(rotation, side) for rotation in angles], len(x)) for side in ("cos", "sin"))
+        cos, sin = self._rotary(positions.numpy())
         keys, values = self.stored(attend.storage)
         step = Step(
             x=x.numpy(),
@@ -272,16 +273,20 @@ class FusedCPULayers:
             rows=np.arange(len(x)) if rows is None else _checked(rows.long().numpy(), len(x)),
             out=out.numpy(),
         )
-        self.network.taps[:] = -1
-        self.network.taps[list(taps)] = range(len(taps))
+        if taps != self._taps:
+            self._taps = taps
+            self.network.taps[:] = -1
+            self.network.taps[list(taps)] = range(len(taps))
         self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
         return out, torch.from_numpy(step.tapped) if taps else None
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values of the first layer and all behind it."""
-        assert storage.stacked is not None, "layers of one shape are stored together"
-        keys, values = (as_array(side)[self._layer.index :] for side in storage.stacked)
-        return keys, values
+        if self._stored is None or self._stored[0] is not storage:
+            assert storage.stacked is not None, "layers of one shape are stored together"
+            keys, values = (as_array(side)[self._layer.index :] for side in storage.stacked)
+            self._stored = storage, keys, values
+        return self._stored[1:]
 
     def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
@@ -324,10 +329,3 @@ def _factors(mlp: DenseMLP) -> np.ndarray:
 
 def _stack_biases(biases: list[Tensor | None]) -> np.ndarray:
     return np.stack([np.empty(0, dtype=np.float32) if bias is None else bias.numpy() for bias in biases])
-
-
-def _stack_angles(angles: list[Tensor], rows: int) -> np.ndarray:
-    """[T, 1, pairs] each -> [ropes, T, pairs]."""
-    if not angles:
-        return np.empty((0, rows, 0), dtype=np.float32)
-    return torch.stack([angle[:, 0] for angle in angles]).numpy()

@@ -246,9 +246,14 @@ def pack(kind: BlockKind, rows: np.ndarray, order: np.ndarray | None = None) -> 
 def unpack(kind: BlockKind, panels: np.ndarray, channels: np.ndarray, depth: int) -> np.ndarray:
     """The weights [channels, depth] float32 of some channels."""
     out = np.empty((len(channels), depth), dtype=np.float32)
-    values = np.array(kind.values or range(256), dtype=np.float32)
-    unpack_channels(panels, channels, Layout.of(kind), values, _all_halves(), out)
+    unpack_channels(panels, channels, *_form(kind), _all_halves(), out)
     return out
+
+
+@cache
+def _form(kind: BlockKind) -> tuple[Layout, np.ndarray]:
+    """The layout of a kind's panels, and the values of its numbers."""
+    return Layout.of(kind), np.array(kind.values or range(256), dtype=np.float32)
 
 
 @cache

@@ -52,6 +52,11 @@ class _SamplingState:
     edits: tuple[LogitsEdit, ...]
     filters: Filters
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether its token is the most likely one and nothing else is asked of its logits."""
+        return self.greedy and not self.edits and self.params.logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -144,6 +149,10 @@ class Sampler:
         They are then accepted as often as possible while every token keeps the distribution it has without drafts.
         """
         requests = [self._requests[request_id] for request_id in request_ids]
+        if masks is None and drafts is None and all(request.takes_best for request in requests):
+            assert logits.shape == (len(requests), self.vocab_size)
+            best: list[int] = greedy(logits).tolist()
+            return SampledBatch(best, [None] * len(requests), [0] * len(requests))
         rows = _rows(requests, output_lengths, drafts, draft_probabilities)
         assert logits.shape == (len(rows), self.vocab_size)
         assert logits.device.type == self.device.type

@@ -80,7 +80,8 @@ class RotaryEmbedding:
 class HostRotary:
     """Turns positions in host memory into the angles of several ropes, with equally many pairs each.
 
-    By numpy: a decode step has so few angles that calling torch takes longer than computing them.
+    A decode step has so few angles that calling torch takes longer than computing them. Only cos and sin are torch's,
+    so that they are rounded as in `RotaryEmbedding`.
     """
 
     def __init__(self, ropes: Sequence[Rope]) -> None:
@@ -90,8 +91,8 @@ class HostRotary:
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[T] -> cos, sin [ropes, T, pairs] float32."""
-        angles = positions.astype(np.float32)[:, None] * self._inv_freq
-        return np.cos(angles) * self._scale, np.sin(angles) * self._scale
+        angles = torch.from_numpy(positions.astype(np.float32)[:, None] * self._inv_freq)
+        return angles.cos().numpy() * self._scale, angles.sin().numpy() * self._scale
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:

@@ -313,8 +313,9 @@ def test_replayed_steps_compute_the_same(
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
     while engine.prepare():
         pass
-    tokens = [shape.tokens for shape in graphs._captured]
-    assert tokens == [1, 32, 2, 16, 4, 8], "decodes up to twice the requests of a batch, and prompts"
+    captured = [(shape.tokens, shape.drafts) for shape in graphs._captured]
+    decodes, drafts = [(1, False), (2, False), (4, False)], [(2, True), (4, True), (8, True)]
+    assert captured == [decodes[0], (32, False), decodes[1], (16, False), decodes[2], *drafts]
     graphs._captured.clear()
     graphs._seen[shapes[0]] = 1
     runner_of(engine).capture_missed()

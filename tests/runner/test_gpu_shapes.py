@@ -73,6 +73,19 @@ def test_long_contexts_get_a_shape_of_their_own_only_where_they_are_split_furthe
         assert {short[0], long[0]} <= {*decodes}
 
 
+def test_steps_with_drafts_have_shapes_of_their_own() -> None:
+    """Rows of one request read what others write, which takes another kernel; with prompts there is only that one."""
+    shapes = make_shapes(20, lambda rows: False, rows=52)
+    needs = {"tokens": 9, "chunks": 9, "singles": 9, "tiles": 0, "samples": 9, "updates": 1}
+    found = [shapes.choose(**needs, drafts=drafts) for drafts in (False, True)]
+    assert found == [(shapes.decode(16), True), (shapes.decode(16, drafts=True), True)]
+    mixed = needs | {"tokens": 30, "tiles": 2}
+    assert shapes.choose(**mixed, drafts=True) == shapes.choose(**mixed)
+    kinds = [(shape.tokens, shape.drafts) for shape in shapes.decodes([1, 2, 32, 48])]
+    assert kinds == [(1, False), (2, False), (32, False), (2, True), (32, True), (48, True)]
+    assert not any(shape.drafts for shape in make_shapes(20, lambda rows: False).decodes([1, 2, 20]))
+
+
 def test_kernels_of_steps_with_long_prompts_are_compiled_at_startup() -> None:
     shapes = make_shapes(256, lambda rows: rows == 32)
     prepared = [beside for shape in shapes.decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)]

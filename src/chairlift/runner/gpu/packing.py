@@ -92,6 +92,7 @@ class Packer:
             updates=len(cells),
             longest=int(pieces.starts[pieces.counts == 1].max(initial=0)),
             deepest=int(pieces.starts[pieces.counts > 1].max(initial=0)),
+            drafts=len(pieces.in_order) > len(plan.chunks),
         )
         if len(cells) > shape.updates:  # a long table at once, such as that of a prefix hit, is sent by itself
             self._send_tables(cells, blocks)

@@ -229,7 +229,7 @@ class GPURunner(ModelRunner):
             tile_chunk=view["tile_chunk"],
             tile_offset=view["tile_offset"],
             tile_queries=self.tile_queries,
-            one_per_request=self.max_drafts == 0,
+            one_per_request=not shape.drafts,
             long_contexts=shape.long,
             deep_chunks=shape.deep,
         )

@@ -36,6 +36,7 @@ class BatchShape:
     updates: int  # entries of block tables that change
     long: bool = False  # a single token has a long context, which is cut into more parts than otherwise
     deep: bool = False  # a longer chunk has a long context, which is read in larger tiles than otherwise
+    drafts: bool = False  # there are only single tokens, and some are of one request, which read what others write
 
     @property
     def sections(self) -> dict[str, slice]:
@@ -126,9 +127,10 @@ class Shapes:
         """One for each token, which begins at most one block; the rest is for tables that are sent again."""
         return tokens + 4 * requests
 
-    def decode(self, size: int, *, long: bool = False) -> BatchShape:
+    def decode(self, size: int, *, long: bool = False, drafts: bool = False) -> BatchShape:
         """The captured shape of `size` single tokens."""
-        return self._mark_long(BatchShape(size, size, size, 0, size, max(size, MIN_UPDATES)), long)
+        shape = BatchShape(size, size, size, 0, size, max(size, MIN_UPDATES), drafts=drafts)
+        return self._mark_long(shape, long)
 
     def _mark_long(self, shape: BatchShape, long: bool) -> BatchShape:
         """Mark a shape as long only where that changes its kernels, else there would be two graphs of the same step."""
@@ -136,8 +138,14 @@ class Shapes:
         return replace(shape, long=True) if changes else shape
 
     def decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
-        """The captured shapes of these sizes; those of long contexts, where they differ, last."""
-        return [*dict.fromkeys(self.decode(size, long=long) for long in (False, True) for size in sizes)]
+        """The captured shapes of these sizes, as far as steps can have them; those with drafts behind those without,
+        and those of long contexts, where they differ, last."""
+        most = round_up(self.max_requests, self.decode_buckets) or self.max_requests
+        kinds = [(size, False) for size in sizes if size <= most]
+        if self._rows > self.max_requests:
+            kinds += [(size, True) for size in sizes if size > 1]
+        found = (self.decode(size, long=long, drafts=drafts) for long in (False, True) for size, drafts in kinds)
+        return [*dict.fromkeys(found)]
 
     def mixed(self, bucket: int) -> BatchShape:
         """The captured shape of up to `bucket` tokens with prompts among them."""
@@ -150,7 +158,7 @@ class Shapes:
         """The captured shapes, in the order in which the requests of a new server probably need them: single requests
         with short prompts first, larger batches and longer prompts later, long contexts last."""
         sizes = [size for size in self.decode_buckets if size <= 2 * self.max_requests]
-        decodes = [self.decode(size) for size in sizes]
+        decodes = [shape for shape in self.decodes(sizes) if not shape.long]
         mixed = [self.mixed(bucket) for bucket in sorted(MIXED_BUCKETS, key=lambda bucket: abs(bucket - FIRST_PROMPT))]
         alternating = [shape for pair in zip_longest(decodes, mixed) for shape in pair if shape is not None]
         return [*dict.fromkeys([*alternating, *self.decodes(sizes)])]
@@ -191,20 +199,22 @@ class Shapes:
         updates: int,
         longest: int = 0,
         deepest: int = 0,
+        drafts: bool = False,
     ) -> tuple[BatchShape, bool]:
         """The shape for this batch, and whether it recurs, so that a graph of it pays.
 
         `longest`: the longest context of a single token; `deepest`: that of a longer chunk, which does not matter to
-        captured steps.
+        captured steps. `drafts`: whether the step has any.
         """
         long = self._is_long(longest)
+        drafts = drafts and not tiles
         updates = min(updates, self._most_updates(tokens, self.max_requests))
-        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest))
+        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest), drafts=drafts)
         if not self._graphs:
             return self._mark_long(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (self._mark_long(exact, long), False) if size is None else (self.decode(size, long=long), True)
+            return (self._mark_long(exact, long), False) if size is None else (self.decode(size, long=long, drafts=drafts), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
             return self._mark_long(self._with_decode_sizes(exact), long), False

@@ -56,12 +56,14 @@ class ReplayedGraph:
 
 
 def _copy_into(old: Any, new: Any) -> None:
-    for name in (field.name for field in fields(old)):
-        one, other = getattr(old, name), getattr(new, name)
-        if is_dataclass(one):
+    if isinstance(old, torch.Tensor):
+        old.copy_(new)
+    elif isinstance(old, tuple):
+        for one, other in zip(old, new, strict=True):
             _copy_into(one, other)
-        elif one is not None:
-            one.copy_(other)
+    elif is_dataclass(old):
+        for field in fields(old):
+            _copy_into(getattr(old, field.name), getattr(new, field.name))
 
 
 def record(graphs: Graphs, shape: BatchShape) -> Graph:

@@ -14,7 +14,7 @@ from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request, Status
 from chairlift.speculation.control.proposer import Draft
-from chairlift.speculation.draft_network import A_FEW, ComputedBatch
+from chairlift.speculation.draft_network import A_FEW, ComputedBatch, DraftPass
 from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.head_config import MAX_LENGTH
 from chairlift.speculation.head_layers import DraftHead
@@ -34,6 +34,7 @@ class HeadNetwork:
 
     def __init__(self, head: DraftHead) -> None:
         self.token_ids: Tensor | None = head.token_ids
+        self.feature_size = head.feature_size
         self.one_call = head.drafts_in_one_call  # whether it has `draft`
         self._head = head
         self._pending: dict[str, PendingStates] = {}  # by request id
@@ -46,22 +47,46 @@ class HeadNetwork:
         return min(pending.first, request.num_known - 1)
 
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        head = self._head
-        size = head.hidden_size if chunks[0].drafts else head.feature_size  # either all chunks have drafts or none
-        previous = torch.zeros(len(batch.tokens), size, dtype=head.target.dtype, device=batch.tokens.device)
-        if chunks[0].drafts:
-            previous[last_rows] = torch.stack([self._last_state[chunk.request.id] for chunk in chunks])
+        given: list[Tensor] = []
+        if chunks[0].drafts:  # either all chunks have drafts or none
+            given = [self._last_state[chunk.request.id][None] for chunk in chunks]
+            rows = last_rows
         else:
             places = [*zip(batch.layout.offsets, chunks, strict=False)]
-            rows = [row for offset, chunk in places for row in range(offset, offset + chunk.count)]
             # A pass that only catches up leaves out the last token, which comes with the first draft token.
-            known = [self._take(one.request, one.start, one.request.num_known)[: one.count] for one in chunks]
-            previous.index_copy_(0, sent(rows, previous.device), torch.cat(known))
-            previous = head.join(previous)
-        states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
-        for chunk, state in zip(chunks, states, strict=True):
+            given = [torch.cat([*self.take(chunk.request)])[: chunk.count] for chunk in chunks]
+            rows = sent([row for at, chunk in places for row in range(at, at + chunk.count)], batch.tokens.device)
+        known = torch.cat(given)
+        previous = torch.zeros(len(batch.tokens), known.shape[1], dtype=known.dtype, device=known.device)
+        previous.index_copy_(0, rows, known)
+        if not chunks[0].drafts:
+            previous = self._head.join(previous)
+        found = self._pass(batch.tokens, previous, batch.positions, last_rows, attend)
+        assert found.states is not None
+        for chunk, state in zip(chunks, found.states, strict=True):
             self._last_state[chunk.request.id] = state
-        return head.scores(states)
+        return found.scores
+
+    def first_pass(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+    ) -> DraftPass:
+        return self._pass(tokens, self._head.join(features), positions, last_rows, attend)
+
+    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
+        assert states is not None
+        return self._pass(tokens, states, positions, None, attend)
+
+    def _pass(
+        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_rows: Tensor | None, attend: Attend
+    ) -> DraftPass:
+        """previous [T, hidden]: the states before the tokens."""
+        states = self._head.states(tokens, previous, positions, attend)
+        if last_rows is not None:
+            states = states.index_select(0, last_rows)
+        return DraftPass(self._head.scores(states), states)
+
+    def drafted(self, request: Request, count: int) -> None:
+        pass  # its next draft begins with the target's states again
 
     def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
         """Compute the tokens of a pause, except the last ones, in one call; return whether there were any."""
@@ -73,7 +98,7 @@ class HeadNetwork:
             if last - first >= A_FEW:
                 positions = range(first, last)
                 rows += [(request.tokens[p], p, task.table[p // size] * size + p % size) for p in positions]
-                features.append(self._take(request, first, last + 1)[:-1])
+                features.append(torch.cat([*self.take(request)])[:-1])
         if rows:
             tokens, token_positions, slots = torch.tensor(rows).T.contiguous()
             self._head.store(tokens, torch.cat(features), token_positions, slots, storage)
@@ -91,20 +116,22 @@ class HeadNetwork:
             least = task.min_chance, task.min_chance_to_extend
             head_tasks.append(HeadTask(start, end, task.table, task.length, *least, task.chances))
             tokens += task.request.tokens[start:end]
-            features.append(self._take(task.request, start, end))
+            features += self.take(task.request)
         joined = features[0] if len(features) == 1 else torch.cat(features)
         return self._head.draft(head_tasks, tokens, joined, storage)
 
-    def _take(self, request: Request, start: int, end: int) -> Tensor:
-        """The target's features before each of these tokens [tokens, features]; zeros where they are unknown."""
+    def take(self, request: Request) -> Sequence[Tensor]:
+        """The target's features before each of these tokens; zeros where they are unknown."""
+        start, end = self.first_position(request), request.num_known
         pending, head = self._pending.get(request.id), self._head
         if pending is not None and (pending.first, pending.end) == (start, end):
-            found = pending.states()
+            parts = pending.parts
         else:
-            found = torch.zeros(end - start, head.feature_size, dtype=head.target.dtype, device=head.target.device)
+            shape = (end - start, head.feature_size)
+            parts = deque([torch.zeros(shape, dtype=head.target.dtype, device=head.target.device)])
         # The last token is computed again next time: a step with prompts may have computed it without its state.
-        self._pending[request.id] = PendingStates(request, end - 1, found[-1:])
-        return found
+        self._pending[request.id] = PendingStates(request, end - 1, parts[-1][-1:])
+        return parts
 
     def observe_step(self, step: ComputedBatch) -> None:
         self._clear_new_blocks(step)
@@ -200,17 +227,16 @@ class PendingStates:
         self.request = request
         self.first = first
         self.end = first + len(states)
-        self._parts = deque(
-            [states]
-        )  # [tokens, features] each, one per step: joining them would copy all at every step
+        # [tokens, features] each, one per step: joining them would copy all at every step.
+        self.parts = deque([states])
 
     def states(self) -> Tensor:
         """[end - first, features]."""
-        return self._parts[0] if len(self._parts) == 1 else torch.cat([*self._parts])
+        return self.parts[0] if len(self.parts) == 1 else torch.cat([*self.parts])
 
     def append(self, states: Tensor) -> None:
         """Add the states of a step; beyond MAX_PENDING_STATES the oldest are dropped, at the price of worse drafts."""
-        self._parts.append(states)
+        self.parts.append(states)
         self.end += len(states)
         while self.end - self.first > MAX_PENDING_STATES:
-            self.first += len(self._parts.popleft())
+            self.first += len(self.parts.popleft())

@@ -18,7 +18,7 @@ from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
-from chairlift.speculation.draft_network import ComputedBatch, require_decoder, score_last_rows
+from chairlift.speculation.draft_network import ComputedBatch, ModelPasses, require_decoder
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.text.tokenizer import Tokenizer
@@ -26,14 +26,13 @@ from chairlift.text.tokenizer import Tokenizer
 _PROBE = 'The quick brown fox\'s 12 jumps:\n\tover «lazy» dogs, été 2026, 犬 🐕 <|im_end|> {"a": [1.5]}'
 
 
-class DraftModel:
+class DraftModel(ModelPasses):
     """Computes prompts when the target does, and the tokens that a request got during a pause when it is next asked."""
 
     catches_up_in_parts = True
 
     def __init__(self, model: CausalLM) -> None:
-        self.token_ids: Tensor | None = None
-        self._model = model
+        super().__init__(model)
         self._computed: dict[str, int] = {}  # request id -> how many of its first tokens
 
     def first_position(self, request: Request) -> int:
@@ -42,7 +41,10 @@ class DraftModel:
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         for chunk in chunks:
             self._computed[chunk.request.id] = chunk.end
-        return score_last_rows(self._model, batch, last_rows, attend)
+        return super().scores(batch, chunks, last_rows, attend)
+
+    def drafted(self, request: Request, count: int) -> None:
+        self._computed[request.id] = request.num_known + count
 
     def observe_step(self, step: ComputedBatch) -> None:
         plan, batch = step.plan, step.batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -70,11 +70,24 @@ class ModelProposer(Proposer):
         """Device memory kept from step to step beside the KV storage, at most."""
 
 
+class DraftPass(NamedTuple):
+    """What a pass computes for N requests."""
+
+    scores: Tensor  # [N, R], of what may follow the last token of each
+    states: Tensor | None  # [N, ...]: what the next pass reads beside its tokens; None if nothing
+
+
 class DraftNetwork(Protocol):
-    """What differs between draft models."""
+    """What differs between draft models.
+
+    A request's draft begins with a pass over the known tokens that the network has not computed; each further pass
+    computes one draft token. `first_pass` and `next_pass` launch the same kernels for the same sizes and read device
+    memory only, so that they can be captured.
+    """
 
     catches_up_in_parts: bool  # whether it can compute the tokens that it missed in more than one step
     token_ids: Tensor | None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
+    feature_size: int  # numbers of the target that the first pass reads for each token; 0 for none
 
     def first_position(self, request: Request) -> int:
         """The first of the request's tokens that the network has not computed yet."""
@@ -84,6 +97,26 @@ class DraftNetwork(Protocol):
         """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
         ...
 
+    def take(self, request: Request) -> Sequence[Tensor]:
+        """The features of the request's known tokens from its first position on, in parts [tokens, feature_size].
+
+        They are going to be computed."""
+        ...
+
+    def first_pass(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+    ) -> DraftPass:
+        """tokens, positions [T]; features [T, feature_size]; last_rows [N]: the last token of each request."""
+        ...
+
+    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
+        """tokens, positions [N]: one draft token of each request; states: those of the pass before."""
+        ...
+
+    def drafted(self, request: Request, count: int) -> None:
+        """All known tokens of the request and the first `count` of its draft tokens have been computed."""
+        ...
+
     def observe_step(self, step: ComputedBatch) -> None: ...
 
     def state_bytes(self, num_requests: int) -> int: ...
@@ -91,8 +124,31 @@ class DraftNetwork(Protocol):
     def forget(self, request_id: str) -> None: ...
 
 
-def score_last_rows(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
-    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend, last_rows).last)
+class ModelPasses:
+    """Passes of a network that is a model: it reads nothing but tokens."""
+
+    feature_size = 0
+
+    def __init__(self, model: CausalLM) -> None:
+        self.token_ids: Tensor | None = None
+        self._model = model
+
+    def take(self, request: Request) -> Sequence[Tensor]:
+        return ()
+
+    def first_pass(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+    ) -> DraftPass:
+        return DraftPass(self._model.logits(self._model.hidden_states(tokens, positions, attend, last_rows).last), None)
+
+    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
+        return DraftPass(self._model.logits(self._model.hidden_states(tokens, positions, attend).last), None)
+
+    def drafted(self, request: Request, count: int) -> None:
+        pass
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        return self._model.logits(self._model.hidden_states(batch.tokens, batch.positions, attend, last_rows).last)
 
 
 def require_decoder(model: CausalLM, speculate: str) -> Decoder:

@@ -54,6 +54,18 @@ class OneCallNetwork(Protocol):
     def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]: ...
 
 
+class CapturedPasses(Protocol):
+    """All passes of a draft, started by one call."""
+
+    def is_typical(self, num_requests: int) -> bool:
+        """Whether the next drafts of so many requests take as long as later ones; to be called before `draft`."""
+        ...
+
+    def draft(self, tasks: Sequence[DraftTask]) -> list[Draft] | None:
+        """The likeliest tokens of all places; None if the passes for as many requests are not captured."""
+        ...
+
+
 class DraftModelProposer(ModelProposer):
     """Drafts for all requests at once, one pass of the network per place, as long as any request's draft is likely
     enough to be right."""
@@ -77,6 +89,7 @@ class DraftModelProposer(ModelProposer):
         self.name = name
         self.network = network
         self.max_length = network.max_length if isinstance(network, OneCallNetwork) else MAX_LENGTH
+        self.captured: CapturedPasses | None = None  # set by a runner that captures
         self._target = target
         self._samples = not repeatable
         self._sampled_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
@@ -107,10 +120,26 @@ class DraftModelProposer(ModelProposer):
         self.network.observe_step(step)
 
     def _draft(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        ready = self._catch_up(tasks, terms)
+        found = self._draft_captured([tasks[index] for index in ready], terms)
+        if found is None:
+            return self._draft_by_places(tasks, ready)
+        drafts = [Draft((), ())] * len(tasks)
+        for index, draft in zip(ready, found, strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def _draft_captured(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft] | None:
+        """All places at once; None if that is not possible. The controller drops what is not likely enough."""
+        if self.captured is None or not tasks or any(self._is_sampled(task.request) for task in tasks):
+            return None
+        terms.did_extra_work |= not self.captured.is_typical(len(tasks))
+        return self.captured.draft(tasks)
+
+    def _draft_by_places(self, tasks: Sequence[DraftTask], ready: Sequence[int]) -> list[Draft]:
         tokens: list[list[int]] = [[] for _ in tasks]
         levels: list[list[int]] = [[] for _ in tasks]
         likely = [1.0] * len(tasks)
-        ready = self._catch_up(tasks, terms)
         for place in range(max((tasks[index].length for index in ready), default=0)):
             active = [index for index in ready if tasks[index].length > place == len(tokens[index])]
             if place and not any(likely[index] >= tasks[index].min_chance_to_extend for index in active):

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
-from chairlift.attention.input_batch import InputBatch
-from chairlift.attention.interface import Attend
-from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
-from chairlift.speculation.draft_network import ComputedBatch, require_decoder, score_last_rows
+from chairlift.speculation.draft_network import ComputedBatch, ModelPasses, require_decoder
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.proposers.base import LoadedProposer
 
 
-class FirstLayers:
+class FirstLayers(ModelPasses):
     """What these layers write for a draft token is what the target writes there again when it verifies it."""
 
     catches_up_in_parts = False  # it is never more than one token behind
 
     def __init__(self, model: Decoder, num_layers: int) -> None:
-        self.token_ids: Tensor | None = None
-        self._model = model.first_layers(num_layers)
+        super().__init__(model.first_layers(num_layers))
 
     def first_position(self, request: Request) -> int:
         return request.num_computed
-
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        return score_last_rows(self._model, batch, last_rows, attend)
 
     def observe_step(self, step: ComputedBatch) -> None:
         pass

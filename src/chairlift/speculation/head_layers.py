@@ -25,6 +25,8 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, AttentionLayer, HostAttend
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part
@@ -167,11 +169,19 @@ class DraftHead:
 
     def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
-        x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
+        x = self.mix(self._inputs(tokens, previous))
         if self._fused is not None and isinstance(attend, HostAttend):
             return self._fused(x, positions, attend)[0]
         delta = self.layer(x, None, positions, self.rotary(positions), attend)
         return self.norm(x if delta is None else x + delta)
+
+    def _inputs(self, tokens: Tensor, previous: Tensor) -> Tensor:
+        embedding = self.target.embedding
+        if on_gpu(tokens.device) and not isinstance(embedding, StoredEmbedding):
+            from chairlift.kernels.triton.draft_inputs import draft_inputs
+
+            return draft_inputs(tokens, embedding.table, embedding.scale, previous.contiguous(), EPS)
+        return torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1)
 
     def scores(self, states: Tensor) -> Tensor:
         """[S, hidden] -> [S, draft vocab], of the tokens that `token_ids` lists."""

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.runner.gpu.shapes import BatchShape
-from chairlift.runner.gpu.step import ComputedStep
 
 log = logging.getLogger("chairlift")
 
 CAPTURE_AFTER = 2  # times that a shape occurred: a capture takes as long as two or three steps kernel by kernel
 KEPT_FREE = 2**28  # bytes beside the largest step, for the driver
+Shape = TypeVar("Shape", bound=Hashable)
+Computed = TypeVar("Computed")
 _ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
 
 
@@ -42,27 +42,27 @@ def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(Generic[Computed]):
     """A captured step."""
 
     graph: Any
-    step: ComputedStep
+    step: Computed
 
-    def replay(self) -> ComputedStep:
+    def replay(self) -> Computed:
         self.graph.replay()
         return self.step
 
 
-class Graphs:
-    """The captured steps, by shape."""
+class Graphs(Generic[Shape, Computed]):
+    """The captured steps, or passes of a draft network, by shape."""
 
     def __init__(
         self,
-        prepare: Callable[[BatchShape], int],
-        forward: Callable[[BatchShape], ComputedStep],
-        likely: Sequence[BatchShape],
+        prepare: Callable[[Shape], int],
+        forward: Callable[[Shape], Computed],
+        likely: Sequence[Shape],
         has_room: Callable[[int], bool],
-        is_ready: Callable[[BatchShape], bool],
+        is_ready: Callable[[Shape], bool],
     ) -> None:
         """`forward` computes a step of a shape. `prepare` computes one of padding, which loads its kernels,
         and returns the memory it took. `likely`: shapes to capture when there is time, in this order. `has_room`:
@@ -73,19 +73,19 @@ class Graphs:
         self.likely = likely
         self._has_room = has_room
         self._is_ready = is_ready
-        self._captured: dict[BatchShape, Graph | None] = {}  # None: there is no memory for it
-        self._seen: dict[BatchShape, int] = {}  # how often shapes occurred that are not captured
+        self._captured: dict[Shape, Graph[Computed] | None] = {}  # None: there is no memory for it
+        self._seen: dict[Shape, int] = {}  # how often shapes occurred that are not captured
         self._full = False  # there is no memory for any more
         self._pool: Any = None
 
-    def is_typical(self, shape: BatchShape) -> bool:
+    def is_typical(self, shape: Shape) -> bool:
         """Whether the next step of this shape takes as long as later ones; to be called before `find`.
 
         Not so if it is going to be captured.
         """
         return shape in self._captured or self._full
 
-    def find(self, shape: BatchShape) -> Graph | None:
+    def find(self, shape: Shape) -> Graph[Computed] | None:
         """The graph of a step, or None if its kernels are to be launched one by one. Counts the shape as seen."""
         if shape in self._captured:
             return self._captured[shape]
@@ -95,7 +95,7 @@ class Graphs:
         return self._captured.get(shape)
 
     @property
-    def missed(self) -> list[BatchShape]:
+    def missed(self) -> list[Shape]:
         """Shapes that occurred and are not captured."""
         return list(self._seen)
 
@@ -109,7 +109,7 @@ class Graphs:
         return not self._full
 
     @torch.inference_mode()
-    def capture(self, shape: BatchShape) -> None:
+    def capture(self, shape: Shape) -> None:
         if shape in self._captured or self._full:
             return
         try:
@@ -124,7 +124,7 @@ class Graphs:
             self._full = True
             log.warning(f"no memory is left for captured steps: {_ADVICE}")
 
-    def _record(self, shape: BatchShape) -> Graph:
+    def _record(self, shape: Shape) -> Graph[Computed]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

@@ -44,8 +44,8 @@ class StepPreparation:
         self._shapes = shapes
         self._padding_cell = padding_cell
         self._recurrent = recurrent
-        self.kernels = StepKernels(self.forward_padding, inputs.device)
-        self.graphs: Graphs | None = None
+        self.kernels: StepKernels[BatchShape] = StepKernels(self.forward_padding, inputs.device)
+        self.graphs: Graphs[BatchShape, ComputedStep] | None = None
         if use_graphs:
             device = inputs.device
             self.graphs = Graphs(

@@ -26,7 +26,8 @@ from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.draft_observer import DraftObserver
-from chairlift.runner.gpu.graphs import can_capture
+from chairlift.runner.gpu.draft_passes import DraftPasses
+from chairlift.runner.gpu.graphs import can_capture, has_room
 from chairlift.runner.gpu.host_sampling import HostSampling
 from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
@@ -39,6 +40,7 @@ from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.runner.host_blocks import HostBlocks, make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.speculation.draft_network import ModelProposer
+from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.structured.output import StructuredOutput
 
 STEPS_AHEAD = 1
@@ -117,6 +119,26 @@ class GPURunner(ModelRunner):
             step_bytes=step_bytes,
             recurrent=self._recurrent,
         )
+        self.draft_passes = self._capture_drafts(drafts_per_request, step_bytes) if use_graphs else None
+
+    def _capture_drafts(self, drafts_per_request: int, step_bytes: int) -> DraftPasses | None:
+        """Let the drafter replay its passes, if it has a network that runs on this attention."""
+        drafter = self.drafter
+        if not isinstance(drafter, DraftModelProposer):
+            return None
+        drafter.captured = DraftPasses(
+            drafter.network,
+            self.attention,
+            self.storage,
+            self.slots,
+            self.tables,
+            self.last_token,
+            dtype=self.model.dtype,
+            max_requests=self.max_batch_requests,
+            places=min(drafts_per_request, drafter.max_length),
+            has_room=lambda taken: has_room(self.device, step_bytes, taken),
+        )
+        return drafter.captured
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
@@ -242,10 +264,12 @@ class GPURunner(ModelRunner):
     # ---- before the first step, and between steps -------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        return self.preparation.prepare_next()
+        return self.preparation.prepare_next() or (self.draft_passes is not None and self.draft_passes.prepare_next())
 
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         self.preparation.capture_decodes(sizes or self.shapes.decode_buckets)
+        if self.draft_passes is not None:
+            self.draft_passes.capture_all()
 
     def capture_missed(self) -> None:
         self.preparation.capture_missed()

@@ -214,7 +214,9 @@ class Shapes:
             return self._mark_long(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (self._mark_long(exact, long), False) if size is None else (self.decode(size, long=long, drafts=drafts), True)
+            if size is None:
+                return self._mark_long(exact, long), False
+            return self.decode(size, long=long, drafts=drafts), True
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
             return self._mark_long(self._with_decode_sizes(exact), long), False

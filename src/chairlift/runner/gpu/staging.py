@@ -19,7 +19,7 @@ class Staging:
         self.inputs = torch.zeros(largest.size, dtype=torch.int32, pin_memory=pinned)
         self.tokens = torch.zeros(largest.samples, dtype=torch.int32, pin_memory=pinned)
         self._array = self.inputs.numpy()
-        self.started, self.finished = _event(device), _event(device)
+        self.started, self.finished = device_event(device), device_event(device)
         self._used = False
         self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
 
@@ -53,5 +53,6 @@ class _HostClock:
         return (later._time - self._time) * 1e3
 
 
-def _event(device: torch.device) -> Any:
+def device_event(device: torch.device) -> Any:
+    """An event that records when the device gets to it."""
     return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostClock()

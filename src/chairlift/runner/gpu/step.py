@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -67,9 +67,15 @@ class LaunchedStep:
     prompts: PromptOutputs
     build_seconds: float
     typical: bool  # whether later steps of its shape take as long: not if it was captured, or soon will be
+    _read: list[StepResult] = field(default_factory=list)  # its result, once it was read
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
+        if not self._read:
+            self._read.append(self._wait())
+        return self._read[0]
+
+    def _wait(self) -> StepResult:
         self.staging.finished.synchronize()
         tokens: list[int] = self.staging.tokens[: self.packed.num_sampled].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 import torch
 
 from chairlift.kernels.gpu import gpu_of
-from chairlift.runner.gpu.shapes import BatchShape
+from chairlift.runner.gpu.graphs import Shape
 
 if TYPE_CHECKING:  # triton is imported where there is a GPU
     from chairlift.kernels.compilation.pool import KernelCompiler
@@ -17,19 +17,19 @@ if TYPE_CHECKING:  # triton is imported where there is a GPU
     from chairlift.kernels.compilation.spec import KernelSpec
 
 
-class StepKernels:
+class StepKernels(Generic[Shape]):
     """The kernels of steps, compiled in processes beside the engine (`kernels/compilation`).
 
     Kernels are chosen by the shape of a step. While those of its shape are being compiled, a step is computed by
     generic kernels, which serve every shape and were compiled before the first step.
     """
 
-    def __init__(self, walk: Callable[[BatchShape], object], device: torch.device) -> None:
+    def __init__(self, walk: Callable[[Shape], object], device: torch.device) -> None:
         """`walk` computes a step of padding."""
         self._walk = walk
         self._device = device
-        self._needed: dict[BatchShape, list[KernelSpec]] = {}  # of shapes that are not ready
-        self._ready: set[BatchShape] = set()
+        self._needed: dict[Shape, list[KernelSpec]] = {}  # of shapes that are not ready
+        self._ready: set[Shape] = set()
         self._recorder: KernelRecorder | None = None
 
     @property
@@ -37,10 +37,10 @@ class StepKernels:
         """Not on a CPU, whose interpreter compiles nothing."""
         return self._device.type == "cuda"
 
-    def is_known(self, shape: BatchShape) -> bool:
+    def is_known(self, shape: Shape) -> bool:
         return not self._enabled or shape in self._ready or shape in self._needed
 
-    def is_ready(self, shape: BatchShape) -> bool:
+    def is_ready(self, shape: Shape) -> bool:
         """Whether all kernels of a shape are compiled. If they are not known yet, they will be from now on."""
         if not self._enabled or shape in self._ready:
             return True
@@ -51,14 +51,14 @@ class StepKernels:
         del self._needed[shape]
         return True
 
-    def request(self, shapes: Iterable[BatchShape]) -> None:
+    def request(self, shapes: Iterable[Shape]) -> None:
         """Start to compile the kernels of these shapes."""
         for shape in shapes:
             if not self.is_known(shape):
                 self._needed[shape] = self.kernels_of([shape])
                 _compiler().request(self._needed[shape])
 
-    def wait(self, shapes: Iterable[BatchShape]) -> None:
+    def wait(self, shapes: Iterable[Shape]) -> None:
         """Compile the kernels of these shapes and wait for them."""
         shapes = list(shapes)
         self.request(shapes)
@@ -66,7 +66,7 @@ class StepKernels:
             if shape in self._needed:
                 _compiler().wait(self._needed[shape])
 
-    def wait_for_generic(self, shapes: Iterable[BatchShape]) -> None:
+    def wait_for_generic(self, shapes: Iterable[Shape]) -> None:
         """Compile the generic kernels, which these shapes stand for, and wait for them."""
         if self._enabled:
             _compiler().wait(self.kernels_of(shapes, generic=True))
@@ -76,18 +76,19 @@ class StepKernels:
         """Whether kernels are being compiled."""
         return bool(self._needed) and _compiler().busy
 
-    def kernels_of(self, shapes: Iterable[BatchShape], *, generic: bool = False) -> list[KernelSpec]:
+    def kernels_of(self, shapes: Iterable[Shape], *, generic: bool = False) -> list[KernelSpec]:
         """The kernels that steps of these shapes launch."""
         from chairlift.kernels.compilation.record import KernelRecorder
         from chairlift.kernels.triton.layers import begin_step_kernel
+        from chairlift.kernels.triton.likeliest import likeliest_kernel
 
         if self._recorder is None:
             gpu = gpu_of(self._device)
             assert gpu is not None
             self._recorder = KernelRecorder(gpu.arch)
         found: dict[KernelSpec, None] = {}
-        # `begin_step_kernel` is launched all the same: its tokens are looked up in the embedding and must be valid.
-        launched = [begin_step_kernel] if self._device.type == "cuda" else []
+        # These are launched all the same: their tokens are looked up in the embedding and must be valid.
+        launched = [begin_step_kernel, likeliest_kernel] if self._device.type == "cuda" else []
         with kernels_for(tuned=not generic):
             for shape in shapes:
                 found |= dict.fromkeys(self._recorder.record(lambda: self._walk(shape), launched=launched))  # noqa: B023

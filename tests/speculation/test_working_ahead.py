@@ -155,6 +155,29 @@ def test_wrong_drafts_cost_little(batch: int, share: float) -> None:
     assert proposer.proposed
 
 
+class SlowProposer(ScriptedProposer):
+    """Takes as long as some steps to draft."""
+
+    def __init__(self, device: Device, steps: float) -> None:
+        super().__init__(right=True, max_length=2)
+        self._device, self._seconds = device, steps * STEP
+
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
+        self._device.now += self._seconds
+        return super().propose(requests, terms)
+
+
+@pytest.mark.parametrize("steps", [2.5, 5, 15])
+def test_drafts_that_take_long_cost_little(steps: float) -> None:
+    """Even if all are right: one draft may take as long as half of what is allowed in all."""
+    device = Device()
+    proposer = SlowProposer(device, steps)
+    count = 1000
+    allowed = 1.03 * seconds_for(None, 16, count)
+    assert seconds_for(proposer, 16, count, device=device) < allowed
+    assert proposer.proposed
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_right_drafts_are_worth_waiting_for(batch: int) -> None:
     assert seconds_for(ScriptedProposer(right=True), batch) < 0.4 * seconds_for(None, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -161,8 +161,12 @@ def _apart(chunk: Chunk) -> list[Chunk]:
     if not chunk.drafts:
         return [chunk]
     assert chunk.decodes
-    known = replace(chunk, count=1, drafts=())
-    return [known, *(replace(known, start=chunk.start + i, drafts=(token,)) for i, token in enumerate(chunk.drafts, 1))]
+    request, start, table, samples = chunk.request, chunk.start, chunk.table, chunk.samples
+    drafts = enumerate(chunk.drafts, start + 1)
+    return [
+        Chunk(request, start, 1, table, samples),
+        *(Chunk(request, place, 1, table, samples, drafts=(token,)) for place, token in drafts),
+    ]
 
 
 def _order(counts: np.ndarray, contexts: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A cost model may be wrong about the few tokens that drafts add. So steps with and without drafts are also compared as
 they were measured, for each batch size (in powers of two). Where drafts lose they pause, for longer and longer, with a
-short trial after each pause.
+short trial after each pause. A trial ends early if it loses much, and the pause after it is so long that all of them
+together cost a small share of the time.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class BatchPayoff:
     since_plain: int = 0
     plain_is_new: bool = False  # measured again since drafts seemed to lose
     in_trial: bool = True  # too few steps with drafts to compare
+    lost: float = 0.0  # seconds that steps with drafts took longer than those without, since drafts last paid
 
 
 @dataclass(slots=True)
@@ -112,25 +114,35 @@ class DraftPayoff:
             return
         batch.drafted.add(seconds, tokens, tuning.gain)
         batch.since_plain += 1
+        if batch.plain.count:
+            batch.lost = max(0.0, batch.lost + seconds - tokens * batch.plain.value)
         if num_drafts:
             batch.slope.add(num_drafts, seconds - proposing, tuning.gain)
         self._judge(batch)
 
     def _judge(self, batch: BatchPayoff) -> None:
         tuning = self.tuning
-        if min(batch.plain.count, batch.drafted.count) < tuning.enough_steps:
+        if batch.plain.count < tuning.enough_steps:
+            return
+        if batch.drafted.count < tuning.enough_steps:
+            if batch.lost > tuning.enough_steps * batch.plain.seconds:
+                self.pause(batch)
             return
         batch.in_trial = False
         if batch.drafted.value <= batch.plain.value:
-            batch.plain_is_new = False
+            batch.plain_is_new, batch.lost = False, 0.0
             batch.next_pause = tuning.first_pause
         elif not batch.plain_is_new:
-            batch.plain, batch.plain_is_new = Pace(), True  # first measured again: the machine may have become slower
+            # First measured again: the machine may have become slower.
+            batch.plain, batch.plain_is_new, batch.lost = Pace(), True, 0.0
         else:
             self.pause(batch)
 
     def pause(self, batch: BatchPayoff) -> None:
         """Stop drafting for a while; a trial follows that measures drafts anew."""
-        batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, self.tuning.longest_pause)
-        batch.plain_is_new, batch.in_trial = False, True
+        tuning = self.tuning
+        earned = batch.lost / (tuning.most_lost * batch.plain.seconds) if batch.plain.count else 0.0
+        batch.pause = max(batch.next_pause, min(int(earned), tuning.longest_pause))
+        batch.next_pause = min(2 * batch.next_pause, tuning.longest_pause)
+        batch.plain_is_new, batch.in_trial, batch.lost = False, True, 0.0
         batch.drafted, batch.slope = Pace(), DraftSlope()

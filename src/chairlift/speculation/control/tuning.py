@@ -18,3 +18,4 @@ class SpeculationTuning:
     refresh: int = 48  # steps with drafts after which one without is measured; else a faster machine is not noticed
     first_pause: int = 128  # steps without drafts after a comparison that they lost; doubled every time
     longest_pause: int = 2048  # without doubling, trials cost 1 to 3% in long runs in which drafts do not pay
+    most_lost: float = 0.02  # of the time, by trials: the more a trial lost, the longer is the pause after it

@@ -23,6 +23,7 @@ from chairlift.engine.engine import Engine
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
 from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.proposers.ngram import NgramProposer
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
@@ -121,6 +122,7 @@ def seconds_for(
     tokens: int = 600,
     device: Device | None = None,
     payoff: DraftPayoff | None = None,
+    prompt: Sequence[int] = (1, 2, 3),
 ) -> float:
     device, cost = device or Device(), CostModel()
     speculation = None if proposer is None else SpeculationController(proposer, clock=device.clock)
@@ -137,7 +139,7 @@ def seconds_for(
         clock=device.clock,
     )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    found: dict[str, list[int]] = {engine.submit([1, 2, 3], params)[0]: [] for _ in range(batch)}
+    found: dict[str, list[int]] = {engine.submit(prompt, params)[0]: [] for _ in range(batch)}
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, TokenProduced):
@@ -153,6 +155,12 @@ def test_wrong_drafts_cost_little(batch: int, share: float) -> None:
     proposer = ScriptedProposer(right=False, share=share)
     assert seconds_for(proposer, batch) < 1.03 * seconds_for(None, batch)
     assert proposer.proposed
+
+
+def test_ngrams_of_a_prompt_are_found_while_steps_are_queued_ahead() -> None:
+    """The prompt is indexed although no draft was asked for yet."""
+    prompt = [right_token(place) for place in range(250)]
+    assert seconds_for(NgramProposer(), 2, prompt=prompt) < 0.4 * seconds_for(None, 2, prompt=prompt)
 
 
 class SlowProposer(ScriptedProposer):

@@ -40,15 +40,8 @@ class NgramProposer(StandaloneProposer):
         room = MOST_AT_ONCE
         for request in requests:
             index = self._index(request)
-            missed = request.num_known - index.num_indexed
-            if missed > FEW:
-                count = min(missed, room)
-                room -= count
-                index.extend_in_bulk(request.tokens, index.num_indexed + count)
-                if count < missed:
-                    drafts.append(None)
-                    continue
-            level = index.find(request.tokens)
+            room -= index.catch_up(request, room)
+            level = index.find(request.tokens) if request.num_known - index.num_indexed <= FEW else None
             if level is None:
                 drafts.append(None)
                 continue
@@ -58,6 +51,7 @@ class NgramProposer(StandaloneProposer):
 
     def expected_level(self, request: Request) -> int | None:
         index = self._index(request)
+        index.catch_up(request, MOST_AT_ONCE)  # while the device computes
         return index.find(request.tokens) if request.num_known - index.num_indexed <= FEW else None
 
     def _index(self, request: Request) -> NgramIndex:
@@ -117,6 +111,15 @@ class NgramIndex:
                         position, matched = found, 1
         self._position, self._matched, self._end = position, matched, end
         return LEVEL_BY_BITS[min(matched.bit_length(), 4)]
+
+    def catch_up(self, request: Request, most: int) -> int:
+        """Index many new tokens, such as those of a prompt; return how many."""
+        missed = request.num_known - self.num_indexed
+        if missed <= FEW:
+            return 0
+        count = min(missed, most)
+        self.extend_in_bulk(request.tokens, self.num_indexed + count)
+        return count
 
     def _extend(self, tokens: Sequence[int], end: int) -> None:
         """Index all n-grams but the one at the very end, whose successor is unknown."""

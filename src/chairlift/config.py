@@ -285,6 +285,11 @@ class EngineConfig:
         aliases=("num_speculative_tokens",),
         default_text="from the measured speedup",
     )
+    draft_graphs: bool = option(
+        False,
+        help="On a GPU, capture the passes of a draft model or head as CUDA graphs, and draft by one replay.",
+        group=SPECULATION,
+    )
     seed: int | None = option(
         None,
         help="Seed for requests that have none.",
@@ -302,6 +307,8 @@ class EngineConfig:
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
         check_mode(self.preemption, self.swap_memory)
         check_speculate(self.speculate, self.draft_length)
+        if self.draft_graphs and self.speculate is None:
+            raise InvalidParameter("draft_graphs", "only goes with speculate")
         self.make_policy()
         self.make_ordering()
         if self.weight_cache == "":

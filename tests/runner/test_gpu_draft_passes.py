@@ -67,7 +67,7 @@ def compare(tiny: LoadedModel, speculate: str, work: Any, pattern: Any, **option
     """Run with graphs and kernel by kernel; return the engine with graphs."""
     found = []
     for graphs in (False, True):
-        engine = start(tiny, speculate=speculate, cuda_graphs=graphs, max_prefill_tokens=6, **options)
+        engine = start(tiny, speculate=speculate, draft_graphs=graphs, max_prefill_tokens=6, **options)
         assert (runner_of(engine).draft_passes is not None) == graphs
         draft_by_pattern(engine.scheduler.speculation, pattern)
         found.append(drafts_of(engine, work))
@@ -102,7 +102,7 @@ def test_a_model_drafts_the_same_by_a_graph(tiny: LoadedModel, folder: Path, net
 def test_sampled_drafts_are_not_replayed(tiny: LoadedModel, folder: Path, captures: None) -> None:
     """Each of their tokens is drawn by the host before the next pass."""
     work = work_of(GREEDY, SamplingParams(temperature=1.0, max_tokens=7, ignore_eos=True))
-    engine = start(tiny, speculate=f"draft:{folder}", seed=None)
+    engine = start(tiny, speculate=f"draft:{folder}", seed=None, draft_graphs=True)
     replayed: list[Sequence[DraftTask]] = []
     draft = DraftPasses.draft
 
@@ -121,7 +121,9 @@ def test_graphs_of_drafts_are_captured_in_idle_time(tiny: LoadedModel, tmp_path:
     if tiny.model.device.type == "cuda":
         pytest.skip("in idle time kernels are compiled first")
     assert isinstance(tiny.model, Decoder)
-    engine = start(tiny, speculate=f"draft:{write_random_head(tmp_path, tiny.model)}", draft_length=2)
+    engine = start(
+        tiny, speculate=f"draft:{write_random_head(tmp_path, tiny.model)}", draft_length=2, draft_graphs=True
+    )
     graphs = passes_of(engine).graphs
     steps = runner_of(engine).preparation.graphs
     assert steps is not None
@@ -138,7 +140,9 @@ def test_no_graph_takes_the_memory_of_the_largest_step(
 ) -> None:
     assert isinstance(tiny.model, Decoder)
     monkeypatch.setattr(gpu_runner, "has_room", lambda device, step_bytes, taken: False)
-    engine = start(tiny, speculate=f"draft:{write_random_head(tmp_path, tiny.model)}", draft_length=2)
+    engine = start(
+        tiny, speculate=f"draft:{write_random_head(tmp_path, tiny.model)}", draft_length=2, draft_graphs=True
+    )
     passes = passes_of(engine)
     assert [passes.draft([None]), passes.is_typical(1)] == [None, True]  # type: ignore[list-item]
 

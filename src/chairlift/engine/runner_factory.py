@@ -161,6 +161,7 @@ class RunnerFactory:
             max_batch_tokens=batch_tokens(self.config),
             max_model_len=self.max_model_len,
             graphs=self.config.cuda_graphs,
+            draft_graphs=self.config.draft_graphs,
             structured=self.structured,
             drafter=_drafter(proposer),
             host_blocks=host_blocks,

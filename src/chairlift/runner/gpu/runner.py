@@ -61,6 +61,7 @@ class GPURunner(ModelRunner):
         max_batch_tokens: int,
         max_model_len: int,
         graphs: bool = True,
+        draft_graphs: bool = False,
         structured: StructuredOutput | None = None,
         drafter: ModelProposer | None = None,
         host_blocks: HostBlocks | None = None,
@@ -71,8 +72,8 @@ class GPURunner(ModelRunner):
         step_bytes: int = 0,
     ) -> None:
         """`max_drafts`: of all requests of a step together; `drafts_per_request`: of each. `draft_layers`: those of the
-        draft network. `step_bytes`: what the largest step takes beside weights and cache, which graphs must leave
-        free."""
+        draft network, whose passes are captured with `draft_graphs`. `step_bytes`: what the largest step takes beside
+        weights and cache, which graphs must leave free."""
         super().__init__(
             model,
             attention,
@@ -119,7 +120,9 @@ class GPURunner(ModelRunner):
             step_bytes=step_bytes,
             recurrent=self._recurrent,
         )
-        self.draft_passes = self._capture_drafts(drafts_per_request, step_bytes) if use_graphs else None
+        self.draft_passes: DraftPasses | None = None
+        if use_graphs and draft_graphs:
+            self.draft_passes = self._capture_drafts(drafts_per_request, step_bytes)
 
     def _capture_drafts(self, drafts_per_request: int, step_bytes: int) -> DraftPasses | None:
         """Let the drafter replay its passes, if it has a network that runs on this attention."""

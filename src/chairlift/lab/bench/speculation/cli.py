@@ -86,8 +86,9 @@ def bench_speculation(
         rounds=rounds,
         temperature=temperature,
         draft_length=engine.draft_length,
+        draft_graphs=engine.draft_graphs,
     )
-    maker = EngineMaker.from_options(engine, note, speculate=None, draft_length=None)
+    maker = EngineMaker.from_options(engine, note, speculate=None, draft_length=None, draft_graphs=False)
     points = compare_speculation(maker, settings, note)
     return BenchResult(
         maker.settings() | asdict(settings),

@@ -42,6 +42,7 @@ class SpeculationSettings:
     rounds: int = 3  # each runs every request once on each engine, after one round of warm-up
     temperature: float = 0.0
     draft_length: int | None = None  # None: as many as pay
+    draft_graphs: bool = False  # capture the passes of draft networks
 
     def __post_init__(self) -> None:
         for name in self.scenarios:
@@ -143,7 +144,8 @@ def _engine(maker: EngineMaker, proposer: str, settings: SpeculationSettings, to
     """Start an engine and write to the KV cache that `tokens` tokens need."""
     speculate: dict[str, Any] = {}
     if proposer not in (PLAIN, TWIN):
-        speculate = {"speculate": proposer, "draft_length": settings.draft_length}
+        drafts = {"draft_length": settings.draft_length, "draft_graphs": settings.draft_graphs}
+        speculate = {"speculate": proposer} | drafts
     started = maker.start(max_batch_requests=max(settings.batches), **speculate)
     storage = started.runner.storage
     blocks = 2 * tokens // storage.block_size  # blocks are not always full or shared

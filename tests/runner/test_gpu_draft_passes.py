@@ -93,9 +93,9 @@ def test_a_head_drafts_the_same_by_a_graph(tiny: LoadedModel, tmp_path: Path, ca
 @pytest.mark.parametrize("network", ["model", "layers:1"])
 def test_a_model_drafts_the_same_by_a_graph(tiny: LoadedModel, folder: Path, network: str, captures: None) -> None:
     speculate = f"draft:{folder}" if network == "model" else network
-    work = work_of(*[GREEDY.clone(max_tokens=count) for count in (12, 5, 8)])
+    work = work_of(*[GREEDY.clone(max_tokens=count) for count in (10, 6)])
     engine = compare(tiny, speculate, work, lambda step: step % 7 < 5, draft_length=3)
-    assert max(captured_requests(engine)) == 4
+    assert captured_requests(engine) == {1, 2}
 
 
 @pytest.mark.slow

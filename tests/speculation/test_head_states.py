@@ -119,7 +119,7 @@ def test_no_memory_of_prompts_and_wrong_drafts_is_kept(tiny: LoadedModel, draft:
         chunks = step.plan.chunks
         kept = sum(1 + step.accepted.get(chunk.request.id, 0) for chunk in chunks)
         for chunk in chunks:
-            part = network._pending[chunk.request.id]._parts[-1]
+            part = network._pending[chunk.request.id].parts[-1]
             assert part.untyped_storage().nbytes() <= kept * part[0].nbytes
         spared += step.plan.num_tokens - kept
 

@@ -157,7 +157,10 @@ class DraftPasses:
         cells: list[int] = []
         blocks: list[int] = []
         parts: list[Tensor] = []
-        rows, tokens, positions, slots = [], [], [], []
+        rows: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for index, task in enumerate(tasks):
             request = task.request
             chunk = _chunk(task)

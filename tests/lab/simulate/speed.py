@@ -20,7 +20,7 @@ from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.roofline import Roofline
 from chairlift.lab.simulator.run import simulate
 
-COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
+COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", "bfloat16")[0], device_named("h200"))
 PROMPTS = (16, 512)
 BEGINNINGS = 8  # shared system prompts ...
 COMMON = 256  # ... of this many tokens

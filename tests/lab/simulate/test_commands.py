@@ -55,6 +55,15 @@ def test_plan_counts_memory_exactly(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("kv_dtype", "bytes_per_head"), [("bfloat16", 2 * 128), ("int8", 128 + 4), ("fp8", 128)])
+def test_plan_counts_the_scales_of_an_8_bit_cache(kv_dtype: str, bytes_per_head: int, tmp_path: Path) -> None:
+    result = tmp_path / "plan.json"
+    options = ("--model", "llama3-8b", "--kv-dtype", kv_dtype, "--prompt-len", "8", "--output-len", "8")
+    run("plan", *options, "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["kv_bytes_per_token"] == 2 * 32 * 8 * bytes_per_head
+
+
 def test_plan_counts_the_states_of_recurrent_layers(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(HYBRID))

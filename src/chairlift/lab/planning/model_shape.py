@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chairlift.engine.machine_defaults import KV_DTYPES
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulator.roofline import ModelShape
 from chairlift.loading.checkpoint import open_checkpoint
@@ -36,18 +38,18 @@ def read_config(name: str) -> Mapping[str, Any]:
     return open_checkpoint(resolve_model(name)).config
 
 
-def model_shape(config: Mapping[str, Any], weights: str, kv_bytes: float) -> tuple[ModelShape, ModelInfo]:
-    """The shape of a model with `weights` of this type and `kv_bytes` per cached number."""
-    if weights not in BYTES_PER_WEIGHT:
-        choices = ", ".join(BYTES_PER_WEIGHT)
-        raise InvalidParameter("dtype", f"unknown type {weights!r}; choose from {choices}")
+def model_shape(config: Mapping[str, Any], weights: str, kv_dtype: str) -> tuple[ModelShape, ModelInfo]:
+    """The shape of a model with weights and a KV cache of these types."""
+    for parameter, name, known in (("dtype", weights, BYTES_PER_WEIGHT), ("kv_dtype", kv_dtype, KV_DTYPES)):
+        if name not in known:
+            raise InvalidParameter(parameter, f"unknown type {name!r}; choose from {', '.join(known)}")
     info = describe(config)
     layers = info.attention_layers
     shape = ModelShape(
         num_parameters=info.num_parameters,
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
-        kv_bytes_per_token=round(sum(layer.numbers_per_token for layer in layers) * kv_bytes),
+        kv_bytes_per_token=bytes_per_token(layers, KV_DTYPES[kv_dtype]),
         attention_flops_per_kv=sum(2 * layer.num_heads * (layer.head_dim + layer.value_dim) for layer in layers),
         bytes_per_weight=BYTES_PER_WEIGHT[weights],
         tied_head=bool(config.get("tie_word_embeddings", False)),

@@ -35,7 +35,8 @@ class MachineOptions:
         str, typer.Option(help="Of the weights: bfloat16, float16, float32, int8, int4.", rich_help_panel=MACHINE)
     ] = "bfloat16"
     kv_dtype: Annotated[
-        str, typer.Option(help="Of the cache: bfloat16, float16, float32, int8.", rich_help_panel=MACHINE)
+        str,
+        typer.Option(help="Of the cache: bfloat16, float16, float32, int8, fp8.", rich_help_panel=MACHINE),
     ] = "bfloat16"
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s of the device instead of what is known.", rich_help_panel=MACHINE)
@@ -47,14 +48,11 @@ class MachineOptions:
     ] = None
 
     def resolve(self, block_size: int = 16) -> tuple[ModelShape, Device, MemoryBudget]:
-        from chairlift.lab.planning.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
+        from chairlift.lab.planning.model_shape import model_shape, read_config
         from chairlift.lab.planning.run import MemoryBudget
         from chairlift.lab.simulator.devices import device_named
 
-        if self.kv_dtype not in BYTES_PER_WEIGHT:
-            choices = ", ".join(BYTES_PER_WEIGHT)
-            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from {choices}")
-        model, _ = model_shape(read_config(self.model), self.dtype, BYTES_PER_WEIGHT[self.kv_dtype])
+        model, _ = model_shape(read_config(self.model), self.dtype, self.kv_dtype)
         device = device_named(
             self.device,
             bytes_per_second=_times(self.bandwidth, 1e9),

@@ -174,7 +174,7 @@ def _predict(
     from chairlift.lab.simulator.devices import device_named
     from chairlift.lab.simulator.roofline import Roofline
 
-    prices = cost or Roofline(model_shape(read_config("smollm2-135m"), "int8", 2)[0], device_named("cpu"))
+    prices = cost or Roofline(model_shape(read_config("smollm2-135m"), "int8", "bfloat16")[0], device_named("cpu"))
     block_size = engine.block_size
     replica = ReplicaSettings(
         num_blocks=measured.loads[0]["num_tokens"] // block_size,

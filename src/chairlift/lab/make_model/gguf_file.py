@@ -11,6 +11,7 @@ import numpy as np
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu.blocks.kinds import KINDS
 from chairlift.lab.make_model.random_blocks import random_matrix
+from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model
 
@@ -88,19 +89,16 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
 
 def _add_tokenizer(writer: Any, vocab_size: int) -> None:
     """Copy the tokenizer of the default model, with unused tokens up to the size of the vocabulary."""
-    import gguf
-
-    for name, field in gguf.GGUFReader(resolve_model(DEFAULT_MODEL)).fields.items():
+    for name, value in GGUFFile(resolve_model(DEFAULT_MODEL)).metadata.items():
         if not name.startswith("tokenizer."):
             continue
-        value = field.contents()
         if name == "tokenizer.ggml.tokens":
             if len(value) > vocab_size:
                 problem = f"vocab_size ({vocab_size}) must not be below the {len(value)} tokens of the default model"
                 raise InvalidParameter("shape", problem)
             value = [*value, *(f"<unused_{index}>" for index in range(len(value), vocab_size))]
         elif name == "tokenizer.ggml.token_type":
-            value = [*value, *[UNUSED] * (vocab_size - len(value))]
+            value = [*value.tolist(), *[UNUSED] * (vocab_size - len(value))]
         add_field(writer, name, value)
 
 

@@ -1,7 +1,8 @@
 """`python compile_for.py CAPABILITY [brief]`: compile every Triton kernel for a GPU that is not there, and list them.
 
 Launches go to a driver that does nothing. Kernels are called through their wrappers, in the shapes of a Llama with GQA,
-so that signatures, tiles and launch options are those of real steps. `brief` compiles products for one batch size.
+so that signatures, tiles and launch options are those of real steps. `brief` compiles products for one batch size, and
+each choice of attention kernels in one combination instead of all.
 """
 
 # ruff: noqa: E402 - driver and launch options are replaced before the kernels are imported
@@ -84,6 +85,7 @@ int4.has_asm = microscaled.has_asm = lambda device: True
 int4.reads_ahead = lambda device: hopper
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
+CACHES = (BF16, FP8) if capability >= 89 else (BF16,)
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
 
 
@@ -93,17 +95,18 @@ def compile_attention() -> None:
     narrow = make_case([3, 90], [1, 1], **shape | {"dim": 16})
     norms = torch.ones(DIM, dtype=BF16)
     cos = torch.ones(2, DIM // 2, dtype=BF16)
-    for cache in (BF16, FP8) if capability >= 89 else (BF16,):
-        for case in (decode, narrow, prefill):
+    fused = make_case([3, 90], [1, 1], **shape | {"heads": HEADS + 2 * KV_HEADS})
+    out = torch.empty(2, HEADS, DIM, dtype=BF16)
+    for cache in CACHES:
+        for case in (decode, narrow, prefill, fused):
             case.keys, case.values = case.keys.to(cache), case.values.to(cache)
-        run_decode(decode, 0.1, None, None)
-        run_decode(narrow, 0.1, None, None)
-        run_prefill(prefill, 0.1, None, None)
-        run_prefill(prefill, 0.1, 64, 30.0, deep=True)
-        fused = make_case([3, 90], [1, 1], **shape | {"heads": HEADS + 2 * KV_HEADS})
-        fused.keys, fused.values = decode.keys, decode.values
-        out = torch.empty(2, HEADS, DIM, dtype=BF16)
-        run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
+        if cache is CACHES[0] or not brief:
+            run_decode(decode, 0.1, None, None)
+            run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
+            run_prefill(prefill, 0.1, None, None)
+        if cache is CACHES[-1] or not brief:
+            run_decode(narrow, 0.1, None, None)
+            run_prefill(prefill, 0.1, 64, 30.0, deep=True)
     for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
     run_decode(decode, 0.1, None, None)
@@ -126,13 +129,13 @@ def compile_invariant_attention(case: Any) -> None:
     scratch = invariant_attention.SpanScratch(HEADS, KV_HEADS, DIM, 4096, CPU)
     norms, cos = torch.ones(DIM, dtype=BF16), torch.ones(2, DIM // 2, dtype=BF16)
     whole = torch.zeros(2, HEADS + 2 * KV_HEADS, DIM, dtype=BF16)
-    for programs in (1, 2):
-        for fresh in (None, Fresh(norms, norms, 1e-6, cos, cos)):
-            q = whole if fresh else case.q
-            invariant_decode(
-                q, keys, values, out, **given, row_slot=slots, row_start=starts, row_count=counts, scratch=scratch,
-                programs=programs, fresh=fresh,
-            )  # fmt: skip
+    joined = Fresh(norms, norms, 1e-6, cos, cos)
+    for programs, fresh in [(1, None), (2, joined)] if brief else [(1, None), (2, None), (1, joined), (2, joined)]:
+        q = whole if fresh else case.q
+        invariant_decode(
+            q, keys, values, out, **given, row_slot=slots, row_start=starts, row_count=counts, scratch=scratch,
+            programs=programs, fresh=fresh,
+        )  # fmt: skip
 
 
 def compile_products() -> None:
@@ -283,19 +286,20 @@ def compile_latent() -> None:
     rank, nope, rope, value, ints = 512, 128, 64, 128, torch.zeros(4, dtype=torch.int32)
     chunks = absorbed.Chunks(ints, ints, ints, ints, ints, ints, 64)
     tables = torch.zeros(4, 4, dtype=torch.int32)
-    for heads in (128, 16):
+    combinations = [(128, CACHES[:1], [4]), (16, CACHES[-1:], [16])]
+    for heads, caches, numbers in combinations if brief else [(128, CACHES, [4, 16]), (16, CACHES, [4, 16])]:
         q = torch.zeros(4, heads, nope + rope).to(BF16)
         latent = torch.zeros(4, rank + rope).to(BF16)
         sums, out = torch.zeros(4, heads, rank).to(BF16), torch.zeros(4, heads, value).to(BF16)
         lse, norm, angles = torch.zeros(4, heads), torch.ones(rank).to(BF16), torch.ones(4, rope // 2).to(BF16)
         scratch, up = absorbed.LatentScratch(heads, rank, CPU), torch.zeros(heads, nope + value, rank).to(BF16)
-        for cache_type in (BF16, FP8) if capability >= 89 else (BF16,):
+        for cache_type in caches:
             cache = torch.zeros(8, 16, 1, rank + rope).to(cache_type)
             given = {"norm": norm, "cos": angles, "sin": angles, "slots": ints, "positions": ints, "tables": tables}
             prepare_latents_(q, latent, cache, eps=1e-6, **given)
             prepare_and_absorb_(q, latent, up, cache, eps=1e-6, **given)
             where = {"chunks": chunks, "tables": tables, "scale": 1.0}
-            for splits in (4, 16):
+            for splits in numbers:
                 absorbed.attend_singles(
                     sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, splits=splits, **where
                 )

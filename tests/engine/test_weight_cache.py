@@ -16,9 +16,8 @@ from chairlift.engine import load_memory, weight_cache
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.cpu import int8
-from chairlift.lab.make_model.gguf_file import write_random_gguf
 from chairlift.layers.formats import blocks
-from tests.models.test_blocks_on_cpu import SHAPE
+from tests.models.random_gguf import random_gguf
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPTS = [[7, 300, 21, 9], list(range(40, 110))]
@@ -29,10 +28,8 @@ def _cached_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
 
 
-def make(tmp_path: Path, **more: Any) -> Path:
-    path = tmp_path / "model.gguf"
-    write_random_gguf(SHAPE | {"num_hidden_layers": 2} | more, "q4_k_m", path, lambda note: None)
-    return path
+def make(tmp_path: Path, **changes: Any) -> Path:
+    return random_gguf(tmp_path, "q4_k_m", **({"num_hidden_layers": 2, "tie_word_embeddings": False} | changes))
 
 
 def tokens(path: Path, folder: Path, quantization: str) -> list[tuple[int, ...]]:
@@ -95,7 +92,6 @@ def test_weights_of_another_shape_are_replaced(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(weight_cache, "checkpoint_state", lambda path: {"path": "model.gguf"})
     folder = tmp_path / "cache"
     tokens(make(tmp_path), folder, "checkpoint")
-    (tmp_path / "model.gguf").unlink()
     path = make(tmp_path, hidden_size=512)
     assert tokens(path, folder, "checkpoint") == tokens(path, Path("off"), "checkpoint")
 

@@ -14,7 +14,6 @@ from chairlift.config import EngineConfig
 from chairlift.engine import startup
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
-from chairlift.lab.make_model.gguf_file import write_random_gguf
 from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.blocks import BlockWeight
@@ -24,29 +23,11 @@ from chairlift.models.stacks.fused_cpu import FusedCPUStack
 from tests.loading.gguf_writing import write_gguf
 from tests.loading.tiny_models import save_model
 from tests.models.dense_attend import DenseCache
+from tests.models.random_gguf import random_gguf
 from tests.runner.gpu_speculation import write_random_head
 
-SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "vocab_size": 49_152,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 512,
-}
 PROMPTS = [[7, 300, 21, 9], list(range(40, 110)), [5] * 33]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-
-
-def make(tmp_path: Path, format: str, **more: Any) -> Path:
-    path = tmp_path / f"{format}.gguf"
-    write_random_gguf(SHAPE | more, format, path, lambda note: None)
-    return path
 
 
 def tokens(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
@@ -57,9 +38,9 @@ def tokens(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     "format", ["q4_k_m", "iq4_xs", *(pytest.param(each, marks=pytest.mark.slow) for each in ("q4_1", "q5_k_m"))]
 )
 def test_logits_are_near_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
-    path = make(tmp_path, format, tie_word_embeddings=format == "q4_1")
-    stored = LLM(str(path), quantization="checkpoint", kv_dtype="float32", max_model_len=256)
-    exact = LLM(str(path), quantization="none", dtype="float32", kv_dtype="float32", max_model_len=256)
+    path = random_gguf(tmp_path, format, tie_word_embeddings=format == "q4_1")
+    stored = LLM(str(path), quantization="checkpoint", kv_dtype="bfloat16", max_model_len=256)
+    exact = LLM(str(path), quantization="none", dtype="float32", kv_dtype="bfloat16", max_model_len=256)
     scoring = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     sides = [llm.generate(PROMPTS, scoring) for llm in (stored, exact)]
     for ours, reference in zip(*sides, strict=True):
@@ -73,7 +54,7 @@ def test_logits_are_near_those_of_the_dequantized_weights(format: str, tmp_path:
 
 
 def test_weights_stay_in_blocks_and_run_fused(tmp_path: Path) -> None:
-    path = make(tmp_path, "q4_k_m")
+    path = random_gguf(tmp_path, "q4_k_m")
     model: Any = load_model(str(path), EngineConfig(quantization="checkpoint"), progress=False).model
     assert isinstance(model.embedding, StoredEmbedding)
     assert isinstance(model.stack, FusedCPUStack)
@@ -88,7 +69,7 @@ def test_a_file_on_other_code_is_rounded_by_default(tmp_path: Path, monkeypatch:
     pytest.importorskip("transformers")
     monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
     monkeypatch.setattr(startup, "MIN_BLOCK_PARAMETERS", 0)
-    path = str(make(tmp_path, "q4_0", num_hidden_layers=1))
+    path = str(random_gguf(tmp_path, "q4_0", num_hidden_layers=1))
     formats = {
         code: load_model(path, EngineConfig(device="cpu", model_impl=code), progress=False).model.quantization
         for code in ("native", "transformers")
@@ -98,7 +79,7 @@ def test_a_file_on_other_code_is_rounded_by_default(tmp_path: Path, monkeypatch:
 
 def test_a_table_that_is_not_in_blocks_is_looked_up(tmp_path: Path) -> None:
     """Blocks are multiplied with float32 activations only; in bfloat16, 4-bit weights have another format."""
-    path = str(make(tmp_path, "q4_0", tie_word_embeddings=True, num_hidden_layers=1))
+    path = str(random_gguf(tmp_path, "q4_0", tie_word_embeddings=True, num_hidden_layers=1))
     found = []
     for quantization in ("checkpoint", "none"):
         config = EngineConfig(device="cpu", dtype="bfloat16", quantization=quantization)
@@ -109,7 +90,7 @@ def test_a_table_that_is_not_in_blocks_is_looked_up(tmp_path: Path) -> None:
 
 def test_a_draft_head_works_beside_blocks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
-    path = str(make(tmp_path, "q4_0", **sizes, num_hidden_layers=2, tie_word_embeddings=True))
+    path = str(random_gguf(tmp_path, "q4_0", **sizes, num_hidden_layers=2, tie_word_embeddings=True))
     options: dict[str, Any] = {"quantization": "checkpoint", "max_model_len": 256, "progress": False}
     model: Any = load_model(path, EngineConfig(quantization="checkpoint"), progress=False).model
     drafting = LLM(path, speculate=f"draft:{write_random_head(tmp_path, model)}", **options)
@@ -118,7 +99,7 @@ def test_a_draft_head_works_beside_blocks(tmp_path: Path) -> None:
 
 def test_shapes_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
     missing = dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings"))
-    path = make(tmp_path, "q8_0", **missing, rope_parameters={"rope_theta": 5e5}, num_hidden_layers=1)
+    path = random_gguf(tmp_path, "q8_0", **missing, rope_parameters={"rope_theta": 5e5}, num_hidden_layers=1)
     config = open_checkpoint(path).config
     assert (config["num_key_value_heads"], config["rope_theta"]) == (4, 5e5)
 
@@ -129,12 +110,12 @@ def test_shapes_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
 )
 def test_shapes_that_cannot_be_files_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=problem):
-        make(tmp_path, "q4_0", **changes)
+        random_gguf(tmp_path, "q4_0", **changes)
     assert not list(tmp_path.iterdir())
 
 
 def test_tokens_do_not_depend_on_batches_and_chunks(tmp_path: Path) -> None:
-    path, options = str(make(tmp_path, "q4_0")), {"quantization": "checkpoint", "batch_invariant": True}
+    path, options = str(random_gguf(tmp_path, "q4_0")), {"quantization": "checkpoint", "batch_invariant": True}
     llm = LLM(path, max_model_len=256, prefix_caching=False, **options)
     alone = [tokens(llm, [prompt])[0] for prompt in PROMPTS]
     assert tokens(llm, PROMPTS) == alone

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
+from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model
 from tests.tiny import write_tiny_checkpoint
@@ -32,13 +32,13 @@ def default_model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def hf_default() -> Any:
-    """The default model's file, loaded by transformers."""
-    from transformers import AutoModelForCausalLM
+    """The default model in transformers. Our reader gives it its weights, since that of transformers takes 20 s;
+    tests/loading/test_default_model.py compares what both read."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    path = resolve_model(DEFAULT_MODEL, progress=False)
-    folder, name = (path.parent, path.name) if path.is_file() else (path, next(path.glob("*.gguf")).name)
-    return AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=name, dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(resolve_model(DEFAULT_MODEL, progress=False))
+    config, weights = LlamaConfig(**checkpoint.config), dict(checkpoint.tensors())
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
 
 @dataclass

@@ -50,19 +50,20 @@ def test_config(checkpoint: Checkpoint) -> None:
     assert 90e6 < checkpoint.num_bytes < 98362432
 
 
-def test_weights_are_what_transformers_reads(checkpoint: Checkpoint) -> None:
-    """Compares the first two layers and everything outside the layers; the rest takes transformers too long.
+@pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_weights_are_what_transformers_reads(checkpoint: Checkpoint, layers: int) -> None:
+    """Compares the first layers and everything outside the layers.
 
     Calls what `from_pretrained(gguf_file=...)` calls, which itself needs the accelerate package.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.for_model(**(checkpoint.config | {"num_hidden_layers": 2}))
+    config = AutoConfig.for_model(**(checkpoint.config | {"num_hidden_layers": layers}))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     expected = load_gguf_checkpoint(str(checkpoint.path), return_tensors=True, model_to_load=empty)["tensors"]
-    assert len(expected) == 2 * 9 + 2
+    assert len(expected) == layers * 9 + 2
     for name, tensor in checkpoint.tensors():
         if name in expected:
             torch.testing.assert_close(tensor, expected.pop(name), atol=0, rtol=0, msg=name)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import load_model
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.loading.checkpoint import open_checkpoint
@@ -52,14 +54,13 @@ def test_values_and_greedy_tokens(name: str, tmp_path: Path) -> None:
 
 def test_the_startup_report_says_what_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_quantized(tmp_path / "model", SCHEMES["awq"])
-    options: dict[str, Any] = {"device": "cpu", "kv_memory": "4MiB", "progress": False}
     for quantization, report in {
         "none": "AWQ, 4-bit integers in groups of 32: dequantized to float32",
         "checkpoint": "AWQ, 4-bit integers in groups of 32: as stored where possible (linear maps: ",
     }.items():
         caplog.clear()
         with caplog.at_level("INFO", logger="chairlift"):
-            LLM(str(tmp_path / "model"), quantization=quantization, **options)
+            load_model(str(tmp_path / "model"), EngineConfig(device="cpu", quantization=quantization), progress=False)
         assert report in caplog.text
 
 

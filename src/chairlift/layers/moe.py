@@ -331,7 +331,7 @@ class MixtureOfExperts:
         return grouped_product(inner, self.down.matrix, groups, tilings.outer, per_token, **second)
 
     def _options(self, weights: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of both products, for pairs with these weights [T, k]."""
+        """Keyword arguments of the two grouped products, for pairs with these weights [T, k]."""
         folded = self._shared_matrices() if weights.shape[1] > self._top_k else None
         first, second = folded or (None, None)
         share = weights.flatten().contiguous()

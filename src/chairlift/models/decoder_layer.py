@@ -173,7 +173,7 @@ class DecoderLayer:
 
     def _adds_few_rows(self, x: Tensor, mixed: tuple[Tensor, ...]) -> bool:
         """Whether kernels for few rows add the output projection to `x`, and then the experts of the normed sum."""
-        if len(mixed) > 1 or self.parallel or self.after_attention is not None or self.after_mlp is not None:
+        if len(mixed) != 1 or self.parallel or self.after_attention is not None or self.after_mlp is not None:
             return False
         if not isinstance(self.mlp, MixtureOfExperts) or not isinstance(self.before_mlp, RMSNorm):
             return False

@@ -68,7 +68,6 @@ def test_the_peer_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
         "kv_cache_dtype": "auto",
     }
     assert logged[1] == ["gpus", ""]
-    assert logged[2] == ["drawn by", "vllm_weights"]
     first, warm_up, decode, _, prefill = (content for kind, content in logged[2:] if kind == "asked")
     assert len(first) == 1
     assert [prompt[::-1] for prompt, _ in warm_up] == [prompt for prompt, _ in decode]
@@ -230,6 +229,13 @@ def test_a_peer_sees_only_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
+def test_a_peer_that_draws_other_weights_is_refused(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "draws its own weights")
+    result = bench(shape, "--peer", "vllm")
+    assert result.exit_code != 0
+    assert "drew its own random weights" in result.output
+
+
 def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROGRAMS)
     import vllm_weights
@@ -240,7 +246,7 @@ def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> N
     model.register_buffer("eight_bits", torch.zeros(64, 64, dtype=torch.float8_e4m3fn))
     for part in model.modules():  # as vLLM's loader does
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        vllm_weights._draw_all(part, None)
+        vllm_weights.draw_all(part)
         if part is not model:
             assert all(bool((weight == before[name]).all()) for name, weight in model.state_dict().items())
     weights = model.state_dict()
@@ -249,5 +255,5 @@ def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> N
     assert float(weights["0.bias"].min()) == float(weights["1.0.weight"].max()) == 1.0
     assert weights["w13_weight"].unique().numel() > 100
     assert weights["w13_weight_scale"].unique().tolist() == [120]
-    vllm_weights._draw(torch.empty(4, 4, device="meta"))
+    vllm_weights._draw(torch.empty(4, 4, device="meta"))  # nothing to draw yet
     assert vllm_weights.SPREAD == dummy.SPREAD

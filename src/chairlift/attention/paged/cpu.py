@@ -50,14 +50,15 @@ class PagedCPUStep(HostAttend, LatentAttend):
 
     def work(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention split into pieces for threads: the same for all layers of one shape."""
-        from chairlift.kernels.cpu.attention_work import FEW, split_work, work_by_rows
+        from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, split_work, work_by_rows
 
         if self._work is None:
             self._work = {}
         shape = (layer.num_heads, layer.value_dim)
         if shape not in self._work:
             layout = self.layout
-            if not self.invariant and layout.offsets[-1] == len(layout.ends):  # a row of each sequence
+            singles = layout.offsets[-1] == len(layout.ends)  # a row of each sequence
+            if singles and not self.invariant and len(layout.ends) + sum(layout.ends) // PIECE <= FEW_PIECES:
                 self._work[shape] = work_by_rows(range(len(layout.ends)), layout.ends, *shape)
             else:
                 offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))

@@ -46,8 +46,8 @@ def load_norm(norm_ptr, d, D: tl.constexpr, PAIRS: tl.constexpr, HAS_NORM: tl.co
 
 
 @triton.jit
-def load_turn(cos_ptr, sin_ptr, token, d, PAIRS: tl.constexpr):
-    """The factors [D] of each element and of its partner in a token's rotation."""
+def load_rotation(cos_ptr, sin_ptr, token, d, PAIRS: tl.constexpr):
+    """The cosine and signed sine [D] of a token's rotation for each element."""
     cos, sin = d, d  # not used
     if PAIRS > 0:
         turns = d < 2 * PAIRS
@@ -59,7 +59,7 @@ def load_turn(cos_ptr, sin_ptr, token, d, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def turned(
+def norm_and_rotate(
     x, y, weight, of_partner, cos, sin, eps, kind: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +91,8 @@ def rotated(
     """Load heads of a token, normalised and rotated, in float32; each element is loaded with its rotation partner."""
     x, y = load_heads(rows, d, keep, PAIRS)
     weight, of_partner = load_norm(norm_ptr, d, D, PAIRS, HAS_NORM)
-    cos, sin = load_turn(cos_ptr, sin_ptr, token, d, PAIRS)
-    return turned(x, y, weight, of_partner, cos, sin, eps, rows.dtype.element_ty, D, PAIRS, HAS_NORM)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, token, d, PAIRS)
+    return norm_and_rotate(x, y, weight, of_partner, cos, sin, eps, rows.dtype.element_ty, D, PAIRS, HAS_NORM)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from chairlift.kernels.triton.attention import (
     sinks_of,
 )
 from chairlift.kernels.triton.decode import Fresh
-from chairlift.kernels.triton.decode_kernel import load_heads, load_norm, load_turn, turned
+from chairlift.kernels.triton.decode_kernel import load_heads, load_norm, load_rotation, norm_and_rotate
 from chairlift.kernels.triton.invariant_attention import (
     FEWEST_ROWS,
     KEYS,
@@ -177,7 +177,7 @@ def invariant_decode_kernel(
         kind: tl.constexpr = q_ptr.dtype.element_ty
         x, y = load_heads(q_at + q_heads[:, None] * D, d, keep, PAIRS)
         weight, of_partner = load_norm(q_norm_ptr, d, D, PAIRS, HAS_NORM)
-        cos, sin = load_turn(cos_ptr, sin_ptr, row, d, PAIRS)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, d, PAIRS)
         if (end == last + 1) & (begin < end):
             one = in_head[None, :]
             k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
@@ -186,10 +186,10 @@ def invariant_decode_kernel(
             k_weight, k_of_partner = load_norm(k_norm_ptr, d, D, PAIRS, HAS_NORM)
             block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
             place = block * kv_block_stride + (last % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]
-            k = turned(k, partner, k_weight, k_of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM)
+            k = norm_and_rotate(k, partner, k_weight, k_of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM)
             _store_new(k, v, place, keys_ptr, values_ptr, one, KV_LIMIT)
             tl.debug_barrier()  # all threads of this program see them
-        q = turned(x, y, weight, of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM).to(kind)
+        q = norm_and_rotate(x, y, weight, of_partner, cos, sin, eps, kind, D, PAIRS, HAS_NORM).to(kind)
     else:
         q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
     all_best, all_total = sinks_of(sinks_ptr, q_heads, in_group, SINKS)

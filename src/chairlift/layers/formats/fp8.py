@@ -218,7 +218,9 @@ def multiply(
             scale_b=weight.scales[None, :],
             bias=bias,
             out_dtype=dtype,
-            use_fast_accum=True,  # sums stay in the tensor cores, as in our own kernels: up to 12% faster on an H200
+            # Sums stay in the tensor cores, as in our products of fewer rows: up to 12% faster on an H200. Experts and
+            # batch-invariant products add them up in float32.
+            use_fast_accum=True,
         )
     from chairlift.kernels.triton.invariant import invariant_linear
 

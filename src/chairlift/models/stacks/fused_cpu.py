@@ -241,7 +241,6 @@ class FusedCPULayers:
         self._row_type = Rows if isinstance(tiles, LayerTiles) else BlockRows
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
-        self._stored: tuple[KVStorage, np.ndarray, np.ndarray] | None = None
         self._team = the_team()  # sized by torch's threads, which are reduced to one later
 
     def __call__(
@@ -282,11 +281,9 @@ class FusedCPULayers:
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values of the first layer and all behind it."""
-        if self._stored is None or self._stored[0] is not storage:
-            assert storage.stacked is not None, "layers of one shape are stored together"
-            keys, values = (as_array(side)[self._layer.index :] for side in storage.stacked)
-            self._stored = storage, keys, values
-        return self._stored[1:]
+        assert storage.stacked is not None, "layers of one shape are stored together"
+        keys, values = storage.stacked
+        return as_array(keys)[self._layer.index :], as_array(values)[self._layer.index :]
 
     def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:

@@ -264,6 +264,7 @@ def grouped_product(
     `sum_tokens`, with `scatter` and few tokens: returns the sum of each token's rows [T, N].
     `add_to` [T, N], with `sum_tokens`: the sums are added to it in place.
     """
+    assert shared is None or shared_rows >= tiling.rows
     if weight.is_microscaled:
         assert weight.scales is not None
         assert x_scales is None

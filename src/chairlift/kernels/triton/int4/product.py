@@ -52,7 +52,10 @@ def int4_product(
     """
     rows, depth = x.shape
     columns = weight.rows // (2 if gated else 1)
-    if tiling is None and rows == 1 and add_to is not None and squares is None and not invariant and tuned():
+    assert x.is_contiguous()
+    is_added = add_to is not None and squares is None and not gated
+    if tiling is None and rows == 1 and is_added and not invariant and tuned():
+        assert add_to is not None
         row_tiling = choose_row_tiling(columns, depth, weight.group, weight.has_offsets)
         if row_tiling is not None:
             return row_product(x, weight, row_tiling, add_to=add_to, bias=bias, next_norm=next_norm)
@@ -68,7 +71,6 @@ def int4_product(
     tile = tiling.rows * tiling.columns * (2 if gated and not joint else 1)
     partial, arrived = split_scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
-    assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
     int4_product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](

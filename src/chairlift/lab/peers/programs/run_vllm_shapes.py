@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from closed_loop import ReplyWriter, main
@@ -14,20 +16,10 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     # That sampler may be compiled when vLLM starts, and greedy requests do not use it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     answer(note="starting")
-    draw_weights_as_ours()
-    llm = LLM(
-        model=job["model"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=job["dtype"],
-        max_model_len=job["max_model_len"],
-        enable_prefix_caching=job["prefix_caching"],
-        quantization=job["quantization"],
-        kv_cache_dtype=job["kv_dtype"],
-    )
+    llm = _start(job)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> float:
         """Seconds from handing all requests over to the end of the last."""
@@ -53,6 +45,27 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
         generate(warm_up["prompts"], warm_up["outputs"])
         times.append(generate(case["prompts"], case["outputs"]))
         answer(start_seconds=start_seconds, seconds=times)  # now: should a later case fail, these are kept
+
+
+def _start(job: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        proof = Path(folder) / "drawn"
+        draw_weights_as_ours(proof)
+        llm = LLM(
+            model=job["model"],
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=job["dtype"],
+            max_model_len=job["max_model_len"],
+            enable_prefix_caching=job["prefix_caching"],
+            quantization=job["quantization"],
+            kv_cache_dtype=job["kv_dtype"],
+        )
+        if not proof.exists():
+            raise RuntimeError("vLLM drew its own random weights, with which experts are not chosen as by real ones")
+    return llm
 
 
 if __name__ == "__main__":

@@ -7,21 +7,28 @@ one token.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 SPREAD = 0.02
 
 
-def draw_weights_as_ours() -> None:
-    """Replace how vLLM draws weights, for this process and those that it forks."""
+def draw_weights_as_ours(proof: Path) -> None:
+    """Replace how vLLM draws weights in this process and those that it forks; the file `proof` shows that it did so."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     from vllm.model_executor.model_loader import dummy_loader
 
-    dummy_loader.initialize_dummy_weights = _draw_all
+    def draw(layer: Any, _config: Any) -> None:
+        proof.touch()
+        draw_all(layer)
+
+    dummy_loader.initialize_dummy_weights = draw
     dummy_loader.initialize_single_dummy_weight = _draw
 
 
-def _draw_all(layer: Any, _config: Any) -> None:
-    """Called for the model, and then for each of its parts, whose weights are drawn already."""
+def draw_all(layer: Any) -> None:
+    """Draw the weights of a layer and its parts, once: vLLM asks for the model's, and then for those of each part."""
     if getattr(layer, "weights_are_drawn", False):
         return
     for part in layer.modules():
@@ -41,7 +48,7 @@ def _draw(weight: Any, name: str = "") -> None:
         else:
             weight.data.random_(0, 256)
     elif weight.is_floating_point():
-        if weight.dim() < 2:  # norms, biases and scales
+        if weight.dim() < 2 or "scale" in name:  # norms, biases and scales
             weight.data.fill_(1.0)
         else:  # through 16 bits, since 8-bit floats cannot be drawn
             drawn = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)

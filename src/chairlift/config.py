@@ -307,8 +307,10 @@ class EngineConfig:
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
         check_mode(self.preemption, self.swap_memory)
         check_speculate(self.speculate, self.draft_length)
-        if self.draft_graphs and self.speculate is None:
-            raise InvalidParameter("draft_graphs", "only goes with speculate")
+        if self.draft_graphs and self.speculate in (None, "ngram"):
+            raise InvalidParameter("draft_graphs", "needs a draft model or head, named by speculate")
+        if self.draft_graphs and not self.cuda_graphs:
+            raise InvalidParameter("draft_graphs", "is not possible without cuda_graphs")
         self.make_policy()
         self.make_ordering()
         if self.weight_cache == "":

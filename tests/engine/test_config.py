@@ -1,11 +1,12 @@
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_defaults import batch_tokens, for_throughput
-from chairlift.engine.startup import load_model
+from chairlift.engine.startup import load_engine, load_model
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint
 
@@ -31,3 +32,19 @@ def test_a_quantized_head_needs_a_format(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=problem):
         load_model(str(write_tiny_checkpoint(tmp_path)), config)  # auto: not quantized
     assert EngineConfig(quantization="fp8", quantize_head=True).quantize_head
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": "ngram"}, {"speculate": "layers:1", "cuda_graphs": False}], ids=str
+)
+def test_draft_graphs_need_a_network_and_graphs(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="draft_graphs"):
+        EngineConfig(draft_graphs=True, **options)
+
+
+def test_draft_graphs_need_a_gpu(tmp_path: Path) -> None:
+    config = EngineConfig(
+        device="cpu", dtype="float32", load_format="dummy", speculate="layers:1", draft_graphs=True, kv_memory="1MiB"
+    )
+    with pytest.raises(InvalidParameter, match=r"draft_graphs.*GPU"):
+        load_engine(str(write_tiny_checkpoint(tmp_path)), config, progress=False)

@@ -134,14 +134,14 @@ class DraftPayoff:
             batch.next_pause = tuning.first_pause
         elif not batch.plain_is_new:
             # First measured again: the machine may have become slower.
-            batch.plain, batch.plain_is_new, batch.lost = Pace(), True, 0.0
+            batch.plain, batch.plain_is_new = Pace(), True
         else:
             self.pause(batch)
 
     def pause(self, batch: BatchPayoff) -> None:
         """Stop drafting for a while; a trial follows that measures drafts anew."""
         tuning = self.tuning
-        earned = batch.lost / (tuning.most_lost * batch.plain.seconds) if batch.plain.count else 0.0
+        earned = batch.lost / (tuning.most_lost * batch.plain.seconds) if batch.plain.seconds > 0 else 0.0
         batch.pause = max(batch.next_pause, min(int(earned), tuning.longest_pause))
         batch.next_pause = min(2 * batch.next_pause, tuning.longest_pause)
         batch.plain_is_new, batch.in_trial, batch.lost = False, True, 0.0

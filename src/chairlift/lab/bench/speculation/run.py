@@ -144,7 +144,8 @@ def _engine(maker: EngineMaker, proposer: str, settings: SpeculationSettings, to
     """Start an engine and write to the KV cache that `tokens` tokens need."""
     speculate: dict[str, Any] = {}
     if proposer not in (PLAIN, TWIN):
-        drafts = {"draft_length": settings.draft_length, "draft_graphs": settings.draft_graphs}
+        graphs = settings.draft_graphs and proposer != "ngram"
+        drafts = {"draft_length": settings.draft_length, "draft_graphs": graphs}
         speculate = {"speculate": proposer} | drafts
     started = maker.start(max_batch_requests=max(settings.batches), **speculate)
     storage = started.runner.storage

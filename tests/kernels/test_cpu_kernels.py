@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
+from chairlift.attention.paged.cpu import as_array
+from chairlift.attention.storage import as_plain, narrowed, widened
 from chairlift.kernels.cpu import simd as cpu_simd
 from chairlift.kernels.cpu.attention import Cache, Score
 from chairlift.kernels.cpu.attention_work import FEW, split_work
@@ -223,14 +225,16 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
 RESTRICTED = """
 import numpy as np
 from numba import njit
+from chairlift.attention.paged.cpu import as_array
+from chairlift.attention.storage import as_plain, narrowed, widened
 from chairlift.kernels.cpu import simd as cpu_simd
 
 isa = cpu_simd.find_instruction_set()
-tile = cpu_simd.int8_tile(isa, 1)
+tile, dots = cpu_simd.int8_tile(isa, 1), cpu_simd.dots_tile(1)
 
 @njit
 def run(sums, left, right, products, numbers, ones, nothing, weight):
-    cpu_simd.dots(sums.ctypes.data, left.ctypes.data, right.ctypes.data, 64, 64, np.float32(0))
+    dots(sums.ctypes.data, 64, left.ctypes.data, 64, right.ctypes.data, 64, 64, 0, np.float32(0))
     sides = numbers.ctypes.data, 64, ones.ctypes.data, nothing.ctypes.data, 1
     tile(products.ctypes.data, *sides, weight.ctypes.data, 1024)
 
@@ -298,3 +302,37 @@ def test_a_token_and_its_drafts_equal_single_token_steps() -> None:
 
     together = attend(slice(0, FEW))
     assert np.array_equal(together, np.concatenate([attend(slice(row, row + 1)) for row in range(FEW)]))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 8])
+def test_single_tokens_attend_as_in_float64(group: int, kind: Any) -> None:
+    """Every number of query heads per KV head has its own tile. What blocks hold behind a sequence must not matter."""
+    lengths, kv_heads, block_size = [300, 1, 45, 256], 2, 16
+    for head_dim in (64, 80):
+        generator = torch.Generator().manual_seed(group + head_dim)
+        per = 20
+        tables = torch.randperm(per * len(lengths), generator=generator).view(len(lengths), per)
+        shape = (per * len(lengths), block_size, kv_heads, head_dim)
+        sides = [torch.randn(shape, generator=generator) for _ in range(2)]
+        q = torch.randn(len(lengths), group * kv_heads, head_dim, generator=generator)
+        stored = [narrowed(side, kind) for side in sides]
+        places = (tables[..., None] * block_size + torch.arange(block_size)).flatten(1)  # of each position
+        slots = [int(own[length - 1]) for own, length in zip(places, lengths, strict=True)]
+        exact = [widened(side, torch.float32).double().flatten(0, 1) for side in stored]
+        new = [side.flatten(0, 1)[slots] for side in sides]
+        for own, length in zip(places, lengths, strict=True):
+            for side in stored:
+                as_plain(side).flatten(0, 1)[own[length:]] = 127 if kind is torch.int8 else torch.nan
+        out = np.empty((len(lengths), group * kv_heads, head_dim), dtype=np.float32)
+        ends = np.array(lengths)
+        work = split_work(np.arange(len(lengths) + 1), ends - 1, ends, *out.shape[1:])
+        how = Score(np.float32(head_dim**-0.5), 0, np.float32(0.0), 0, np.empty(0, np.float32))
+        cache = Cache(*(as_array(side) for side in stored), tables.int().numpy())
+        the_team().run(attend_layer, q.numpy(), *(side.numpy() for side in new), np.array(slots), cache, work, how, out)
+        for row, (own, length) in enumerate(zip(places, lengths, strict=True)):
+            k, v = (side[own[:length]].repeat_interleave(group, dim=1) for side in exact)
+            scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * head_dim**-0.5
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), v)
+            error = (torch.from_numpy(out[row]).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert error.max() < (2e-4 if kind is torch.int8 else 1e-5), (head_dim, length, error)

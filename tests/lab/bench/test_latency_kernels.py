@@ -61,6 +61,8 @@ def test_kernels_of_a_tiny_model(tmp_path: Path) -> None:
     for row in report["rows"]:
         assert row["share_of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
         assert row["floor_seconds"] >= row["bytes"] / report["settings"]["bytes_per_second"]
+        share = row["bytes_per_second"] / report["settings"]["bytes_per_second"]
+        assert row["share_of_bandwidth"] == pytest.approx(share)
 
 
 @pytest.mark.usefixtures("one_thread")

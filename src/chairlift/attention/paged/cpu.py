@@ -18,6 +18,7 @@ from chairlift.attention.paged.latent_cpu import LatentSplit, attend_expanded, s
 from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.attention import Score
     from chairlift.kernels.cpu.attention_work import AttentionWork
 
 
@@ -68,7 +69,7 @@ class PagedCPUStep(HostAttend, LatentAttend):
     def __call__(
         self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
     ) -> Tensor:
-        from chairlift.kernels.cpu.attention import Cache, Score
+        from chairlift.kernels.cpu.attention import Cache
         from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
         from chairlift.kernels.cpu.threads import the_team
 
@@ -80,13 +81,7 @@ class PagedCPUStep(HostAttend, LatentAttend):
             layout.slot_mapping.numpy(),
             Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
             self.work(layer),
-            Score(
-                np.float32(layer.scale),
-                layer.window or 0,
-                np.float32(layer.softcap or 0.0),
-                layer.chunk or 0,
-                np.empty(0, np.float32) if sinks is None else sinks.numpy(),
-            ),
+            score_of(layer, sinks),
             out.numpy(),
         )
         return out
@@ -118,6 +113,19 @@ class PagedCPUStep(HostAttend, LatentAttend):
             part = None if split.absorbed is None else PagedCPUStep(split.absorbed, self.storage, self.invariant)
             self._by_form = split, part
         return self._by_form
+
+
+def score_of(layer: AttentionLayer, sinks: Tensor | None) -> Score:
+    """How the kernel computes the layer's scores."""
+    from chairlift.kernels.cpu.attention import Score
+
+    return Score(
+        np.float32(layer.scale),
+        layer.window or 0,
+        np.float32(layer.softcap or 0.0),
+        layer.chunk or 0,
+        np.empty(0, np.float32) if sinks is None else sinks.numpy(),
+    )
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -16,25 +16,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu.attention_loads import (
-    fetch_block,
+    distance_ahead,
     fetch_tile,
     has_scales,
     load_columns,
     load_rows,
     load_scales,
     numbers_of,
+    place_of,
     store_row,
 )
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, sortable, widen
+from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled, exp, from_sortable, sortable, widen
 from chairlift.kernels.cpu.score_tile import TILE, has_score_tile, score_keys, split_query
-from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile
+from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots_tile, f32_tile, f32_tile_ahead
 from chairlift.kernels.cpu.threads import claim
 
 KEYS = F32_COLUMNS  # key positions of a tile
 NOTHING = np.float32(-1e30)
 
-_tile, _tile_4, _tile_3, _tile_2, _tile_1 = (f32_tile(rows) for rows in (F32_ROWS, 4, 3, 2, 1))
+_tile = f32_tile(F32_ROWS)
+_add_6, _add_4, _add_3, _add_2, _add_1 = (f32_tile_ahead(rows) for rows in (F32_ROWS, 4, 3, 2, 1))
+_dots_6, _dots_5, _dots_4, _dots_3, _dots_2, _dots_1 = (dots_tile(rows) for rows in (F32_ROWS, 5, 4, 3, 2, 1))
 _F32 = np.float32(0.0)
 
 
@@ -88,7 +91,9 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     """Compute out [T, heads, value_dim] from q [T, heads, head_dim], both float32, with all threads of the team.
 
     Call `barrier` before and after, then `merge` for every row."""
-    pieces, tiles = work.pieces, work.tiles
+    q, out = borrowed(q), borrowed(out)
+    cache = Cache(borrowed(cache.keys), borrowed(cache.values), borrowed(cache.tables))
+    pieces, tiles, partial = _borrowed_pieces(work.pieces), work.tiles, _borrowed_partial(work.partial)
     kv_heads, head_dim = cache.keys.shape[2], q.shape[2]
     group = q.shape[1] // kv_heads
     padded = (out.shape[2] + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
@@ -110,19 +115,32 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     num_pieces = pieces.rows.shape[0]
     # Threads share the heads of a piece where there are too few pieces for all threads.
     shares = min(kv_heads, -(-members // max(1, num_pieces + num_tiles)))
-    while True:
-        item = claim(shared, 1)
+    total = num_tiles + num_pieces * shares
+    item = claim(shared, 1)
+    while item < total:
+        # Claim the next item now, to prefetch its first tile; but leave the last ones to threads that are free.
+        following = claim(shared, 1) if item + members < total else -1
         if item < num_tiles:  # tiles first, the last one first: it has the longest context
             _attend_tile(
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
             )
-        elif item < num_tiles + num_pieces * shares:
-            piece, share = (item - num_tiles) // shares, (item - num_tiles) % shares
-            following = min(piece + members, num_pieces - 1)  # the piece this thread is likely to claim next
-            begin, end = share * kv_heads // shares, (share + 1) * kv_heads // shares
-            _attend_piece(piece, following, begin, end, q, cache, pieces, how, work.partial, scratch, out)
         else:
-            return
+            piece, share = (item - num_tiles) // shares, (item - num_tiles) % shares
+            next_piece = (following - num_tiles) // shares if num_tiles <= following < total else -1
+            begin, end = share * kv_heads // shares, (share + 1) * kv_heads // shares
+            _attend_piece(piece, next_piece, begin, end, q, cache, pieces, how, partial, scratch, out)
+        item = following if following >= 0 else claim(shared, 1)
+
+
+@compiled()
+def _borrowed_pieces(of: Pieces) -> Pieces:
+    rows, sequences, lengths = borrowed(of.rows), borrowed(of.sequences), borrowed(of.lengths)
+    return Pieces(rows, sequences, lengths, borrowed(of.starts), borrowed(of.counts))
+
+
+@compiled()
+def _borrowed_partial(of: Partial) -> Partial:
+    return Partial(borrowed(of.sums), borrowed(of.peaks), borrowed(of.totals))
 
 
 # Below, arrays are passed one by one and indexed in full: numba counts references to every slice and every tuple
@@ -132,7 +150,7 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
 @compiled(FAST)
 def _attend_piece(
     piece: int,
-    following: int,
+    next_piece: int,
     first_kv_head: int,
     end_kv_head: int,
     q: Any,
@@ -145,7 +163,7 @@ def _attend_piece(
 ) -> None:
     """Compute some heads of one piece, in most steps all: their keys and values are adjacent in memory.
 
-    While a tile is computed, the next one is prefetched, at the end of the piece that of the `following` piece."""
+    While a tile is computed, the next one is prefetched, at the end of the piece that of `next_piece` (-1: none)."""
     heads, value_dim = q.shape[1], out.shape[2]
     group, whole = heads // cache.keys.shape[2], pieces.counts[piece] == 1
     row, length, start, sequence = (
@@ -159,6 +177,7 @@ def _attend_piece(
     parts, part_scales = scratch.parts, scratch.part_scales
     end = min(length, start + PIECE)
     low = _first_visible(length - 1, how.window, how.chunk)
+    rows = -(-group // -(-group // F32_ROWS))  # query heads at a time: equally many, at most F32_ROWS
     _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
     by_tiles = has_score_tile(cache.keys, queries)
     if by_tiles:
@@ -171,18 +190,23 @@ def _attend_piece(
         count = min(KEYS, end - base)
         next_sequence, next_base, next_end = sequence, base + KEYS, end
         if base + KEYS >= end:
-            next_sequence, next_end = pieces.sequences[following], pieces.lengths[following]
-            next_low = _first_visible(next_end - 1, how.window, how.chunk)
-            next_base = max(pieces.starts[following], next_low // KEYS * KEYS)
+            next_end = 0
+            if next_piece >= 0:
+                next_sequence, next_end = pieces.sequences[next_piece], pieces.lengths[next_piece]
+                next_low = _first_visible(next_end - 1, how.window, how.chunk)
+                next_base = max(pieces.starts[next_piece], next_low // KEYS * KEYS)
+        next_end = min(next_end, next_base + KEYS)
         for kv_head in range(first_kv_head, end_kv_head):
             share, shares = kv_head - first_kv_head, end_kv_head - first_kv_head  # of what is prefetched
             load_scales(cache.keys, cache.tables, sequence, base, count, kv_head, scales, 0)
             load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
+            fetch_tile(cache.keys, cache.tables, next_sequence, next_base + count, next_end, share, shares)
+            fetched = 0 if value_dim % F32_COLUMNS else count  # the rest of the tile is prefetched while it is read
+            fetch_tile(cache.values, cache.tables, next_sequence, next_base + fetched, next_end, share, shares)
             if value_dim % F32_COLUMNS:
                 load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
-                fetch_tile(cache.values, cache.tables, next_sequence, next_base, next_end, share, shares)
-            for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
-                last = min(first + F32_ROWS, (kv_head + 1) * group)
+            for first in range(kv_head * group, (kv_head + 1) * group, rows):
+                last = min(first + rows, (kv_head + 1) * group)
                 ahead = next_end if first == kv_head * group else 0  # prefetch once for all query heads
                 _score(
                     queries,
@@ -201,8 +225,6 @@ def _attend_piece(
                     next_sequence,
                     next_base,
                     ahead,
-                    share,
-                    shares,
                 )
                 for line in range(last - first, F32_ROWS):  # padding rows: a tile adds all its rows
                     for j in range(KEYS):
@@ -230,8 +252,6 @@ def _attend_piece(
                         next_sequence,
                         next_base,
                         ahead,
-                        share,
-                        shares,
                     )
     for head in range(first_kv_head * group, end_kv_head * group):
         if whole:
@@ -261,41 +281,52 @@ def _score(
     next_sequence: int,
     next_base: int,
     next_end: int,
-    share: int,
-    shares: int,
 ) -> None:
     """Compute rows of scores, the products of queries with cached keys, and prefetch the keys of the next tile."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, numbers_of(side), side.shape[1]
     whole, stride = head_dim // LANES * LANES, side.shape[2] * side.shape[3]
     j = 0
     while j < count:  # by blocks, to divide once per block
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
-        fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
+        ahead = distance_ahead(side, tables, block * block_size + slot, next_sequence, next_base + j, next_end)
         # Whole tiles are within the block. Scores behind the last position are not used.
         if by_tiles and (block_size % TILE == 0 or run % TILE == 0):
             for done in range(0, run, TILE):
                 target = scores.ctypes.data + (j + done) * 4
                 keys = start + done * stride * size
-                score_keys(side, target, 4 * KEYS, parts, part_scales, first, last, keys)
+                score_keys(side, target, 4 * KEYS, parts, part_scales, first, last, keys, ahead)
             j += run
             continue
+        done = 0
+        while done + LANES <= run or (done < run and block_size % LANES == 0):
+            target, keys = scores.ctypes.data + (j + done) * 4, start + done * stride * size
+            query = queries.ctypes.data + first * head_dim * 4
+            if last - first == 1:
+                _dots_1(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            elif last - first == 2:
+                _dots_2(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            elif last - first == 3:
+                _dots_3(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            elif last - first == 4:
+                _dots_4(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            elif last - first == 5:
+                _dots_5(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            else:
+                _dots_6(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
+            done += LANES
         for row in range(first, last):
-            query, line = queries.ctypes.data + row * head_dim * 4, row - first
-            done = 0
-            while run - done >= LANES:
-                target = scores.ctypes.data + (line * KEYS + j + done) * 4
-                dots(target, query, start + done * stride * size, stride, whole, like)
-                done += LANES
+            line = row - first
             for at in range(done, run):
                 score = np.float32(0.0)
                 for i in range(whole):
                     score += queries[row, i] * widen(side[block, slot + at, kv_head, i])
                 scores[line, j + at] = score
-            for at in range(run):
-                for i in range(whole, head_dim):
-                    scores[line, j + at] += queries[row, i] * widen(side[block, slot + at, kv_head, i])
+            if whole < head_dim:
+                for at in range(run):
+                    for i in range(whole, head_dim):
+                        scores[line, j + at] += queries[row, i] * widen(side[block, slot + at, kv_head, i])
         j += run
 
 
@@ -314,32 +345,30 @@ def _add_stored(
     next_sequence: int,
     next_base: int,
     next_end: int,
-    share: int,
-    shares: int,
 ) -> None:
     """Like `_add_values`, reading values from the blocks, and prefetch those of the next tile."""
     like, size, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[1]
     padded, stride = sums.shape[1], side.shape[2] * side.shape[3]
     j = 0
     while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
         weights = scores.ctypes.data + j * 4
-        fetch_block(side, tables, next_sequence, next_base + j, next_end, run, share, shares)
+        ahead = distance_ahead(side, tables, block * block_size + slot, next_sequence, next_base + j, next_end)
         for column in range(0, padded, F32_COLUMNS):
             place = (block * block_size + slot) * stride + kv_head * side.shape[3] + column
             value = side.ctypes.data + place * size
             target = sums.ctypes.data + (first * padded + column) * 4
             if last - first == 1:
-                _tile_1(target, padded, weights, KEYS, value, stride, run, like)
+                _add_1(target, padded, weights, KEYS, value, stride, run, ahead, like)
             elif last - first == 2:
-                _tile_2(target, padded, weights, KEYS, value, stride, run, like)
+                _add_2(target, padded, weights, KEYS, value, stride, run, ahead, like)
             elif last - first == 3:
-                _tile_3(target, padded, weights, KEYS, value, stride, run, like)
+                _add_3(target, padded, weights, KEYS, value, stride, run, ahead, like)
             elif last - first == 4:
-                _tile_4(target, padded, weights, KEYS, value, stride, run, like)
+                _add_4(target, padded, weights, KEYS, value, stride, run, ahead, like)
             else:
-                _tile(target, padded, weights, KEYS, value, stride, run, like)
+                _add_6(target, padded, weights, KEYS, value, stride, run, ahead, like)
         j += run
 
 
@@ -465,7 +494,7 @@ def _soften(
         scores[line, j] = -np.inf
     highest = sortable(peaks[row])
     for j in range(KEYS):
-        highest = max(highest, sortable(scores[line, j]))
+        highest = np.int32(max(highest, sortable(scores[line, j])))
     peak = from_sortable(highest)
     total = np.float32(0.0)
     for j in range(KEYS):

@@ -71,6 +71,13 @@ def _load_scales(
     )
 
 
+@compiled()
+def place_of(tables: Any, sequence: int, position: int, block_size: int) -> Any:
+    """The block and the slot of a position. Divides 32-bit numbers without a sign, which takes least."""
+    index = np.uint32(position) // np.uint32(block_size)
+    return tables[sequence, index], position - np.int64(index) * block_size
+
+
 @compiled(FAST)
 def _store_narrowed(side: Any, block: int, offset: int, head: int, rows: Any) -> None:
     like = side[0, 0, 0, 0]
@@ -95,7 +102,7 @@ def _read_scales(
     block_size, stride = side.shape[1], side.shape[2] * side.shape[3]
     j = 0
     while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + (block * block_size + slot) * stride + (kv_head + 1) * side.shape[3] - SCALE_BYTES
         for at in range(run):
@@ -112,7 +119,7 @@ def load_rows(
     whole = width // 16 * 16
     j = 0
     while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        block, slot = place_of(tables, sequence, base + j, block_size)
         for at in range(slot, min(block_size, slot + count - j)):
             source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * side.shape[3]) * size
             widen_row(target.ctypes.data + j * target.shape[1] * 4, source, whole, like)
@@ -128,7 +135,7 @@ def load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, k
     whole, stride = head_dim // 16 * 16, side.shape[2] * side.shape[3]
     j = 0
     while j < count:
-        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
         squares = run // 16 * 16
@@ -143,23 +150,24 @@ def load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, k
 
 
 @compiled()
-def fetch_tile(side: Any, tables: Any, sequence: int, base: int, end: int, share: int, shares: int) -> None:
-    """Prefetch a share of each block of the tile at `base`."""
-    for position in range(base, min(base + F32_COLUMNS, end), side.shape[1]):
-        fetch_block(side, tables, sequence, position, end, side.shape[1], share, shares)
+def distance_ahead(side: Any, tables: Any, row: int, next_sequence: int, next_position: int, next_end: int) -> Any:
+    """The bytes from a row of the cache to that of the next position to prefetch; 0 if it is not before `next_end`.
+
+    Kernels prefetch what is so far ahead of each line that they read: prefetches as even as that leave no thread
+    waiting. The hardware prefetcher cannot follow block tables."""
+    if next_position >= next_end:
+        return 0
+    block, slot = place_of(tables, next_sequence, next_position, side.shape[1])
+    return (block * side.shape[1] + slot - row) * side.shape[2] * side.shape[3] * side.itemsize
 
 
 @compiled()
-def fetch_block(
-    side: Any, tables: Any, sequence: int, position: int, end: int, count: int, share: int, shares: int
-) -> None:
-    """Prefetch a share of at most `count` positions of one block, as far as before `end`, since the hardware prefetcher
-    cannot follow block tables. Each KV head has its share: prefetches in small portions leave no thread waiting."""
-    if position >= end:
-        return
+def fetch_tile(side: Any, tables: Any, sequence: int, base: int, end: int, share: int, shares: int) -> None:
+    """Prefetch a share of each block of the tile at `base`, as far as before `end`. Each KV head has its share."""
     block_size, row = side.shape[1], side.shape[2] * side.shape[3] * side.itemsize
-    slot = position % block_size
-    start = side.ctypes.data + (tables[sequence, position // block_size] * block_size + slot) * row
-    lines = (min(count, min(block_size - slot, end - position)) * row + 63) // 64
-    for line in range(lines * share // shares, lines * (share + 1) // shares):
-        prefetch(start + 64 * line)
+    for position in range(base, min(base + F32_COLUMNS, end), block_size):
+        slot = position % block_size
+        start = side.ctypes.data + (tables[sequence, position // block_size] * block_size + slot) * row
+        lines = (min(block_size - slot, end - position) * row + 63) // 64
+        for line in range(lines * share // shares, lines * (share + 1) // shares):
+            prefetch(start + 64 * line)

@@ -95,6 +95,20 @@ def nearest(_: Any, number: Any) -> Any:
     return types.float32(types.float32), generate
 
 
+@intrinsic
+def borrowed(_: Any, array: Any) -> Any:
+    """The same array without a count of its references: threads that count those of one array wait for each other. Its
+    owner must keep it meanwhile."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        made = context.make_array(array)(context, b, value=args[0])
+        made.meminfo = ir.Constant(made.meminfo.type, None)
+        made.parent = ir.Constant(made.parent.type, None)
+        return made._getvalue()
+
+    return array(array), generate
+
+
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # few bits, so that its products are exact
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -148,12 +162,12 @@ def narrow(_: Any, number: Any, like: Any) -> Any:
 def sortable(number: Any) -> Any:
     """Map a float32 to an integer of the same order, so that a maximum vectorises."""
     word = bits(number)
-    return word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF))
+    return np.int32(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @compiled()
 def from_sortable(word: Any) -> Any:
-    return from_bits(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    return from_bits(np.int32(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @compiled()  # exact division: as torch rounds

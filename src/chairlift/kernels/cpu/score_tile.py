@@ -24,6 +24,7 @@ from chairlift.kernels.cpu.simd import (
     VNNI_512,
     find_instruction_set,
     load,
+    prefetch_line,
     splat,
     store,
     transposed,
@@ -81,9 +82,10 @@ def score_keys(
     first: int,
     last: int,
     keys: int,
+    ahead: int,
 ) -> None:
     """Write the scores of the queries [first, last), at most six, and the 16 keys at the address `keys` to the address
-    `target`; the stride is in bytes."""
+    `target`; the stride is in bytes. Prefetches what lies `ahead` bytes behind the keys."""
     raise NotImplementedError("compiled code only")
 
 
@@ -97,9 +99,10 @@ def _score_keys(
     first: Any,
     last: Any,
     keys: Any,
+    ahead: Any,
 ) -> Any:
     if side.dtype != types.int8 or not HAS_TILE:
-        return lambda side, target, target_stride, parts, scales, first, last, keys: None
+        return lambda side, target, target_stride, parts, scales, first, last, keys, ahead: None
     tile_6, tile_5, tile_4, tile_3, tile_2, tile_1 = (_tile(rows) for rows in (6, 5, 4, 3, 2, 1))
 
     def score(
@@ -111,22 +114,23 @@ def _score_keys(
         first: int,
         last: int,
         keys: int,
+        ahead: int,
     ) -> None:
         rows, stride, width = last - first, parts.shape[1], parts.shape[1] // 2
         query, scale = parts.ctypes.data + first * stride, scales.ctypes.data + 4 * first
         key_stride = side.shape[2] * side.shape[3]
         if rows == 6:
-            tile_6(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_6(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
         elif rows == 5:
-            tile_5(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_5(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
         elif rows == 4:
-            tile_4(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_4(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
         elif rows == 3:
-            tile_3(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_3(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
         elif rows == 2:
-            tile_2(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_2(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
         else:
-            tile_1(target, target_stride, query, stride, scale, keys, key_stride, width)
+            tile_1(target, target_stride, query, stride, scale, keys, key_stride, width, ahead)
 
     return score
 
@@ -146,22 +150,29 @@ def _tile(rows: int) -> Any:
         keys: Any,
         key_stride: Any,
         width: Any,
+        ahead: Any,
     ) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-            target, target_stride, parts, part_stride, scales, keys, key_stride, width = args
-            for row, product in enumerate(_products(b, rows, parts, part_stride, keys, key_stride, width)):
+            target, target_stride, parts, part_stride, scales, keys, key_stride, width, ahead = args
+            products = _products(b, rows, parts, part_stride, keys, key_stride, width, ahead)
+            for row, product in enumerate(products):
                 scale = splat(b, load(b, b.add(scales, I64(4 * row)), F32, 4), TILE)
                 store(b, b.fmul(product, scale), b.add(target, b.mul(target_stride, I64(row))), 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), generate
+        return types.void(*[types.intp] * 9), generate
 
     return tile
 
 
-def _words_of_keys(b: ir.IRBuilder, keys: ir.Value, stride: ir.Value, offset: ir.Value) -> list[ir.Value]:
+def _words_of_keys(
+    b: ir.IRBuilder, keys: ir.Value, stride: ir.Value, offset: ir.Value, ahead: ir.Value
+) -> list[ir.Value]:
     """64 bytes of each of 16 keys, transposed: word i of all keys."""
-    rows = [load(b, b.add(b.add(keys, b.mul(stride, I64(key))), offset), _FLOATS, 1) for key in range(TILE)]
+    places = [b.add(b.add(keys, b.mul(stride, I64(key))), offset) for key in range(TILE)]
+    rows = [load(b, place, _FLOATS, 1) for place in places]
+    for place in places:
+        prefetch_line(b, b.add(place, ahead))
     return transposed(b, rows)
 
 
@@ -173,6 +184,7 @@ def _products(
     keys: ir.Value,
     key_stride: ir.Value,
     width: ir.Value,
+    ahead: ir.Value,
 ) -> list[ir.Value]:
     """256 * high + low, of which the high part is stored plus 128: so 128 times the sum of each key is subtracted."""
     signature = ir.FunctionType(_WORDS, [_WORDS, _BYTES, _BYTES])
@@ -185,7 +197,7 @@ def _products(
     ones = ir.Constant(_BYTES, [1] * (4 * TILE))
     with cgutils.for_range(b, b.udiv(width, I64(64))) as loop:
         offset = b.mul(loop.index, I64(64))
-        for word, column in enumerate(_words_of_keys(b, keys, key_stride, offset)):
+        for word, column in enumerate(_words_of_keys(b, keys, key_stride, offset, ahead)):
             four = b.bitcast(column, _BYTES)
             b.store(b.call(dot, [b.load(sums), ones, four]), sums)
             for row in range(rows):

@@ -29,6 +29,7 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 _TARGET = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 _FEATURES = {feature[1:]: feature[0] == "+" for feature in _TARGET.split(",") if feature}
 LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 lanes of a register
+HAS_BF16 = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512bf16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +278,6 @@ def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 def f32_tile(rows: int) -> Any:
     """Build a function for sums [rows, F32_COLUMNS] += left [rows, depth] times right [depth, F32_COLUMNS], float32;
     the right side may be bfloat16 or int8. Strides count elements."""
-    vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # limited by the number of registers
-    numbers = ir.VectorType(F32, 16)
 
     @intrinsic
     def tile(
@@ -292,31 +291,8 @@ def f32_tile(rows: int) -> Any:
         depth: Any,
         like: Any,  # an element of the right side, for its type
     ) -> Any:
-        size = like.bitwidth // 8
-
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
-            sums, sums_stride, left, left_stride, right, right_stride, depth, _like = args
-            fused = multiply_add(b, 16)
-            sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
-            right_bytes = b.mul(right_stride, I64(size))
-            for first in range(0, F32_COLUMNS // 16, vectors_at_once):
-                vectors = range(first, first + vectors_at_once)
-                places = [
-                    [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), I64(64 * vector)) for vector in vectors]
-                    for row in range(rows)
-                ]
-                total = [[cgutils.alloca_once_value(b, load(b, place, numbers, 4)) for place in row] for row in places]
-                with cgutils.for_range(b, depth) as loop:
-                    start = b.add(right, b.mul(right_bytes, loop.index))
-                    columns = [_load_numbers(b, b.add(start, I64(16 * size * vector)), size) for vector in vectors]
-                    for row in range(rows):
-                        address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
-                        number = splat(b, load(b, address, F32, 4), 16)
-                        for column, one in zip(columns, total[row], strict=True):
-                            b.store(b.call(fused, [number, column, b.load(one)]), one)
-                for row_total, row_places in zip(total, places, strict=True):
-                    for one, place in zip(row_total, row_places, strict=True):
-                        store(b, b.load(one), place, 4)
+            _add_products(b, rows, like.bitwidth // 8, args[:7], None)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7, like), generate
@@ -324,41 +300,141 @@ def f32_tile(rows: int) -> Any:
     return tile
 
 
-@intrinsic
-def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any, like: Any) -> Any:
-    """Compute sums [LANES]: the dot products of one row with LANES others of the type of `like` (float32,
-    bfloat16 or int8). `right_stride` counts elements, `depth` is a multiple of LANES."""
-    size = like.bitwidth // 8
+def f32_tile_ahead(rows: int) -> Any:
+    """Build a function like `f32_tile` that prefetches what lies `ahead` bytes behind the right side."""
+
+    @intrinsic
+    def tile(
+        _: Any,
+        sums: Any,
+        sums_stride: Any,
+        left: Any,
+        left_stride: Any,
+        right: Any,
+        right_stride: Any,
+        depth: Any,
+        ahead: Any,
+        like: Any,
+    ) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
+            _add_products(b, rows, like.bitwidth // 8, args[:7], args[7])
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 8, like), generate
+
+    return tile
+
+
+def _add_products(b: ir.IRBuilder, rows: int, size: int, args: Sequence[ir.Value], ahead: ir.Value | None) -> None:
+    sums, sums_stride, left, left_stride, right, right_stride, depth = args
+    vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # limited by the number of registers
+    numbers, fused = ir.VectorType(F32, 16), multiply_add(b, 16)
+    sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
+    right_bytes = b.mul(right_stride, I64(size))
+    for first in range(0, F32_COLUMNS // 16, vectors_at_once):
+        vectors = range(first, first + vectors_at_once)
+        places = [
+            [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), I64(64 * vector)) for vector in vectors]
+            for row in range(rows)
+        ]
+        total = [[cgutils.alloca_once_value(b, load(b, place, numbers, 4)) for place in row] for row in places]
+        with cgutils.for_range(b, depth) as loop:
+            start = b.add(right, b.mul(right_bytes, loop.index))
+            offsets = [16 * size * vector for vector in vectors]
+            columns = [_load_numbers(b, b.add(start, I64(offset)), size) for offset in offsets]
+            if ahead is not None:
+                for offset in offsets:
+                    if offset % 64 == 0:
+                        prefetch_line(b, b.add(b.add(start, ahead), I64(offset)))
+            for row in range(rows):
+                address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
+                number = splat(b, load(b, address, F32, 4), 16)
+                for column, one in zip(columns, total[row], strict=True):
+                    b.store(b.call(fused, [number, column, b.load(one)]), one)
+        for row_total, row_places in zip(total, places, strict=True):
+            for one, place in zip(row_total, row_places, strict=True):
+                store(b, b.load(one), place, 4)
+
+
+def dots_tile(rows: int) -> Any:
+    """Build a function for sums [rows, LANES]: the dot products of `rows` rows of float32 with LANES others of the type
+    of `like` (float32, bfloat16 or int8), each of which is loaded and widened once. Prefetches what lies `ahead` bytes
+    behind them. Strides count elements, `depth` is a multiple of LANES."""
+    # As many rows of the right side at a time as leave half of the registers to other numbers than sums.
+    limit = 16 if _FEATURES.get("avx512f") else 8
+    at_once = next(count for count in (16, 8, 4, 2, 1) if count * rows <= limit and count <= LANES)
     numbers = ir.VectorType(F32, LANES)
 
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-        sums, left, right, right_stride, depth, _like = args
-        fused = multiply_add(b, LANES)
-        totals = [cgutils.alloca_once_value(b, ir.Constant(numbers, None)) for _ in range(LANES)]
-        stride = b.mul(right_stride, I64(size))
-        with cgutils.for_range(b, b.udiv(depth, I64(LANES))) as loop:
-            x = load(b, b.add(left, b.mul(loop.index, I64(4 * LANES))), numbers, 4)
-            start = b.add(right, b.mul(loop.index, I64(size * LANES)))
-            for row, total in enumerate(totals):
-                y = _load_numbers(b, b.add(start, b.mul(stride, I64(row))), size, LANES)
-                b.store(b.call(fused, [x, y, b.load(total)]), total)
-        store(b, _sum_each(b, [b.load(total) for total in totals]), sums, 4)
-        return context.get_dummy_value()
+    @intrinsic
+    def tile(
+        _: Any,
+        sums: Any,
+        sums_stride: Any,
+        left: Any,
+        left_stride: Any,
+        right: Any,
+        right_stride: Any,
+        depth: Any,
+        ahead: Any,
+        like: Any,
+    ) -> Any:
+        size = like.bitwidth // 8
+        line = max(LANES, 64 // size)  # numbers in a cache line, or in a register if that is longer
 
-    return types.void(*[types.intp] * 5, like), generate
+        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+            sums, sums_stride, left, left_stride, right, right_stride, depth, ahead, _like = args
+            fused, nothing = multiply_add(b, LANES), ir.Constant(numbers, None)
+            lefts = [b.add(left, b.mul(left_stride, I64(4 * row))) for row in range(rows)]
+            stride = b.mul(right_stride, I64(size))
+            whole = b.udiv(depth, I64(line))
+            rest = b.udiv(b.urem(depth, I64(line)), I64(LANES))
+            found: list[list[ir.Value]] = [[] for _ in range(rows)]
+
+            def add(totals: list[list[ir.Value]], starts: list[ir.Value], place: ir.Value) -> None:
+                """Add the products of LANES numbers from `place` on."""
+                right_numbers = [_load_numbers(b, b.add(y, b.mul(place, I64(size))), size, LANES) for y in starts]
+                for address, row_totals in zip(lefts, totals, strict=True):
+                    x = load(b, b.add(address, b.mul(place, I64(4))), numbers, 4)
+                    for y, total in zip(right_numbers, row_totals, strict=True):
+                        b.store(b.call(fused, [x, y, b.load(total)]), total)
+
+            for first in range(0, LANES, at_once):
+                starts = [b.add(right, b.mul(stride, I64(first + place))) for place in range(at_once)]
+                totals = [[cgutils.alloca_once_value(b, nothing) for _ in starts] for _ in range(rows)]
+                for total in (total for row_totals in totals for total in row_totals):
+                    b.store(nothing, total)
+                with cgutils.for_range(b, whole) as loop:
+                    place = b.mul(loop.index, I64(line))
+                    for start in starts:
+                        prefetch_line(b, b.add(b.add(start, ahead), b.mul(place, I64(size))))
+                    for part in range(0, line, LANES):
+                        add(totals, starts, b.add(place, I64(part)))
+                with cgutils.for_range(b, rest) as loop:
+                    add(totals, starts, b.add(b.mul(whole, I64(line)), b.mul(loop.index, I64(LANES))))
+                for row, row_totals in enumerate(totals):
+                    found[row] += _add_pairwise(b, [b.load(total) for total in row_totals], LANES // 2)
+            for row, vectors in enumerate(found):
+                (total,) = _add_pairwise(b, vectors, LANES // 2 // at_once)
+                store(b, total, b.add(sums, b.mul(sums_stride, I64(4 * row))), 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 8, like), generate
+
+    return tile
 
 
-def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """Sum each of n vectors of n lanes into one vector, by pairwise reduction."""
-    lanes = width = len(vectors)
+def _add_pairwise(b: ir.IRBuilder, vectors: list[ir.Value], width: int) -> list[ir.Value]:
+    """Add halves of `width` lanes within pairs of vectors, then with half that width, until one vector is left. From n
+    vectors of n lanes, that makes one with the sum of each."""
     while len(vectors) > 1:
-        width //= 2
+        lanes = vectors[0].type.count
         low = [lane for first in range(0, 2 * lanes, 2 * width) for lane in range(first, first + width)]
         high = [lane + width for lane in low]
         vectors = [
             b.fadd(pick(b, x, y, low), pick(b, x, y, high)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
         ]
-    return vectors[0]
+        width //= 2
+    return vectors
 
 
 @intrinsic

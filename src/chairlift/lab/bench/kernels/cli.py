@@ -24,6 +24,7 @@ COLUMNS = (
     Column("Floor µs", lambda point: point.floor_seconds, ",.1f", factor=1e6),
     Column("Of floor", lambda point: point.share_of_floor, ".0%"),
     Column("GB/s", lambda point: point.work.bytes / point.seconds, ",.1f", factor=1e-9),
+    Column("Of bandwidth", lambda point: point.share_of_bandwidth, ".0%"),
     Column("GFLOP/s", lambda point: point.work.flops / point.seconds or None, ",.1f", factor=1e-9, missing=""),
 )
 
@@ -32,6 +33,7 @@ COLUMNS = (
     "kernels",
     "chairlift bench kernels",
     "chairlift bench kernels --quantization int8 --kernels products --rows 1,8,32",
+    "chairlift bench kernels --kernels attention --kv-dtype bfloat16 --batch 32 --contexts 300",
     "chairlift bench kernels --model-config qwen3-0.6b --device cuda --batch 1,64,256 --json result.json",
 )
 def bench_kernels(
@@ -51,7 +53,8 @@ def bench_kernels(
 
     The floor of a call is its memory traffic over the bandwidth or its
     arithmetic over the peak, whichever is longer, both measured in the same
-    run. On a CPU, the call from Python is part of the time; what kernels take
+    run. On a CPU, the call from Python is part of the time, for attention
+    once for all layers; what kernels take
     within a step is shown by chairlift profile.
     """
     from chairlift.engine.kv_dtype import kv_dtype

@@ -1,7 +1,8 @@
 """The speed of single kernels at the shapes of a model: products, attention, norms and sampling.
 
 Each is called for one layer after the other, as in a step, so that weights and keys come from memory and not from a
-cache. On a GPU the calls are captured and replayed, so that the time is that of the GPU and not of Python.
+cache. On a CPU, the attention of all layers is one call, as in a fused step. On a GPU the calls are captured and
+replayed, so that the time is that of the GPU and not of Python.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
+from chairlift.attention.paged.cpu import PagedCPUStep, as_array, score_of
 from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.attention.storage import bytes_per_number, narrowed
 from chairlift.core.sampling.params import SamplingParams
@@ -64,10 +67,15 @@ class KernelPoint:
     seconds: float  # of one call
     work: KernelWork
     floor_seconds: float  # for reading or computing, whichever takes longer
+    bandwidth: float  # bytes per second that were measured in the same run
 
     @property
     def share_of_floor(self) -> float:
         return self.floor_seconds / self.seconds
+
+    @property
+    def share_of_bandwidth(self) -> float:
+        return self.work.bytes / self.seconds / self.bandwidth
 
     def row(self) -> dict[str, Any]:
         return {
@@ -78,6 +86,7 @@ class KernelPoint:
             "floor_seconds": self.floor_seconds,
             "share_of_floor": self.share_of_floor,
             "bytes_per_second": self.work.bytes / self.seconds,
+            "share_of_bandwidth": self.share_of_bandwidth,
             "flops_per_second": self.work.flops / self.seconds,
         }
 
@@ -116,7 +125,7 @@ def measure_kernels(
                 case.work.bytes / ceilings.bytes_per_second,
                 case.work.flops / ceilings.flops_per_second,
             )
-            points.append(KernelPoint(kind, case.name, case.size, seconds, case.work, floor))
+            points.append(KernelPoint(kind, case.name, case.size, seconds, case.work, floor, ceilings.bytes_per_second))
     return points
 
 
@@ -207,6 +216,9 @@ def attention_case(
     q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
 
     def run() -> None:
+        if isinstance(attend, PagedCPUStep):
+            _attend_all_layers(attend, first, q, k, v)
+            return
         for layer in which:
             if isinstance(attend, FusedAttend):  # as it is called in a step
                 attend.from_projection(layer, qkv, q_norm=None, k_norm=None, eps=0.0, cos=None, sin=None)
@@ -215,6 +227,24 @@ def attention_case(
 
     work = attention_work(first, spans, kv_itemsize)
     return KernelCase(f"attention, {name}", size, run, count, work + KernelWork(bytes=2.0 * q.nbytes))
+
+
+def _attend_all_layers(attend: PagedCPUStep, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Run the attention of all layers in one call, as a fused step does."""
+    from chairlift.kernels.cpu.threads import the_team  # importing numba takes a while
+    from chairlift.lab.bench.kernels.cpu_layers import attend_layers
+
+    assert attend.storage.stacked is not None
+    the_team().run(
+        attend_layers,
+        *(side.contiguous().numpy() for side in (q, k, v)),
+        attend.layout.slot_mapping.numpy(),
+        *(as_array(side) for side in attend.storage.stacked),
+        attend.layout.tables.numpy(),
+        attend.work(layer),
+        score_of(layer, None),
+        np.empty((*q.shape[:2], layer.value_dim), dtype=np.float32),
+    )
 
 
 def _latent_call(

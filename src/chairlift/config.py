@@ -89,15 +89,16 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU.",
+        help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. With bfloat16 on a CPU, "
+        "weights and what they are multiplied with are bfloat16, all else is float32.",
         group=DEVICE,
         choices=("auto", *DTYPES),
     )
     quantization: str | None = option(
         "auto",
-        help="Format of the weights: int8 or int4 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a quantized "
-        "checkpoint on a GPU, and of a large GGUF file on a CPU; otherwise it uses int8 on a CPU where it is faster, "
-        "unless a dtype is given.",
+        help="Format of the weights: int8, int4 or bfloat16 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a "
+        "quantized checkpoint on a GPU, and of a large GGUF file on a CPU; otherwise it uses int8 on a CPU where it is "
+        "faster, unless a dtype is given.",
         group=DEVICE,
         choices=lambda: ("auto", *FORMATS.names()),
     )

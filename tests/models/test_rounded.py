@@ -14,13 +14,14 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
+from chairlift.engine import startup
 from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.models.decoder import Decoder
 from chairlift.runner.kv_storage import allocate_storage
 from tests.api.conftest import run_greedy
-from tests.models.checkpoints import CPU, VOCAB, load, make_reference, save
+from tests.models.checkpoints import CPU, VOCAB, load, make_reference, prompts, run_alone, save
 from tests.models.test_families import CONFIGS
 from tests.tiny import write_tiny_checkpoint
 
@@ -99,6 +100,39 @@ def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> 
     assert errors(fused, reference).max() < 0.1
     halved = run(rounded, "ragged", torch.bfloat16)
     assert 0 < errors(halved, fused).max() < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "cohere qk norm"])  # fused, not fused
+@torch.inference_mode()
+def test_bfloat16_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> None:
+    config = save(make_reference(CONFIGS[name]()), tmp_path)
+    exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="bfloat16")
+    assert isinstance(rounded, Decoder)
+    assert rounded.stack.is_one_kernel == (name in FUSED)
+    assert rounded.kv_dtype is torch.bfloat16
+    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
+    assert (fused - by_layers).abs().mean(dim=1).max() < 0.005 * reference.std()
+    # All that differs from torch's bfloat16 is more exact here.
+    (tokens,) = prompts(40)
+    expected, found, by_torch = (
+        run_alone(model, tokens).float() for model in (exact, rounded, load(tmp_path, config, dtype=torch.bfloat16))
+    )
+    assert 0 < (found - expected).abs().mean() < (by_torch - expected).abs().mean()
+
+
+def test_bfloat16_on_a_cpu_is_a_format_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else is float32, so that steps run in one kernel with our attention."""
+    monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
+    folder = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    config = EngineConfig(device="cpu", dtype="bfloat16", kv_memory="4MiB", attention="ragged", prefix_caching=False)
+    loaded = load_model(folder, config, progress=False)
+    model: Any = loaded.model
+    assert (model.quantization, model.dtype, model.kv_dtype) == ("bfloat16", torch.float32, torch.bfloat16)
+    prompts = [[5, 9, 3, 7], list(range(3, 60))]
+    together = run_greedy(start_engine(loaded, config).engine, prompts, 8).outputs
+    assert together == [run_greedy(start_engine(loaded, config).engine, [one], 8).outputs[0] for one in prompts]
+    with pytest.raises(InvalidParameter, match=r"quantization.*float32"):
+        load_model(folder, EngineConfig(device="cpu", dtype="float16", quantization="bfloat16"), progress=False)
 
 
 @torch.inference_mode()

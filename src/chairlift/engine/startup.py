@@ -130,6 +130,8 @@ def _build(
 ) -> CausalLM:
     """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
     device, dtype = torch_device(config), torch_dtype(config)
+    if quantization == "bfloat16" and dtype is torch.bfloat16:
+        dtype = torch.float32  # the format of the products; all else is more exact
 
     def build(store: WeightStore) -> CausalLM:
         lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
@@ -166,14 +168,16 @@ def _use_of_weights(model: CausalLM, quantization: str) -> str:
 
 def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
     """The configured quantization. By default that of the checkpoint on a GPU; on a CPU that of a large GGUF file, or
-    int8 where it is faster, unless a dtype is configured."""
+    int8 where it is faster, unless a dtype is configured. bfloat16 is a format of its own on a CPU."""
     if config.quantization not in (None, "auto"):
         return config.quantization
     if checkpoint.quantization is not None and on_gpu(torch_device(config)):
         obstacles = format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
         return "none" if obstacles else "checkpoint"
-    if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
+    if num_parameters < MIN_INT8_PARAMETERS:
         return "none"
+    if config.dtype != "auto":
+        return "bfloat16" if _has_bfloat16_products(config, checkpoint) else "none"
     blocks = _computes_blocks(config, checkpoint, num_parameters)
     if not blocks and format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):
         return "none"
@@ -192,6 +196,13 @@ def _check_head(config: EngineConfig, quantization: str) -> None:
     if quantization == "none":
         raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
     FORMATS.get(quantization).for_head(torch_dtype(config), torch_device(config), quantize=True)
+
+
+def _has_bfloat16_products(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Whether a model in bfloat16 runs on the CPU's own kernels; others run on torch's."""
+    if config.dtype != "bfloat16" or on_gpu(torch_device(config)) or not is_native(checkpoint.config):
+        return False
+    return not format_obstacles(checkpoint.config, "bfloat16", torch.float32, torch_device(config))
 
 
 def _computes_blocks(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> bool:

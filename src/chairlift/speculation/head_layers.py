@@ -27,6 +27,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import StoredEmbedding
+from chairlift.layers.formats.int8 import Int8Weight
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part
@@ -104,16 +105,18 @@ class DraftHead:
 
     def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
         """Where the layer's weights are packed if all drafts of a step can be one call of the fused CPU kernel."""
-        if not (self.target.stack.is_one_kernel and self.target.head_format.packs_tiles):
+        format = self.target.head_format
+        if not (self.target.stack.is_one_kernel and issubclass(format, Int8Weight)):
             return None
         from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
 
         first, own = self.target.attention_layers[0], self.layer.attention.layer
         stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
-        return LayerTiles(decoder, [self.layer]) if stored_alike and can_fuse(decoder) else None
+        return LayerTiles(decoder, [self.layer], format) if stored_alike and can_fuse(decoder) else None
 
     def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
         """A pass is so short that the calls around it count."""
+        from chairlift.kernels.cpu.int8 import PackedWeight
         from chairlift.models.stacks.fused_cpu import FusedCPULayers
         from chairlift.speculation.fused_head import FusedHead
 
@@ -121,8 +124,9 @@ class DraftHead:
         embedded = unit(self.target.embed(self.token_ids))
         mix, head = self.mix.weight.tiles, self.head.weight.tiles
         joint = None if self.joint is None else self.joint.weight.tiles
-        assert mix is not None
-        assert head is not None
+        assert isinstance(mix, PackedWeight)
+        assert isinstance(head, PackedWeight)
+        assert joint is None or isinstance(joint, PackedWeight)
         own = self.layer.attention.layer
         self._fused_head = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
 

@@ -12,12 +12,11 @@ import numpy as np
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
-from chairlift.kernels.cpu.blocks.rows import BlockRows
-from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
+from chairlift.kernels.cpu.int8 import Rows
 from chairlift.kernels.cpu.layer_math import Norms, gate_row, norm_row, stream_norm_row
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept
 from chairlift.kernels.cpu.threads import barrier, claim
-from chairlift.kernels.cpu.weights import StepRows, StepWeight, layer_of, round_into, times
+from chairlift.kernels.cpu.weights import StepRows, StepWeight, TileWeight, layer_of, round_into, times
 
 
 class Network(NamedTuple):
@@ -94,7 +93,7 @@ class Buffers(NamedTuple):
         head_dim: int,
         inner: int,
         gated: bool,
-        kind: type[Rows] | type[BlockRows] = Rows,
+        kind: type[StepRows] = Rows,
     ) -> Buffers:
         return cls(
             aligned((rows, heads + 2 * kv_heads, head_dim), np.float32),
@@ -204,15 +203,15 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
 
 
 @compiled_and_kept(FAST)
-def linear(shared: Any, members: int, x: Any, rows: Rows, weight: PackedWeight, bias: Any, out: Any) -> None:
+def linear(shared: Any, members: int, x: Any, rows: StepRows, weight: TileWeight, bias: Any, out: Any) -> None:
     """Compute out [T, channels] = x [T, depth] times weight, plus bias."""
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             break
-        round_row(x[row], rows, row)
+        round_into(x[row], rows, row)
     barrier(shared, members)
-    multiply(shared, rows, x.shape[0], weight, bias, False, out)
+    times(shared, members, rows, x.shape[0], weight, bias, False, out)
     barrier(shared, members)
 
 

@@ -10,13 +10,17 @@ import torch
 from numba.extending import overload
 from torch import Tensor
 
+from chairlift.kernels.cpu.bfloat16 import HalfRows, HalfWeight, multiply_halves, round_half_row
 from chairlift.kernels.cpu.blocks.product import PanelWeight, multiply_panels
 from chairlift.kernels.cpu.blocks.rows import BlockRows, round_block_row
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu.threads import the_team
 
-StepWeight = PackedWeight | PanelWeight
-StepRows = Rows | BlockRows
+TileWeight = PackedWeight | HalfWeight
+StepWeight = TileWeight | PanelWeight
+StepRows = Rows | HalfRows | BlockRows
+ROW_TYPES: dict[type[StepWeight], type[StepRows]] = {PackedWeight: Rows, HalfWeight: HalfRows, PanelWeight: BlockRows}
+_ROUND: dict[type[StepRows], Any] = {Rows: round_row, HalfRows: round_half_row, BlockRows: round_block_row}
 NO_BIAS = np.empty(0, dtype=np.float32)
 FEW_ROWS = 64  # at most this many are kept between products: allocating them takes longer than rounding one row
 
@@ -24,7 +28,7 @@ FEW_ROWS = 64  # at most this many are kept between products: allocating them ta
 class KeptRows:
     """The rounded rows of products with one weight."""
 
-    def __init__(self, kind: type[Rows] | type[BlockRows], depth: int) -> None:
+    def __init__(self, kind: type[StepRows], depth: int) -> None:
         self._kind, self._depth = kind, depth
         self._few: StepRows | None = None
 
@@ -61,7 +65,7 @@ def times(
 
 
 def round_into(values: Any, rows: StepRows, row: int) -> None:
-    """Quantize `values` [depth] float32 into a row."""
+    """Round `values` [depth] float32 into a row."""
     raise NotImplementedError("compiled code only")
 
 
@@ -69,6 +73,8 @@ def round_into(values: Any, rows: StepRows, row: int) -> None:
 def _layer_of(weight: Any, layer: Any) -> Any:
     if weight.instance_class is PackedWeight:
         return lambda weight, layer: PackedWeight(weight.numbers[layer], weight.scales[layer])
+    if weight.instance_class is HalfWeight:
+        return lambda weight, layer: HalfWeight(weight.numbers[layer])
     return lambda weight, layer: PanelWeight(weight.panels[layer])
 
 
@@ -78,12 +84,13 @@ def _times(shared: Any, members: Any, rows: Any, count: Any, weight: Any, bias: 
         return lambda shared, members, rows, count, weight, bias, adding, out: multiply(
             shared, rows, count, weight, bias, adding, out
         )
-    return lambda shared, members, rows, count, weight, bias, adding, out: multiply_panels(
+    product = multiply_halves if weight.instance_class is HalfWeight else multiply_panels
+    return lambda shared, members, rows, count, weight, bias, adding, out: product(
         shared, members, rows, count, weight, bias, adding, out
     )
 
 
 @overload(round_into, strict=False)
 def _round_into(values: Any, rows: Any, row: Any) -> Any:
-    rounded = round_row if rows.instance_class is Rows else round_block_row
+    rounded = _ROUND[rows.instance_class]
     return lambda values, rows, row: rounded(values, rows, row)

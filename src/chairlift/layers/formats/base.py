@@ -15,7 +15,7 @@ from chairlift.loading.stored_weight import StoredWeight
 from chairlift.loading.weight_cache.cache_file import PackedArray, PackedWeightArrays, UnusableCache
 
 if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.kernels.cpu.int8 import PackedWeight
+    from chairlift.kernels.cpu.weights import TileWeight
 
 
 class ScaledRows(NamedTuple):
@@ -53,7 +53,7 @@ class WeightFormat(ABC):
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
     looked_up = False  # `rows` is called: the weight is an embedding table
     restored = False  # its packed arrays come from a weight cache: what a checkpoint fills is ignored
-    tiles: PackedWeight | None = None
+    tiles: TileWeight | None = None
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         """`shared`: the tensor is also read elsewhere (a tied head and its embedding table)."""
@@ -247,7 +247,7 @@ class WeightFormat(ABC):
         """The weight [out, in] and, of 8-bit floats, the scale of each row; None if it does not lie in memory so."""
         return None if self.plain is None else (self.plain, None)
 
-    def pack_into(self, tiles: PackedWeight) -> None:
+    def pack_into(self, tiles: TileWeight) -> None:
         """Make `pack` use this memory; only with `packs_tiles`."""
         raise NotImplementedError
 

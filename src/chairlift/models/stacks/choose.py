@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from chairlift.layers.formats._tiled import TiledWeight
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
@@ -18,11 +19,11 @@ def choose_stack(
     batch_invariant: bool,
 ) -> LayerStack:
     """The fastest stack for the model. Called before the weights are filled."""
-    if format.packs_tiles:
+    if issubclass(format, TiledWeight):
         from chairlift.models.stacks import fused_cpu  # numba is slow to import
 
         if fused_cpu.can_fuse(parts.config):
-            return fused_cpu.FusedCPUStack(parts, fused_cpu.LayerTiles(parts.config, parts.layers))
+            return fused_cpu.FusedCPUStack(parts, fused_cpu.LayerTiles(parts.config, parts.layers, format))
         return PlainStack(parts, has_own_threads=True)
     if format.becomes_blocks(dtype, device):
         from chairlift.models.stacks import fused_cpu

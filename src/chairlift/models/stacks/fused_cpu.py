@@ -13,11 +13,11 @@ from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.blocks.product import PanelWeight
-from chairlift.kernels.cpu.blocks.rows import BlockRows
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
-from chairlift.kernels.cpu.int8 import PackedWeight, Rows
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
+from chairlift.kernels.cpu.weights import ROW_TYPES, TileWeight
+from chairlift.layers.formats._tiled import TiledWeight
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
@@ -119,21 +119,22 @@ class FusedCPUStack(LayerStack):
 
 
 class LayerTiles:
-    """The 8-bit weights of all layers, one behind the other, as the kernel reads them."""
+    """The weights of all layers, one behind the other, as the kernel reads them."""
 
     NAMES = ("qkv", "output", "gate_up", "down")
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], format: type[TiledWeight]) -> None:
         """The layers will be packed into these tiles."""
         layer, attention = config.layers[0], config.layers[0].only_attention
         queries = attention.num_heads * attention.head_dim
         both = 2 * attention.num_kv_heads * attention.head_dim
         count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
-        self.qkv = PackedWeight.empty(count, queries + both, hidden)
-        self.output = PackedWeight.empty(count, hidden, queries)
-        self.gate_up = PackedWeight.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
-        self.down = PackedWeight.empty(count, hidden, inner)
-        self._layers = layers
+        self._layers, self._format = layers, format
+        kind = format.tile_type()
+        self.qkv: TileWeight = kind.empty(count, queries + both, hidden)
+        self.output: TileWeight = kind.empty(count, hidden, queries)
+        self.gate_up: TileWeight = kind.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
+        self.down: TileWeight = kind.empty(count, hidden, inner)
         self._assign()
 
     def _assign(self) -> None:
@@ -162,7 +163,7 @@ class LayerTiles:
             return
         for name in self.NAMES:
             tiles = getattr(self, name)
-            setattr(self, name, tiles.replaced(store.keep(f"layers.{name}", "int8", tiles.arrays())))
+            setattr(self, name, tiles.replaced(store.keep(f"layers.{name}", self._format.name, tiles.arrays())))
         self._assign()
 
 
@@ -238,7 +239,7 @@ class FusedCPULayers:
         )
         self._layer = attentions[0].layer
         self._taps: Sequence[int] = ()  # those that `network.taps` has
-        self._row_type = Rows if isinstance(tiles, LayerTiles) else BlockRows
+        self._row_type = ROW_TYPES[type(tiles.qkv)]
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
         self._team = the_team()  # sized by torch's threads, which are reduced to one later

@@ -116,7 +116,7 @@ def multiply_panels(
     All threads of the team call this, with a `barrier` before and after.
     """
     panels = weight.panels
-    claims = _num_pieces(panels.shape[0], members)
+    claims = count_pieces(panels.shape[0], members)
     blocks = -(-count // ROWS_AT_ONCE)
     sums = np.empty((min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)
     row_stride, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
@@ -131,7 +131,7 @@ def multiply_panels(
         spans = rows.spans.ctypes.data + begin * span_stride
         if ordered != begin:
             outliers, ordered = by_column(rows, begin, size), begin
-        first, last = _piece(piece % claims, panels.shape[0], members)
+        first, last = piece_of(piece % claims, panels.shape[0], members)
         for panel in range(first, last):
             where = panels[panel]
             _call(
@@ -160,7 +160,7 @@ def _end_of_piece(index: int, first: int, panels: int, members: int) -> int:
 
 
 @compiled()
-def _num_pieces(panels: int, members: int) -> int:
+def count_pieces(panels: int, members: int) -> int:
     count, first = 0, 0
     while first < panels:
         first = _end_of_piece(count, first, panels, members)
@@ -169,7 +169,7 @@ def _num_pieces(panels: int, members: int) -> int:
 
 
 @compiled()
-def _piece(index: int, panels: int, members: int) -> Any:
+def piece_of(index: int, panels: int, members: int) -> Any:
     first, last = 0, 0
     for each in range(index + 1):
         first, last = last, _end_of_piece(each, last, panels, members)

@@ -1,0 +1,33 @@
+"""Weights in bfloat16 on the CPU. Products round activations to bfloat16; sums and all else are float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats._tiled import TiledWeight
+
+if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.bfloat16 import HalfWeight
+
+
+@FORMATS.register("bfloat16")
+class BFloat16Weight(TiledWeight):
+    name = "bfloat16"
+
+    @classmethod
+    def tile_type(cls) -> type[HalfWeight]:
+        from chairlift.kernels.cpu.bfloat16 import HalfWeight
+
+        return HalfWeight
+
+    @classmethod
+    def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        return out_features * in_features * 2
+
+    @staticmethod
+    def embedding(table: Tensor) -> Tensor:
+        return table.bfloat16()

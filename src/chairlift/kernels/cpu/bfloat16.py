@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.blocks.product import count_pieces, piece_of
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, narrow
+from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled, compiled_and_kept, narrow
 from chairlift.kernels.cpu.simd import (
     F32,
     HAS_BF16,
@@ -186,6 +186,7 @@ def multiply_halves(
     tiles = weight.numbers.shape[0] // PANELS
     claims, blocks = count_pieces(tiles, members), -(-count // ROWS_AT_ONCE)
     sums = np.empty((MOST_ROWS, COLUMNS), dtype=np.float32)
+    numbers, weights, bias, out = borrowed(rows.numbers), borrowed(weight.numbers), borrowed(bias), borrowed(out)
     while True:
         piece = claim(shared, 1)
         if piece >= claims * blocks:
@@ -196,7 +197,7 @@ def multiply_halves(
         for tile in range(first, last):
             row = begin
             while row < end:
-                done = _one_tile(sums, rows.numbers, row, end - row, weight.numbers, tile)
+                done = _one_tile(sums, numbers, row, end - row, weights, tile)
                 _finish(sums, row, done, tile * COLUMNS, bias, adding, out)
                 row += done
 

@@ -22,9 +22,9 @@ COLUMNS = (
     Column("Batch", lambda point: point.size),
     Column("µs", lambda point: point.seconds, ",.1f", factor=1e6),
     Column("Floor µs", lambda point: point.floor_seconds, ",.1f", factor=1e6),
-    Column("Of floor", lambda point: point.share_of_floor, ".0%"),
+    Column("Of\nfloor", lambda point: point.share_of_floor, ".0%"),
     Column("GB/s", lambda point: point.work.bytes / point.seconds, ",.1f", factor=1e-9),
-    Column("Of bandwidth", lambda point: point.share_of_bandwidth, ".0%"),
+    Column("Of\nread", lambda point: point.share_of_bandwidth, ".0%"),
     Column("GFLOP/s", lambda point: point.work.flops / point.seconds or None, ",.1f", factor=1e-9, missing=""),
 )
 

@@ -89,8 +89,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. With bfloat16 on a CPU, "
-        "weights and what they are multiplied with are bfloat16, all else is float32.",
+        help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. With bfloat16 on "
+        "CPUs that have AVX512-BF16, weights and what they are multiplied with are bfloat16, all else is float32.",
         group=DEVICE,
         choices=("auto", *DTYPES),
     )

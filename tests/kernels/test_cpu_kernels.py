@@ -225,8 +225,6 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
 RESTRICTED = """
 import numpy as np
 from numba import njit
-from chairlift.attention.paged.cpu import as_array
-from chairlift.attention.storage import as_plain, narrowed, widened
 from chairlift.kernels.cpu import simd as cpu_simd
 
 isa = cpu_simd.find_instruction_set()

@@ -18,6 +18,7 @@ from chairlift.engine import startup
 from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.cpu import simd
 from chairlift.models.decoder import Decoder
 from chairlift.runner.kv_storage import allocate_storage
 from tests.api.conftest import run_greedy
@@ -123,6 +124,8 @@ def test_bfloat16_models_stay_close_to_full_precision(name: str, tmp_path: Path)
 def test_bfloat16_on_a_cpu_is_a_format_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All else is float32, so that steps run in one kernel with our attention."""
     monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
+    monkeypatch.setattr(simd, "HAS_BF16", True)
+    monkeypatch.setattr(simd, "HAS_AMX", False)
     folder = str(write_tiny_checkpoint(tmp_path / "tiny"))
     config = EngineConfig(device="cpu", dtype="bfloat16", kv_memory="4MiB", attention="ragged", prefix_caching=False)
     loaded = load_model(folder, config, progress=False)
@@ -133,6 +136,8 @@ def test_bfloat16_on_a_cpu_is_a_format_of_the_weights(tmp_path: Path, monkeypatc
     assert together == [run_greedy(start_engine(loaded, config).engine, [one], 8).outputs[0] for one in prompts]
     with pytest.raises(InvalidParameter, match=r"quantization.*float32"):
         load_model(folder, EngineConfig(device="cpu", dtype="float16", quantization="bfloat16"), progress=False)
+    monkeypatch.setattr(simd, "HAS_AMX", True)
+    assert load_model(folder, config, progress=False).model.quantization == "none", "torch's products are faster there"
 
 
 @torch.inference_mode()

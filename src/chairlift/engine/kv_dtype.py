@@ -12,7 +12,7 @@ from chairlift.models.base import CausalLM
 
 
 def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
-    """The configured dtype; by default that of the model, or bfloat16 where the weights are int8."""
+    """The configured dtype; by default that of the model, or bfloat16 where the weights are int8 or bfloat16."""
     if config.kv_dtype == "auto":
         return model.kv_dtype
     check_kv_dtype(config.kv_dtype, model.dtype, model.device)

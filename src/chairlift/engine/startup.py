@@ -202,6 +202,10 @@ def _has_bfloat16_products(config: EngineConfig, checkpoint: Checkpoint) -> bool
     """Whether a model in bfloat16 runs on the CPU's own kernels; others run on torch's."""
     if config.dtype != "bfloat16" or on_gpu(torch_device(config)) or not is_native(checkpoint.config):
         return False
+    from chairlift.kernels.cpu.simd import HAS_AMX, HAS_BF16  # importing numba takes a while
+
+    if not HAS_BF16 or HAS_AMX:  # torch's products are as fast or faster
+        return False
     return not format_obstacles(checkpoint.config, "bfloat16", torch.float32, torch_device(config))
 
 

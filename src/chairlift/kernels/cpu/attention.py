@@ -118,8 +118,9 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     total = num_tiles + num_pieces * shares
     item = claim(shared, 1)
     while item < total:
-        # Claim the next item now, to prefetch its first tile; but leave the last ones to threads that are free.
-        following = claim(shared, 1) if item + members < total else -1
+        # Claim the next piece now, to prefetch its first keys; but leave the last ones to threads that are free. Tiles
+        # are long, so that they are claimed one by one.
+        following = claim(shared, 1) if num_tiles <= item and item + members < total else -1
         if item < num_tiles:  # tiles first, the last one first: it has the longest context
             _attend_tile(
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out

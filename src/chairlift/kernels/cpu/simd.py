@@ -30,6 +30,7 @@ _TARGET = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU
 _FEATURES = {feature[1:]: feature[0] == "+" for feature in _TARGET.split(",") if feature}
 LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 lanes of a register
 HAS_BF16 = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512bf16"))
+HAS_AMX = bool(_FEATURES.get("amx-bf16"))
 
 
 @dataclass(frozen=True, slots=True)

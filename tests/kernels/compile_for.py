@@ -57,6 +57,7 @@ launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling
 from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.draft_inputs import draft_inputs
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
@@ -67,6 +68,7 @@ from chairlift.kernels.triton.latent import absorbed
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
+from chairlift.kernels.triton.likeliest import likeliest
 from chairlift.kernels.triton.products import invariant as invariant_products
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
@@ -329,6 +331,13 @@ def compile_recurrent() -> None:
         gated_norm(x[:, : heads * DIM].contiguous(), gate, norm, DIM, 1e-6, order)
 
 
+def compile_drafts() -> None:
+    scores, ids, found = torch.randn(4, VOCAB).to(BF16), torch.zeros(VOCAB, dtype=torch.int64), as_ints([0] * 4, CPU)
+    likeliest(scores, None, found, found.clone(), 8)
+    likeliest(scores, ids, found, found.clone(), 8)
+    draft_inputs(found, torch.randn(VOCAB, HIDDEN).to(BF16), 1.0, torch.randn(4, HIDDEN).to(BF16), 1e-6)
+
+
 def compile_sampling() -> None:
     ints, floats = torch.zeros(4, dtype=torch.int32), torch.ones(4)
     sampling.sample(
@@ -346,6 +355,7 @@ for compile_some in (
     compile_routing,
     compile_latent,
     compile_recurrent,
+    compile_drafts,
     compile_sampling,
 ):
     compile_some()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import WeightFormat, cpu_kernel_obstacles
 from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
@@ -33,14 +32,7 @@ class TiledWeight(WeightFormat):
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
-        found = []
-        if device.type != "cpu":
-            found.append(f"it is for the CPU, not for {device.type}")
-        if dtype is not torch.float32:
-            found.append(f"activations are float32 with it, not {dtype}")
-        if importlib.util.find_spec("numba") is None:
-            found.append("numba is not installed")
-        return found
+        return cpu_kernel_obstacles(dtype, device)
 
     def pack_into(self, tiles: TileWeight) -> None:
         self.tiles, self._owns_tiles = tiles, False

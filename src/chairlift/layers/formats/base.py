@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -263,6 +264,18 @@ class WeightRows:
     def copy_(self, source: Tensor | StoredWeight, /) -> None:
         if not self._weight.restored:
             self._weight.fill_rows(self._first, source)
+
+
+def cpu_kernel_obstacles(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why weights cannot be multiplied by the compiled CPU kernels."""
+    found = []
+    if device.type != "cpu":
+        found.append(f"it is for the CPU, not for {device.type}")
+    if dtype is not torch.float32:
+        found.append(f"activations are float32 with it, not {dtype}")
+    if importlib.util.find_spec("numba") is None:
+        found.append("numba is not installed")
+    return found
 
 
 def count_formats(weights: Sequence[WeightFormat]) -> str:

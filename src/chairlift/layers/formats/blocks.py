@@ -5,7 +5,6 @@ Blocks of a file are kept as they are. Weights in other forms become blocks of 8
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import WeightFormat, cpu_kernel_obstacles
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
 from chairlift.loading.weight_cache.cache_file import PackedArray
@@ -44,14 +43,7 @@ class BlockWeight(WeightFormat):
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
-        found = []
-        if device.type != "cpu":
-            found.append(f"it is for the CPU, not for {device.type}")
-        if dtype is not torch.float32:
-            found.append(f"activations are float32 with it, not {dtype}")
-        if importlib.util.find_spec("numba") is None:
-            found.append("numba is not installed")
-        return found
+        return cpu_kernel_obstacles(dtype, device)
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:

@@ -25,7 +25,7 @@ from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu.scalar_math import exp, narrow, widen
 from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
 from chairlift.kernels.cpu.threads import Team, barrier, claim, the_team
-from chairlift.kernels.cpu.weights import KeptRows, multiplied
+from chairlift.kernels.cpu.weights import multiplied
 from chairlift.speculation.proposers.ngram import NgramProposer
 
 torch = pytest.importorskip("torch")
@@ -76,11 +76,10 @@ def test_products_with_8_bit_weights(rows: int, depth: int, channels: int, biase
     bias = random.standard_normal(channels, dtype=np.float32) if biased else None
     packed = PackedWeight.empty(1, channels, depth).layer(0)
     packed.fill(weight)
-    kept = KeptRows(Rows, depth)
 
     def multiply(some: np.ndarray) -> np.ndarray:
         added = None if bias is None else torch.from_numpy(bias)
-        found: np.ndarray = multiplied(linear, torch.from_numpy(some), kept, packed, added, channels).numpy()
+        found: np.ndarray = multiplied(linear, torch.from_numpy(some), packed, added, channels).numpy()
         return found
 
     # The expected result of rounding to 8 bits, computed differently.
@@ -105,7 +104,7 @@ def test_a_non_finite_row_stays_so_and_affects_no_other() -> None:
     x[2] = 0.0
     packed = PackedWeight.empty(1, 16, 8).layer(0)
     packed.fill(np.ones((16, 8), dtype=np.float32))
-    found = multiplied(linear, torch.from_numpy(x), KeptRows(Rows, 8), packed, None, 16).numpy()
+    found = multiplied(linear, torch.from_numpy(x), packed, None, 16).numpy()
     assert np.allclose(found[0], 8.0)
     assert np.isnan(found[1]).all()
     assert (found[2] == 0).all()

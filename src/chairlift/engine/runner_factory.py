@@ -107,10 +107,10 @@ class RunnerFactory:
         if self.config.preemption != "recompute" and states is None:
             host_blocks = HostBlocks(storage, plan_host_slots(self.config.swap_memory, memory))
         runner: ModelRunner
-        if not self.attention.capabilities.captures and self.config.draft_graphs:
-            raise InvalidParameter("draft_graphs", "needs a GPU, and attention that can be captured there")
         if self.attention.capabilities.captures:
             runner = self._gpu_runner(storage, states, max_requests, proposer, host_blocks, step_bytes)
+        elif self.config.draft_graphs:
+            raise InvalidParameter("draft_graphs", "needs a GPU, and attention that can be captured there")
         else:
             runner = CPURunner(
                 self.model,

@@ -139,16 +139,19 @@ class ModelPasses:
     def first_pass(
         self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
     ) -> DraftPass:
-        return DraftPass(self._model.logits(self._model.hidden_states(tokens, positions, attend, last_rows).last), None)
+        return DraftPass(self._scores(tokens, positions, attend, last_rows), None)
 
     def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
-        return DraftPass(self._model.logits(self._model.hidden_states(tokens, positions, attend).last), None)
+        return DraftPass(self._scores(tokens, positions, attend), None)
 
     def drafted(self, request: Request, count: int) -> None:
         pass
 
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        return self._model.logits(self._model.hidden_states(batch.tokens, batch.positions, attend, last_rows).last)
+        return self._scores(batch.tokens, batch.positions, attend, last_rows)
+
+    def _scores(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        return self._model.logits(self._model.hidden_states(tokens, positions, attend, rows).last)
 
 
 def require_decoder(model: CausalLM, speculate: str) -> Decoder:

@@ -31,7 +31,7 @@ from chairlift.kernels.cpu.simd import (
     store,
 )
 from chairlift.kernels.cpu.threads import claim
-from chairlift.loading.weight_cache.cache_file import PackedArray
+from chairlift.loading.weight_cache.cache_file import PackedArray, replacing
 
 PAIR = 2  # adjacent columns of one channel: as many as one dot-product instruction adds
 PANELS, MOST_ROWS = (3, 8) if LANES == 16 else (1, 4)  # of a tile: as many sums as there are registers for
@@ -62,12 +62,7 @@ class HalfWeight(NamedTuple):
 
     def replaced(self, arrays: Sequence[PackedArray]) -> HalfWeight:
         """The same weight in another array; raises ValueError if that has another form."""
-        forms = [
-            [(each.label, each.values.dtype, each.values.shape) for each in side] for side in (arrays, self.arrays())
-        ]
-        if forms[0] != forms[1]:
-            raise ValueError("tiles do not fit")
-        return HalfWeight(arrays[0].values)
+        return HalfWeight(*replacing(self.arrays(), arrays))
 
     def fill(self, weight: np.ndarray) -> None:
         """Round and pack `weight` [channels, depth] float32."""

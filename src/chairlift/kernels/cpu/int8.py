@@ -27,7 +27,7 @@ from chairlift.kernels.cpu.simd import (
     tile_finisher,
 )
 from chairlift.kernels.cpu.threads import claim
-from chairlift.loading.weight_cache.cache_file import PackedArray
+from chairlift.loading.weight_cache.cache_file import PackedArray, replacing
 
 ISA = find_instruction_set()
 ROWS, PANELS = ISA.rows, ISA.panels
@@ -73,12 +73,7 @@ class PackedWeight(NamedTuple):
 
     def replaced(self, arrays: Sequence[PackedArray]) -> PackedWeight:
         """The same weight in other arrays; raises ValueError if they have another form."""
-        forms = [
-            [(each.label, each.values.dtype, each.values.shape) for each in side] for side in (arrays, self.arrays())
-        ]
-        if forms[0] != forms[1]:
-            raise ValueError("tiles do not fit")
-        return PackedWeight(*(array.values for array in arrays))
+        return PackedWeight(*replacing(self.arrays(), arrays))
 
     def fill(self, weight: np.ndarray) -> None:
         """Quantize and pack `weight` [channels, depth] float32."""

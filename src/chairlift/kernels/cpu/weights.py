@@ -25,31 +25,28 @@ NO_BIAS = np.empty(0, dtype=np.float32)
 FEW_ROWS = 64  # at most this many are kept between products: allocating them takes longer than rounding one row
 
 
-class KeptRows:
-    """The rounded rows of products with one weight."""
-
-    def __init__(self, kind: type[StepRows], depth: int) -> None:
-        self._kind, self._depth = kind, depth
-        self._few: StepRows | None = None
-
-    def room_for(self, rows: int) -> StepRows:
-        """Memory for at least this many rows, which the next call may return again."""
-        if rows > FEW_ROWS:
-            return self._kind.empty(rows, self._depth)
-        if self._few is None or len(self._few.numbers) < rows:
-            self._few = self._kind.empty(rows, self._depth)
-        return self._few
+_few_rows: dict[tuple[type[StepWeight], int], StepRows] = {}  # by depth; the team computes one product at a time
 
 
 def multiplied(
-    kernel: Callable[..., None], x: Tensor, kept: KeptRows, weight: StepWeight, bias: Tensor | None, out_features: int
+    kernel: Callable[..., None], x: Tensor, weight: StepWeight, bias: Tensor | None, out_features: int
 ) -> Tensor:
     """Multiply x [..., depth] float32 by a weight with `kernel`; returns [..., out_features]."""
     flat = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
     out = np.empty((len(flat), out_features), dtype=np.float32)
     added = NO_BIAS if bias is None else bias.numpy()
-    the_team().run(kernel, flat, kept.room_for(len(flat)), weight, added, out)
+    the_team().run(kernel, flat, _room_for(type(weight), *flat.shape), weight, added, out)
     return torch.from_numpy(out.reshape(*x.shape[:-1], out_features))
+
+
+def _room_for(weight: type[StepWeight], rows: int, depth: int) -> StepRows:
+    """Memory for at least this many rounded rows, which the next call may return again."""
+    if rows > FEW_ROWS:
+        return ROW_TYPES[weight].empty(rows, depth)
+    kept = _few_rows.get((weight, depth))
+    if kept is None or len(kept.numbers) < rows:
+        kept = _few_rows[weight, depth] = ROW_TYPES[weight].empty(rows, depth)
+    return kept
 
 
 def layer_of(weight: StepWeight, layer: int) -> StepWeight:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from chairlift.layers.formats.base import WeightFormat, cpu_kernel_obstacles
 from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.kernels.cpu.weights import KeptRows, TileWeight
+    from chairlift.kernels.cpu.weights import TileWeight
 
 
 class TiledWeight(WeightFormat):
@@ -24,11 +23,6 @@ class TiledWeight(WeightFormat):
     devices = ("cpu",)
 
     _owns_tiles = True  # they are not part of the tiles of all layers
-    _rows: KeptRows | None = None
-
-    @classmethod
-    @abstractmethod
-    def tile_type(cls) -> type[TileWeight]: ...
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -62,9 +56,7 @@ class TiledWeight(WeightFormat):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from chairlift.kernels.cpu.decoder import linear
-        from chairlift.kernels.cpu.weights import ROW_TYPES, KeptRows, multiplied
+        from chairlift.kernels.cpu.weights import multiplied
 
         assert self.tiles is not None
-        if self._rows is None:
-            self._rows = KeptRows(ROW_TYPES[type(self.tiles)], self.in_features)
-        return multiplied(linear, x, self._rows, self.tiles, bias, self.out_features)
+        return multiplied(linear, x, self.tiles, bias, self.out_features)

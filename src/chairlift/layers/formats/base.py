@@ -45,7 +45,7 @@ class WeightFormat(ABC):
     keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # where it can be used
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
-    packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
+    packs_tiles: ClassVar[bool] = False  # it has `tile_type`, `pack_into` and `tiles`, which fused CPU kernels multiply
     keeps_blocks: ClassVar[bool] = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
     most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`
     fuses_invariantly: ClassVar[bool] = False  # if `batch_invariant`, `fused` does so for any number of rows
@@ -247,6 +247,11 @@ class WeightFormat(ABC):
     def row_major(self) -> tuple[Tensor, Tensor | None] | None:
         """The weight [out, in] and, of 8-bit floats, the scale of each row; None if it does not lie in memory so."""
         return None if self.plain is None else (self.plain, None)
+
+    @classmethod
+    def tile_type(cls) -> type[TileWeight]:
+        """The tiles of the fused CPU kernels; only with `packs_tiles`."""
+        raise NotImplementedError
 
     def pack_into(self, tiles: TileWeight) -> None:
         """Make `pack` use this memory; only with `packs_tiles`."""

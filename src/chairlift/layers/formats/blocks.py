@@ -20,7 +20,6 @@ from chairlift.loading.weight_cache.cache_file import PackedArray
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.blocks.product import PanelWeight
-    from chairlift.kernels.cpu.weights import KeptRows
 
 PANEL = 16  # output channels that are stored together
 GROUP = 32  # columns of the smallest blocks
@@ -39,7 +38,6 @@ class BlockWeight(WeightFormat):
         super().__init__(weight, shared=shared)
         self._parts: list[tuple[str, np.ndarray]] = []  # the kind and the panels of each part, in order
         self._panels: PanelWeight | None = None
-        self._rows: KeptRows | None = None
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -135,12 +133,9 @@ class BlockWeight(WeightFormat):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from chairlift.kernels.cpu.blocks.product import linear_panels
-        from chairlift.kernels.cpu.blocks.rows import BlockRows
-        from chairlift.kernels.cpu.weights import KeptRows, multiplied
+        from chairlift.kernels.cpu.weights import multiplied
 
-        if self._rows is None:
-            self._rows = KeptRows(BlockRows, self.in_features)
-        return multiplied(linear_panels, x, self._rows, self.panels, bias, self.out_features)
+        return multiplied(linear_panels, x, self.panels, bias, self.out_features)
 
 
 def _kinds() -> frozenset[str]:

@@ -49,6 +49,14 @@ class PackedArray:
     values: NDArray[Any]
 
 
+def replacing(own: Sequence[PackedArray], others: Sequence[PackedArray]) -> list[NDArray[Any]]:
+    """The values of other arrays of a weight; raises ValueError if they have another form than its own."""
+    forms = [[(each.label, each.values.dtype, each.values.shape) for each in side] for side in (own, others)]
+    if forms[0] != forms[1]:
+        raise ValueError("tiles do not fit")
+    return [array.values for array in others]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeightArrays:
     """The arrays of one weight, and the name of its format."""

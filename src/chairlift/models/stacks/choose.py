@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from chairlift.layers.formats._tiled import TiledWeight
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
@@ -19,7 +18,7 @@ def choose_stack(
     batch_invariant: bool,
 ) -> LayerStack:
     """The fastest stack for the model. Called before the weights are filled."""
-    if issubclass(format, TiledWeight):
+    if format.packs_tiles:
         from chairlift.models.stacks import fused_cpu  # numba is slow to import
 
         if fused_cpu.can_fuse(parts.config):

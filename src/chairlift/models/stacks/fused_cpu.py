@@ -17,7 +17,7 @@ from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.kernels.cpu.weights import ROW_TYPES, TileWeight
-from chairlift.layers.formats._tiled import TiledWeight
+from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
@@ -123,7 +123,7 @@ class LayerTiles:
 
     NAMES = ("qkv", "output", "gate_up", "down")
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], format: type[TiledWeight]) -> None:
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], format: type[WeightFormat]) -> None:
         """The layers will be packed into these tiles."""
         layer, attention = config.layers[0], config.layers[0].only_attention
         queries = attention.num_heads * attention.head_dim

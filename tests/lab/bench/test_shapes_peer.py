@@ -66,6 +66,7 @@ def test_the_peer_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
         "enable_prefix_caching": True,
         "quantization": None,
         "kv_cache_dtype": "auto",
+        "gdn_prefill_backend": "triton",  # flashinfer is not installed
     }
     assert logged[1] == ["gpus", ""]
     first, warm_up, decode, _, prefill = (content for kind, content in logged[2:] if kind == "asked")

@@ -108,7 +108,7 @@ def invariant_splits(columns: int, depth: int, gated: bool) -> int:
 def choose_invariant_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
     """The best of three to six tilings per product of the Qwen3-0.6B and Llama-3-8B shapes with 1, 32, 128 and 8,192
     rows on an H200, each in a graph of itself over different weights; with 33 to 64 rows those of `choose_tiling`.
-    Small weights with up to 32 rows, but for split sums: by whole steps."""
+    Small weights with up to 32 rows: by whole steps, but for split sums of up to 16 rows."""
     splits = invariant_splits(columns, depth, gated)
     small = columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS
     if rows > 256 and cdiv(rows, 128) * cdiv(columns, 128) >= PROGRAMS:
@@ -135,7 +135,7 @@ def _gated_tiling(rows: int, small: bool) -> ProductTiling:
         return ProductTiling(16, 64, 128, 1, 4, prefetch=256 if small else 0, described=True)
     if small:
         if rows <= 32:
-            return ProductTiling(32, 64, 128, 1, 3, prefetch=256, described=True)
+            return ProductTiling(32, 64, 128, 1, 4, prefetch=256, described=True)
         if rows <= 64:
             return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
         return ProductTiling(64, 64, 128, 1, 4, described=True)
@@ -147,10 +147,12 @@ def _gated_tiling(rows: int, small: bool) -> ProductTiling:
 def _small_tiling(rows: int, columns: int, splits: int) -> ProductTiling:
     if rows <= 16 and columns >= 4096:
         return ProductTiling(16, 64, 128, splits, 5, described=True)
+    if rows <= 16:
+        return ProductTiling(16, 32, 128, splits, 6, prefetch=256)
     if rows <= 32:
         if columns >= 4096:
-            return ProductTiling(32, 64, 128, splits, 5, prefetch=256, described=True)
-        return ProductTiling(16 if rows <= 16 else 32, 32, 128, splits, 6, prefetch=256)
+            return ProductTiling(32, 32, 128, splits, 6, prefetch=256, described=True)
+        return ProductTiling(32, 64, 128, splits, 4, prefetch=256, described=True)
     return ProductTiling(64, 32 if rows <= 64 else 64, 128, splits, 6, prefetch=256, described=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.start_timeline import StartTimeline
 from chairlift.runner.state_storage import allocate_states
 from chairlift.speculation.control.option import drafts_per_request
 from chairlift.speculation.control.proposer import Proposer
@@ -50,6 +51,7 @@ class RunnerFactory:
     max_model_len: int
     structured: StructuredOutput | None
     draft: LoadedProposer | None
+    timeline: StartTimeline = field(default_factory=StartTimeline)
 
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
@@ -121,6 +123,7 @@ class RunnerFactory:
                 host_blocks=host_blocks,
                 states=states,
             )
+        self.timeline.end("cache")
         return BuiltRunner(runner, memory, max_requests, proposer)
 
     def _measure_step(self, memory: MemoryPlan, max_requests: int) -> int:
@@ -129,10 +132,14 @@ class RunnerFactory:
         states = self._allocate_states(MIN_SLOTS)
         runner = self._gpu_runner(storage, states, max_requests, self._make_proposer(storage, repeatable=True))
         try:
+            runner.preparation.compile_generic()
+            self.timeline.end("kernels")
             return runner.measure_largest_step()
         except torch.OutOfMemoryError:
             problem = "a step of this many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None
+        finally:
+            self.timeline.end("memory")
 
     def _allocate(self, memory: MemoryPlan) -> KVStorage:
         dtype, device = kv_dtype(self.config, self.model), self.model.device

@@ -55,6 +55,7 @@ from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.progress import loading_progress
 from chairlift.runner.base import ModelRunner
+from chairlift.runner.start_timeline import StartTimeline
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.option import drafts_per_request, proposer_factory
 from chairlift.structured.compiler import GrammarCompiler
@@ -92,17 +93,26 @@ class StartedEngine:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
 
 
-def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
+def load_engine(
+    name: str, config: EngineConfig, *, progress: bool = True, timeline: StartTimeline | None = None
+) -> StartedEngine:
     """Download `name` if it is not cached, load it, and start an engine on it."""
+    timeline = timeline or StartTimeline()
     batch_requests(config)  # raises for contradictions before minutes of loading
-    return start_engine(load_model(name, config, progress=progress), config)
+    loaded = load_model(name, config, progress=progress, timeline=timeline)
+    return start_engine(loaded, config, timeline=timeline)
 
 
-def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
+def load_model(
+    name: str, config: EngineConfig, *, progress: bool = True, timeline: StartTimeline | None = None
+) -> LoadedModel:
     """Load a model and its tokenizer."""
+    timeline = timeline or StartTimeline()
     begun = time.perf_counter()
     check_kv_dtype(config.kv_dtype, torch_dtype(config), torch_device(config))
+    timeline.end("device")
     checkpoint, tokenizer = _open(name, config, progress=progress)
+    timeline.end("tokenizer")
     embedding = read_embedding_config(checkpoint)
     if not embedding.generates:  # the head is not used; this one needs no weights
         checkpoint.config["tie_word_embeddings"] = True
@@ -114,6 +124,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     quantization = _quantization(config, checkpoint, info.num_parameters)
     _check_head(config, quantization)
     model = _build(checkpoint, quantization, info.num_parameters, config, progress=progress)
+    timeline.end("weights")
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     if not is_native(checkpoint.config):
@@ -226,9 +237,14 @@ def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoin
 
 
 def start_engine(
-    loaded: LoadedModel, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    loaded: LoadedModel,
+    config: EngineConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    timeline: StartTimeline | None = None,
 ) -> StartedEngine:
     """Size the KV cache and assemble the engine, which takes all times from `clock`."""
+    timeline = timeline or StartTimeline()
     model = loaded.model
     check_recurrent_options(config, model)
     max_model_len = _max_model_len(config, model.max_len)
@@ -239,7 +255,8 @@ def start_engine(
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     reasoning = choose_reasoning(loaded.tokenizer.chat_template or "", config.reasoning_parser)
     structured = StructuredOutput(compiler, model.vocab_size, ThinkingBudgets(reasoning, loaded.tokenizer))
-    built = RunnerFactory(model, attention, config, max_model_len, structured, draft).build()
+    timeline.end("attention")
+    built = RunnerFactory(model, attention, config, max_model_len, structured, draft, timeline).build()
     runner, memory = built.runner, built.memory
     cost_model = CostModel()
     speculation = None
@@ -251,6 +268,7 @@ def start_engine(
             num_allowed=structured.num_allowed,
         )
     runner.warm_up()
+    timeline.end("warm_up")
     engine = Engine(
         _make_scheduler(config, built, cost_model, speculation),
         runner,

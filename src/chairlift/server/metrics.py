@@ -74,6 +74,7 @@ class Metrics:
         self.requests = counter("requests", "Completions, by finish reason", ("reason",))
         self.refused = counter("requests_refused", "Requests refused temporarily, by status", ("status",))
         self.rate_limited = counter("requests_rate_limited", "Requests refused for a key's limit", ("key", "limit"))
+        self.start_seconds = gauge("engine_start_seconds", "Time of the engine's last start, by phase", ("phase",))
         self.restarts = counter("engine_restarts", "Restarts of the engine process")
         self.worker_restarts = counter("worker_restarts", "Restarts of HTTP processes")
         self.recorder_faults = counter("dashboard_faults", "Failures of the dashboard's recorder")
@@ -135,6 +136,8 @@ class Metrics:
 
     def record_loaded(self, loaded: Loaded) -> None:
         self.kv_total.set(loaded.total_blocks)
+        for phase, seconds in loaded.start_seconds.items():
+            self.start_seconds.labels(phase).set(seconds)
 
     def record_restart(self) -> None:
         """Reset the gauges of an engine that died."""

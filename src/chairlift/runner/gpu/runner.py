@@ -294,9 +294,9 @@ class GPURunner(ModelRunner):
         """Bytes that the largest possible step takes beside weights and cache.
 
         It is computed for padding, without single tokens, which would add nothing but the time to compile their kernel.
-        What the host samples, and what a draft network keeps from step to step, is calculated.
+        What the host samples, and what a draft network keeps from step to step, is calculated. Its kernels should be
+        compiled (`StepPreparation.compile_generic`), or they are one by one.
         """
-        self.preparation.compile_generic()
         largest = self.largest_shape
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
         shape = replace(largest, singles=0, tiles=tiles)

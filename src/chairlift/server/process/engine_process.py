@@ -100,12 +100,19 @@ class EngineProcess:
     def _load(self) -> None:
         from chairlift.config import EngineConfig
         from chairlift.engine.startup import load_engine
+        from chairlift.runner.start_timeline import StartTimeline
 
-        started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
+        timeline = StartTimeline(self.settings.get("begun"))
+        timeline.end("imports")
+        config = EngineConfig(**self.settings["engine"])
+        started = load_engine(self.settings["model"], config, progress=False, timeline=timeline)
         self.engine = started.engine
         self.frames = FramePublisher(self.engine, self._send)
         scheduler = self.engine.scheduler
-        self._send(Loaded(self.engine.limits, scheduler.max_batch_requests, scheduler.kv.pool.num_blocks))
+        timeline.end("engine")
+        logging.getLogger("chairlift").debug(f"start      {timeline}")
+        seconds = timeline.seconds
+        self._send(Loaded(self.engine.limits, scheduler.max_batch_requests, scheduler.kv.pool.num_blocks, seconds))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats from a thread with its own socket: sockets are not thread-safe."""

@@ -55,6 +55,7 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
     limits: RequestLimits
     max_batch_requests: int
     total_blocks: int = 0  # of the KV cache
+    start_seconds: dict[str, float] = {}  # by phase of the start, in order
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):

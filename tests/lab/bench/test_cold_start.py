@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.bench.cold_start.run import ColdStart, ColdStartSettings, figures, folder_with_tokenizer
+from chairlift.lab.bench.cold_start.cli import phase_table
+from chairlift.lab.bench.cold_start.run import (
+    ColdStart,
+    ColdStartSettings,
+    figures,
+    folder_with_tokenizer,
+    start_phases,
+)
 from chairlift.lab.load.run import LoadRecord
 from tests.kernels.tiny_config import CONFIG
 
@@ -30,6 +37,25 @@ def test_figures_of_a_load() -> None:
     assert row["output_tokens_per_s"] == pytest.approx(12 / 9)
     with pytest.raises(ChairliftError, match="the server did not answer: HTTP 503"):
         figures([failed], ready=6.0, seconds=10.0)
+
+
+def test_phases_are_shown_in_their_order() -> None:
+    text = """# TYPE chairlift_engine_start_seconds gauge
+chairlift_engine_start_seconds{phase="imports"} 1.5
+chairlift_engine_start_seconds{phase="warm_up"} 0.25
+chairlift_engine_up 1.0
+"""
+    phases = start_phases(text)
+    assert list(phases.items()) == [("imports", 1.5), ("warm_up", 0.25)]
+    cold = {"start": "cold", "streams": 2, "ready_seconds": 2.0, "phase_seconds": {"imports": 1.0, "kernels": 3.0}}
+    warm = {"start": "warm", "streams": 1, "ready_seconds": 2.0, "phase_seconds": phases}
+    table = phase_table([cold, warm])
+    cells = [[column.cell(row) for column in table.columns] for row in table.rows]
+    assert [column.heading for column in table.columns][2:5] == ["imports", "kernels", "warm\nup"]
+    assert cells == [
+        ["cold", "2", "1.00", "3.00", "-", "4.00", "2.00"],
+        ["warm", "1", "1.50", "-", "0.25", "1.75", "2.00"],
+    ]
 
 
 def test_impossible_settings_are_refused() -> None:
@@ -61,4 +87,6 @@ def test_servers_are_loaded_from_their_start_with_an_empty_cache(tmp_path: Path)
         assert row["requests"] > 0
         assert row["failed"] == 0
         assert row["first_token_seconds"] > row["ready_seconds"] > 0
+        assert 0 < sum(row["phase_seconds"].values()) < row["ready_seconds"]
+        assert [*row["phase_seconds"]][:3] == ["imports", "device", "tokenizer"]
         assert row["ttft_max_ms"] >= row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0

@@ -65,9 +65,22 @@ def bench_cold_start(
     _ = settings.lengths  # raises if one is no range
     with _target(context, engine, shape, model_argument) as (model, options, name, vocabulary):
         rows = ColdStart(model, options, vocabulary, settings).run(note)
-    return BenchResult(
-        {"model": name} | asdict(settings) | {"engine": options}, rows, [Table(f"{name}: cold starts", COLUMNS, rows)]
-    )
+    tables = [Table(f"{name}: cold starts", COLUMNS, rows), phase_table(rows)]
+    return BenchResult({"model": name} | asdict(settings) | {"engine": options}, rows, tables)
+
+
+def phase_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Where the time until /ready went."""
+    phases = [*dict.fromkeys(phase for row in rows for phase in row["phase_seconds"])]
+    figures = [
+        {"start": row["start"], "streams": row["streams"]}
+        | {phase: row["phase_seconds"].get(phase) for phase in phases}
+        | {"sum": sum(row["phase_seconds"].values()), "ready": row["ready_seconds"]}
+        for row in rows
+    ]
+    columns = [Column(phase.replace("_", "\n"), phase, ".2f") for phase in (*phases, "sum", "ready")]
+    title = "seconds of the engine's start, from the start of its process to ready"
+    return Table(title, [Column("Start", "start"), Column("Streams", "streams"), *columns], figures)
 
 
 @contextmanager

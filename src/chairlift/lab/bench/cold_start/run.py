@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from chairlift.lab.report.progress import Note
 WARM_SECONDS = 5.0  # of load after the warm start, whose first token is what counts
 LAST_SHARE = 0.25  # of the load: the requests that show the steady state
 REQUEST_TIMEOUT = 600.0
+METRICS_SECONDS = 10.0  # for an answer of /metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,9 @@ class ColdStart:
         with local_server(self.model, self.options, max_waiting=MAX_WAITING, environment=variables) as server:
             ready = time.perf_counter() - begun
             records = asyncio.run(self._load(Address.parse(server.url), streams, seconds))
-        return {"start": start, "streams": streams, "ready_seconds": ready} | figures(records, ready, seconds)
+            phases = _start_phases(server.url)
+        row = {"start": start, "streams": streams, "ready_seconds": ready} | figures(records, ready, seconds)
+        return row | {"phase_seconds": phases}
 
     async def _load(self, address: Address, streams: int, seconds: float) -> list[LoadRecord]:
         http = HttpClient(address)
@@ -110,6 +115,18 @@ def figures(records: Sequence[LoadRecord], ready: float, seconds: float) -> dict
         "last_ttft_p50_ms": percentile(last, 50) if last else None,
         "output_tokens_per_s": sum(record.output_tokens for record in good) / max(record.end for record in good),
     }
+
+
+def _start_phases(url: str) -> dict[str, float]:
+    """The seconds of each phase of the engine's start, from the start of its process on."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_SECONDS) as response:
+        return start_phases(response.read().decode())
+
+
+def start_phases(metrics: str) -> dict[str, float]:
+    """The phases in the text of /metrics, in order."""
+    found = re.findall(r'^chairlift_engine_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    return {phase: float(seconds) for phase, seconds in found}
 
 
 @contextmanager

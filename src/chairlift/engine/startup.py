@@ -41,6 +41,7 @@ from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
+from chairlift.kernels.gpu_start import GPUStart
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
@@ -99,7 +100,10 @@ def load_engine(
     """Download `name` if it is not cached, load it, and start an engine on it."""
     timeline = timeline or StartTimeline()
     batch_requests(config)  # raises for contradictions before minutes of loading
+    libraries = GPUStart(torch_device(config), torch_dtype(config))
     loaded = load_model(name, config, progress=progress, timeline=timeline)
+    libraries.wait()
+    timeline.end("libraries")
     return start_engine(loaded, config, timeline=timeline)
 
 

@@ -1,0 +1,55 @@
+"""What is started beside the reading of the weights."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from chairlift.kernels import gpu_start
+from chairlift.kernels.gpu_start import GPUStart
+
+
+def test_a_gpu_is_waited_for_and_failures_are_left_to_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done = threading.Event(), list[object]()
+
+    def multiply(*given: object) -> None:
+        begun.wait(60)
+        done.append(given)
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(gpu_start, "_start_cublas", multiply)
+    monkeypatch.setattr(gpu_start, "_hash_triton", fail)
+    device = torch.device("cuda")
+    start = GPUStart(device, torch.bfloat16)
+    assert not done, "it runs beside what follows"
+    begun.set()
+    start.wait()
+    assert done == [(device, torch.bfloat16)]
+
+
+def test_a_cpu_has_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_start, "_attempt", lambda part: pytest.fail("something was started"))
+    GPUStart(torch.device("cpu"), torch.float32).wait()
+
+
+def test_tritons_key_is_computed_for_the_present_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached results are those that kernels of that architecture ask for."""
+    cache, compiler = pytest.importorskip("triton.runtime.cache"), pytest.importorskip("triton.compiler.compiler")
+    hashed: list[int] = []
+
+    class Backend:
+        def __init__(self, target: object) -> None:
+            self.target = target
+
+        def hash(self) -> None:
+            hashed.append(self.target.arch)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(cache, "triton_key", lambda: hashed.append(0))
+    monkeypatch.setattr(compiler, "make_backend", Backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu_start._hash_triton(torch.device("cuda"))
+    assert hashed == [0, 90]

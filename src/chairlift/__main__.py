@@ -1,5 +1,26 @@
-"""`python -m chairlift` is the command line."""
+"""The command `chairlift`, also `python -m chairlift`."""
 
-from chairlift.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+
+def main() -> None:
+    with _engine_process_ahead(sys.argv[1:]):
+        from chairlift.cli.main import main as run
+
+        run()
+
+
+def _engine_process_ahead(arguments: list[str]) -> AbstractContextManager[None]:
+    """For `chairlift serve`, start the engine's process before the command line is imported and read."""
+    if arguments[:1] != ["serve"] or {"-h", "--help"} & set(arguments):
+        return nullcontext()
+    from chairlift.server.process.early_start import engine_process_ahead
+
+    return engine_process_ahead()
+
+
+if __name__ == "__main__":
+    main()

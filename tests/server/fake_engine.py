@@ -24,7 +24,7 @@ from chairlift.server.process.messages import (
     encode,
 )
 
-settings = json.loads(sys.argv[-1])
+settings = json.loads(sys.stdin.readline() if "-" in sys.argv else sys.argv[-1])
 fault, notes = settings["model"].split("@")
 num_starts = len(Path(notes).read_text().splitlines())  # 0 for the first process
 with Path(notes).open("a") as file:

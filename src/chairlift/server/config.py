@@ -10,8 +10,8 @@ from typing import Any
 from chairlift.server.access.keys import KeySources
 from chairlift.server.http.listener import Certificate
 from chairlift.server.limits import Limits
+from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_client import Supervision
-from chairlift.server.process.engine_handle import ENGINE_MODULE
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import zmq.asyncio
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, TemporaryFailure
-from chairlift.server.process.engine_handle import ENGINE_MODULE, EngineHandle, spawn
+from chairlift.server.process.early_start import ENGINE_MODULE
+from chairlift.server.process.engine_handle import EngineHandle, spawn
 from chairlift.server.process.messages import (
     Cancel,
     DashboardFrame,

@@ -1,7 +1,8 @@
 """The engine process: receives requests from a socket, runs steps and reports their results.
 
 The front end starts it as `python -m chairlift.server.process.engine_process` with its settings as JSON in the first
-argument. It exits on a Shutdown message or when its parent process has exited.
+argument. With `- PID` instead (the process id of its parent), it imports torch first and reads the settings from its
+standard input (`early_start.py`). It exits on a Shutdown message or when its parent process has exited.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.machine.cuda_driver import create_context
 from chairlift.server.dashboard.frame_publisher import FramePublisher
-from chairlift.server.gc_tuning import freeze_loaded_objects
+from chairlift.server.gc_tuning import collection_paused, freeze_loaded_objects
+from chairlift.server.process.early_start import FROM_INPUT
 from chairlift.server.process.messages import (
     Cancel,
     FailedToLoad,
@@ -179,9 +184,39 @@ def _failure(error: Exception) -> FailedToLoad:
     return FailedToLoad(f"{type(error).__name__}: {error}")
 
 
+def _read_settings(arguments: Sequence[str]) -> dict[str, Any]:
+    """The settings of the first argument, or of the standard input; what loading needs is imported meanwhile."""
+    if arguments[0] != FROM_INPUT:
+        settings = _received(arguments[0])
+        _import_engine()
+        return settings
+    die_with_parent(int(arguments[1]))
+    found: list[dict[str, Any]] = []
+    reader = threading.Thread(target=lambda: found.extend(map(_received, sys.stdin.buffer)), daemon=True)
+    reader.start()
+    _import_engine()
+    reader.join()
+    if not found:
+        sys.exit(0)  # the command has ended without an engine
+    return found[0]
+
+
+def _import_engine() -> None:
+    with suppress(Exception), collection_paused():  # an error is reported when the model is loaded
+        import chairlift.engine.startup  # noqa: F401
+
+
+def _received(text: str | bytes) -> dict[str, Any]:
+    """Decode the settings. A GPU's context is created in a thread meanwhile, which takes a part of a second."""
+    settings: dict[str, Any] = json.loads(text)
+    device = settings["engine"].get("device", "auto")
+    threading.Thread(target=create_context, args=(device,), daemon=True).start()
+    return settings
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
-    settings = json.loads(sys.argv[1])
+    settings = _read_settings(sys.argv[1:])
     die_with_parent(settings["parent"])
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(settings["log_level"].upper())

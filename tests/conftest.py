@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.timeout(SLOW_TEST_TIMEOUT))
+
+
+def pytest_collection_finish() -> None:
+    """Speed up Triton's interpreter where a test module has imported it."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.interpreter import speed_up
+
+        speed_up()
 
 
 @pytest.fixture

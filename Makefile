@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
-# Two workers take whole files, so that each file sets up its model or server once.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two workers take whole files, so that each file sets up its model or server once. Bytecode is written even where the
+# environment forbids it: tests start many processes, which would all compile the sources again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve chat test test-all lint typecheck format bench options-page models-page clean
 .DEFAULT_GOAL := help

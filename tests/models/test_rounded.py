@@ -48,6 +48,8 @@ FUSED = [
 ]
 NOT_FUSED = ["llama wide heads, gelu", "cohere qk norm", "ministral3"]
 BLOCK = 4
+# The fused kernel is compiled for each type of the cache, which takes long. By default it is bfloat16.
+CACHES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 
 
 def empty_storage(model: Any, num_blocks: int, dtype: torch.dtype = torch.float32) -> KVStorage:
@@ -78,16 +80,17 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("name", [*FUSED, *NOT_FUSED])
 @torch.inference_mode()
-def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> None:
+def test_int8_models_stay_close_to_full_precision(name: str, cache: torch.dtype, tmp_path: Path) -> None:
     config = save(make_reference(CONFIGS[name]()), tmp_path)
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="int8")
     assert rounded.num_weight_bytes() < exact.num_weight_bytes()
     assert isinstance(rounded, Decoder)
     assert rounded.stack.is_one_kernel == (name in FUSED)
     assert rounded.has_own_threads
-    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
+    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged", cache), run(rounded, "bursted", cache)
     spread = reference.std()
     assert (run(exact, "bursted") - reference).abs().max() < 1e-4 * spread
 
@@ -98,20 +101,21 @@ def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> 
     # The integers are the same, but rounding may differ where sums differ in the last bit.
     assert errors(fused, by_layers).max() < 0.03
     assert errors(fused, reference).min() > 0
-    assert errors(fused, reference).max() < 0.1
-    halved = run(rounded, "ragged", torch.bfloat16)
-    assert 0 < errors(halved, fused).max() < 0.1
+    assert errors(fused, reference).max() < (0.1 if cache is torch.float32 else 0.11)  # the cache is rounded, too
+    if cache is torch.bfloat16:
+        assert 0 < errors(fused, run(rounded, "bursted", torch.float32)).max() < 0.1
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("name", ["qwen3", "cohere qk norm"])  # fused, not fused
 @torch.inference_mode()
-def test_bfloat16_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> None:
+def test_bfloat16_models_stay_close_to_full_precision(name: str, cache: torch.dtype, tmp_path: Path) -> None:
     config = save(make_reference(CONFIGS[name]()), tmp_path)
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="bfloat16")
     assert isinstance(rounded, Decoder)
     assert rounded.stack.is_one_kernel == (name in FUSED)
     assert rounded.kv_dtype is torch.bfloat16
-    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
+    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged", cache), run(rounded, "bursted", cache)
     assert (fused - by_layers).abs().mean(dim=1).max() < 0.005 * reference.std()
     # All that differs from torch's bfloat16 is more exact here.
     (tokens,) = prompts(40)
@@ -146,7 +150,7 @@ def test_requested_rows_of_a_long_context(tmp_path: Path) -> None:
     model = load(tmp_path, save(make_reference(CONFIGS[FUSED[0]]()), tmp_path), quantization="int8")
     backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
     length = 600
-    storage = empty_storage(model, length // BLOCK)
+    storage = empty_storage(model, length // BLOCK, torch.bfloat16)
     table = torch.arange(length // BLOCK, dtype=torch.int32)[None]
     tokens = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(4))
 
@@ -181,7 +185,7 @@ def test_int8_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", BACKENDS.names())
-@pytest.mark.parametrize("kv_dtype", ["auto", "float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("float32", marks=pytest.mark.slow), "int8"])
 def test_tokens_do_not_depend_on_other_rows(attention: str, kv_dtype: str, tmp_path: Path) -> None:
     """Bit for bit, because every row has its own scales."""
     try:

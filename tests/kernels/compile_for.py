@@ -55,7 +55,7 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling, vector
 from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.draft_inputs import draft_inputs
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
@@ -74,7 +74,6 @@ from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
-from chairlift.kernels.triton.vector import vector_product
 from chairlift.layers.microscaled import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch
@@ -83,7 +82,7 @@ from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_pr
 
 product.reads_ahead = lambda device: hopper
 invariant_products.tiles_agree = lambda dtype, device: True
-int4.has_asm = microscaled.has_asm = lambda device: True
+int4.has_asm = microscaled.has_asm = vector.has_asm = lambda device: True
 int4.reads_ahead = lambda device: hopper
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
@@ -153,16 +152,22 @@ def compile_products() -> None:
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)
         product.product(x, weight[:1], invariant=True)
-    x = torch.randn(1, HIDDEN).to(BF16)
-    fp8.pairs_of(x)
-    for gated in (False, True):
-        total = None if gated else torch.zeros(1, 2 * INNER, dtype=BF16)
-        vector_product(x, weight.to(FP8), torch.ones(2 * INNER), gated=gated, add_to=total)
+    fp8.pairs_of(torch.randn(1, HIDDEN).to(BF16))
     if capability >= 89:
+        compile_single_row()
         numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)
         if hopper:
             compile_pairs(weight.to(FP8))
         invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)
+
+
+def compile_single_row() -> None:
+    """Products of a row with weights in 8 bits, as deep as those of an 8B model."""
+    scales, down = torch.ones(512), 4096 if brief else 14336
+    for depth, gated, added in ((4096, False, False), (4096, True, False), (down, False, True)):
+        x, weight = torch.randn(1, depth).to(BF16), torch.zeros(512, depth).to(FP8)
+        squares, total = None if added else torch.ones(1, 1024), torch.zeros(1, 512, dtype=BF16) if added else None
+        vector.vector_product(x, weight, scales, squares=squares, eps=1e-6, gated=gated, add_to=total)
 
 
 def compile_pairs(weight: torch.Tensor) -> None:

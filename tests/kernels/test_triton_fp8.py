@@ -24,7 +24,7 @@ from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import rotate_and_store_
 from chairlift.kernels.triton.products.product import product
 from chairlift.kernels.triton.products.tiling import ProductTiling
-from chairlift.kernels.triton.vector import VectorTiling, vector_product
+from chairlift.kernels.triton.vector import MOST_STEPS, VectorTiling, choose_vector_tiling, vector_product
 from chairlift.layers.formats.base import ScaledRows
 from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, fp8_obstacles, multiply, round_rows
 from chairlift.models import build_model, format_obstacles
@@ -141,7 +141,15 @@ def eight_bit_case(rows: int, kind: str, device: torch.device) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])
 @pytest.mark.parametrize(
-    "tiling", [None, VectorTiling(8, 256, 3, 1, 4), VectorTiling(16, 256, 1, 3, 2), VectorTiling(4, 1024, 1, 1, 4)]
+    "tiling",
+    [
+        None,
+        VectorTiling(8, 256, 3, 1, 4),
+        VectorTiling(8, 128, 5, 1, 1, ahead=2),
+        VectorTiling(16, 256, 1, 3, 2),
+        VectorTiling(8, 128, 3, 2, 1, ahead=2),
+        VectorTiling(4, 1024, 1, 1, 4),
+    ],
 )
 def test_products_of_a_single_row(kind: str, tiling: VectorTiling | None, device: torch.device) -> None:
     x, weight, total, squares, expected = eight_bit_case(1, kind, device)
@@ -152,6 +160,41 @@ def test_products_of_a_single_row(kind: str, tiling: VectorTiling | None, device
     if added is not None:
         assert sums is not None
         assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)
+
+
+def test_a_single_row_with_a_bias(device: torch.device) -> None:
+    x, weight, bias, squares, expected = eight_bit_case(1, "plain", device)
+    found, _ = vector_product(x, *weight, squares=squares, eps=1e-6, bias=bias[0])
+    assert error(found, expected + bias.double()) < 1e-3
+
+
+def test_a_single_row_converts_every_number_exactly(device: torch.device) -> None:
+    """Each of the four numbers of a word."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)[:, None].repeat(1, 32)
+    numbers[[127, 255]] = 0  # NaN
+    weight = numbers.view(FP8)
+    for lane in range(4):
+        for dtype in (torch.float16, torch.bfloat16):
+            x = torch.zeros(1, 32, dtype=dtype, device=device)
+            x[0, 16 + lane] = 1.0
+            tiling = VectorTiling(256, 32, 1, 1, 4)
+            found, _ = vector_product(x, weight, torch.ones(256, device=device), tiling=tiling)
+            assert found[0].float().equal(weight[:, 0].float())
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("depth", [16, 528, 1024, 3072, 14336, 28672, 40000])
+def test_tiles_of_a_single_row_cover_the_depth(depth: int, added: bool, device: torch.device) -> None:
+    tiling = choose_vector_tiling(depth, gated=False, added=added)
+    assert tiling.steps <= MOST_STEPS
+    assert tiling.splits * tiling.steps * tiling.depth >= depth
+    torch.manual_seed(depth)
+    x = torch.randn(1, depth, device=device).half()
+    weight = round_rows(torch.randn(6, depth, device=device) / depth**0.5)
+    total = torch.randn(1, 6, device=device).half()
+    expected = x.double() @ (weight.numbers.double() * weight.scales.double()[:, None]).T
+    found, _ = vector_product(x, *weight, add_to=total.clone() if added else None)
+    assert error(found, expected + total.double() if added else expected) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])

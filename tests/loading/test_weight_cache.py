@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,43 @@ def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert all(array.values.flags.writeable for array in found[name].arrays)  # as compiled kernels expect them
     found["head"].arrays[0].values[:] = 0  # a copy of the page, not the file
     assert np.array_equal(read_cache(path, IDENTITY, 1)["head"].arrays[0].values, weights()["head"].arrays[0].values)
+
+
+def test_arrays_share_huge_pages(tmp_path: Path) -> None:
+    """Arrays that end and begin within a huge page are all there, and the file is no longer than its content."""
+    path, random = tmp_path / "file.weights", np.random.default_rng(0)
+    arrays = [random.integers(0, 256, size, dtype=np.uint8) for size in (5_000_000, 300, 2_097_152, 6_000_000)]
+    writer = CacheWriter(path, IDENTITY)
+    written = [
+        writer.add(str(n), PackedWeightArrays("int8", [PackedArray("a", one)]), 1) for n, one in enumerate(arrays)
+    ]
+    writer.finish()
+    found = read_cache(path, IDENTITY, 1)
+    for n, one in enumerate(arrays):
+        assert np.array_equal(written[n].arrays[0].values, one)
+        assert np.array_equal(found[str(n)].arrays[0].values, one)
+    assert path.stat().st_size < sum(map(len, arrays)) + 20_000
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+def test_mapped_weights_request_huge_pages(tmp_path: Path) -> None:
+    path = tmp_path / "file.weights"
+    writer = CacheWriter(path, IDENTITY)
+    kept = [writer.add(name, weight, 1) for name, weight in weights().items()]
+    requests = _requests_of_huge_pages("file.weights.partial")
+    assert requests
+    assert all(requests)
+    writer.finish()
+    del kept
+    found = read_cache(path, IDENTITY, 1)
+    assert _requests_of_huge_pages("file.weights") == [True]
+    del found
+
+
+def _requests_of_huge_pages(name: str) -> list[bool]:
+    """Of each mapping of a file of this name, whether it requests huge pages."""
+    regions = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    return ["hg" in region.rsplit("VmFlags:")[-1].split() for region in regions if region.split("\n")[0].endswith(name)]
 
 
 def test_every_damaged_byte_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     array | padding | array | ... | index (JSON) | magic, offset and length of the index, its SHA-256
 
-The arrays are mapped, so processes share their pages. A file is written under another name and renamed when it is
+The arrays are mapped, so processes share their pages, which are huge ones where the file system supports it: reading
+weights then misses the TLB less often. A file is written under another name and renamed when it is
 complete. It may still be damaged or old: whatever does not fit raises `UnusableCache`, and the caller packs the weights
 again.
 """
@@ -17,6 +18,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 MAGIC = b"chairlift-pack-1"
 TRAILER = struct.Struct("<16sQQ32s")
 PAGE = mmap.ALLOCATIONGRANULARITY
+HUGE_PAGE = 1 << 21
 MAX_INDEX_BYTES = 1 << 26
 MAX_DIMENSIONS = 6
 DTYPES = ("uint8", "float32")
@@ -85,8 +88,8 @@ class _Entry:
 def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, PackedWeightArrays]:
     """Map the weights of a file and check every byte of them."""
     try:
-        # Copy on write: pages are shared as long as they are only read, and arrays have the type of other arrays.
-        data = np.memmap(path, np.uint8, mode="c")
+        with path.open("rb") as file:
+            data = np.frombuffer(_mapped(file.fileno(), 0, 0), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise UnusableCache(str(error)) from None
     index, end = _read_index(data)
@@ -102,6 +105,15 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
     if checksums(arrays, num_threads) != expected:
         raise UnusableCache("its content does not match its checksums")
     return weights
+
+
+def _mapped(file: int, offset: int, num_bytes: int) -> mmap.mmap:
+    """Map a part of a file, zero bytes being all of it, and request huge pages before any page is read."""
+    # Copy on write: pages are shared as long as they are only read, and arrays have the type of other arrays.
+    mapped = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY, offset=offset)
+    with suppress(AttributeError, OSError):  # other systems, and kernels without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
 def _read_index(data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
@@ -160,18 +172,28 @@ class CacheWriter:
 
     def add(self, name: str, weight: PackedWeightArrays, num_threads: int) -> PackedWeightArrays:
         """Write the arrays of a weight; returns them as mapped from the file."""
-        entries = [self._write(array) for array in weight.arrays]
         sums = checksums([array.values for array in weight.arrays], num_threads)
-        final = [asdict(entry) | {"checksum": checksum} for entry, checksum in zip(entries, sums, strict=True)]
-        self._weights[name] = {"format": weight.format, "arrays": final}
-        return PackedWeightArrays(weight.format, [PackedArray(entry.label, self._map(entry)) for entry in entries])
+        entries, mapped = [], []
+        for array, checksum in zip(weight.arrays, sums, strict=True):
+            self._end = -(-self._end // PAGE) * PAGE
+            values = np.ascontiguousarray(array.values)
+            entry = _Entry(array.label, values.dtype.name, values.shape, self._end, checksum)
+            mapped.append(PackedArray(array.label, self._map(entry)))
+            self._put(memoryview(values.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+            entries.append(asdict(entry))
+        self._weights[name] = {"format": weight.format, "arrays": entries}
+        return PackedWeightArrays(weight.format, mapped)
 
-    def _write(self, array: PackedArray) -> _Entry:
-        self._end = -(-self._end // PAGE) * PAGE
-        values = np.ascontiguousarray(array.values)
-        entry = _Entry(array.label, values.dtype.name, values.shape, self._end, "")
-        self._put(memoryview(values.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
-        return entry
+    def _map(self, entry: _Entry) -> NDArray[Any]:
+        """Map the room of an array, before it is written: the pages of the file are then as large as they are mapped.
+        Huge pages at both ends of the array are mapped as a whole."""
+        begin = entry.offset // HUGE_PAGE * HUGE_PAGE
+        end = (entry.offset + entry.num_bytes) // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE
+        os.ftruncate(self._file, end)  # a hole for now
+        data = np.frombuffer(_mapped(self._file, begin, end - begin), np.uint8)
+        data[::HUGE_PAGE].max()  # read every huge page
+        at = entry.offset - begin
+        return data[at : at + entry.num_bytes].view(entry.dtype).reshape(entry.shape)
 
     def _put(self, data: memoryview) -> None:
         while data:
@@ -179,16 +201,13 @@ class CacheWriter:
             self._end += written
             data = data[written:]
 
-    def _map(self, entry: _Entry) -> NDArray[Any]:
-        mapped = mmap.mmap(self._file, entry.num_bytes, access=mmap.ACCESS_COPY, offset=entry.offset)
-        return np.frombuffer(mapped, entry.dtype).reshape(entry.shape)
-
     def finish(self) -> None:
         """Write the index and give the file its name."""
         index = json.dumps({"identity": self._identity, "weights": self._weights}).encode()
         offset = self._end
         self._put(memoryview(index))
         self._put(memoryview(TRAILER.pack(MAGIC, offset, len(index), hashlib.sha256(index).digest())))
+        os.ftruncate(self._file, self._end)
         os.close(self._file)
         self._partial.replace(self._path)
 

@@ -473,12 +473,12 @@ def prefetcher(writing: bool) -> Any:
     return prefetch
 
 
-def prefetch_line(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False) -> None:
-    """Prefetch into L1 for writing, and into L2, which holds a whole tile, for reading."""
+def prefetch_line(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False, near: bool = False) -> None:
+    """Prefetch into L1 if `near` or for writing, and else into L2, which holds a whole tile."""
     pointer = I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-    b.call(function, [b.inttoptr(address, pointer), I32(int(writing)), I32(3 if writing else 2), I32(1)])
+    b.call(function, [b.inttoptr(address, pointer), I32(int(writing)), I32(3 if writing or near else 2), I32(1)])
 
 
 prefetch, prefetch_to_write = prefetcher(writing=False), prefetcher(writing=True)

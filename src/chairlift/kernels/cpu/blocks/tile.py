@@ -26,12 +26,17 @@ from chairlift.kernels.cpu.simd import (
     load,
     multiply_add,
     pick,
+    prefetch_line,
     splat,
     store,
 )
 
 ISA = find_instruction_set()
 SPAN_BYTES = 16  # of what is known of 32 activations: scale, scale * sum, sums of both halves
+# A panel of a deep weight is larger than the L1 cache, so that every panel reads the rows from L2 again. With rows
+# prefetched this many bytes ahead, products of one row with 5632 columns of Q4_K are a fifth faster; with 64 or 256
+# bytes Q6_K is slower. Kinds of 8 bits read more of the panel for each row and are slower with any.
+AHEAD = 128
 
 BYTES, WORDS, NUMBERS = ir.VectorType(I8, 64), ir.VectorType(I32, PANEL), ir.VectorType(F32, PANEL)
 HALF_BYTES, HALF_SHORTS, HALF_WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
@@ -116,6 +121,10 @@ class _Tile:
             b.add(b.add(of.rows, b.mul(of.row_stride, I64(row))), b.mul(place, I64(COLUMNS)))
             for row in range(self.rows)
         ]
+        if kind.bits < 8:
+            for row, span in zip(rows, spans, strict=True):
+                prefetch_line(b, b.add(row, I64(AHEAD)), near=True)
+                prefetch_line(b, b.add(span, I64(AHEAD * SPAN_BYTES // COLUMNS)), near=True)
         for part in range(parts):
             scale = self._scale(b.add(scales, I64(part * PANEL)), factor)
             found = [self._start(span, part, parts) for span in spans]

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.blocks.kinds import KINDS, PANEL, BlockKind
 from chairlift.kernels.cpu.blocks.outliers import add_outliers, by_column
 from chairlift.kernels.cpu.blocks.rows import SPAN_BYTES, BlockRows, round_block_row
 from chairlift.kernels.cpu.blocks.tile import block_tile
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, kept_c_function
+from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled, compiled_and_kept, kept_c_function
 from chairlift.kernels.cpu.simd import I64, VNNI_512, find_instruction_set
 from chairlift.kernels.cpu.threads import barrier, claim
 
@@ -24,7 +25,12 @@ MOST_ROWS = 8 if ISA is VNNI_512 else 3  # of a tile: as many sums as there are 
 ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
 # Percent of the panels that the threads claim in one piece each: memory is read faster in long pieces. What is left is
 # claimed in ever smaller ones, so that all finish together.
-FIRST = 85
+FIRST = 92
+# Outliers read single columns, which ends the stream of memory that the prefetchers of the CPU follow: for one row of
+# 5632 columns that costs as much as a quarter of a panel. So they come after several panels that fit into the L2 cache.
+FEW_ROWS = 16  # with more, arithmetic takes most of the time
+L2_BYTES = 400_000
+COLUMN_BYTES = 10  # of a panel of Q4_K; at most 17
 ADDRESS, FUNCTION, UNITS = range(3)  # columns of `PanelWeight.panels`
 
 
@@ -44,7 +50,7 @@ class PanelWeight(NamedTuple):
 @cache
 def product_function(name: str) -> Any:
     """sums [count, PANEL] float32 = rows times one panel, as a C function: kernels call it by its address, so that a
-    kernel need not contain the code of all kinds of blocks."""
+    kernel need not contain the code of all kinds of blocks. With a count of 0, only outliers are multiplied."""
     kind, most = list(KINDS).index(name), MOST_ROWS
 
     def product(
@@ -82,29 +88,16 @@ def product_function(name: str) -> Any:
 
 
 @intrinsic
-def _call(
-    _: Any,
-    function: Any,
-    sums: Any,
-    rows: Any,
-    row_stride: Any,
-    spans: Any,
-    span_stride: Any,
-    columns: Any,
-    num_columns: Any,
-    outliers: Any,
-    units: Any,
-    panel: Any,
-    count: Any,
-) -> Any:
+def _call(_: Any, function: Any, arguments: Any) -> Any:
     """Call a product function by its address."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-        signature = ir.FunctionType(ir.VoidType(), [I64] * 11)
-        b.call(b.inttoptr(args[0], signature.as_pointer()), args[1:])
+        numbers = cgutils.unpack_tuple(b, args[1])
+        signature = ir.FunctionType(ir.VoidType(), [I64] * len(numbers))
+        b.call(b.inttoptr(args[0], signature.as_pointer()), numbers)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 12), generate
+    return types.void(types.intp, types.UniTuple(types.intp, len(arguments))), generate
 
 
 @compiled(FAST)
@@ -115,11 +108,12 @@ def multiply_panels(
 
     All threads of the team call this, with a `barrier` before and after.
     """
-    panels = weight.panels
+    panels, bias, out = borrowed(weight.panels), borrowed(bias), borrowed(out)
     claims = count_pieces(panels.shape[0], members)
     blocks = -(-count // ROWS_AT_ONCE)
-    sums = np.empty((min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)
-    row_stride, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
+    depth, span_stride = rows.numbers.shape[1], rows.spans.shape[1] * SPAN_BYTES
+    most = max(1, L2_BYTES // (COLUMN_BYTES * depth)) if count <= FEW_ROWS else 1
+    sums = np.empty((most * min(count, ROWS_AT_ONCE), PANEL), dtype=np.float32)  # never sliced: that is an atomic count
     outliers, ordered = by_column(rows, 0, 0), -1
     while True:
         piece = claim(shared, 1)
@@ -127,28 +121,31 @@ def multiply_panels(
             return
         begin = piece // claims * ROWS_AT_ONCE
         size = min(ROWS_AT_ONCE, count - begin)
-        left = rows.numbers.ctypes.data + begin * row_stride
+        left = rows.numbers.ctypes.data + begin * depth
         spans = rows.spans.ctypes.data + begin * span_stride
         if ordered != begin:
             outliers, ordered = by_column(rows, begin, size), begin
         first, last = piece_of(piece % claims, panels.shape[0], members)
-        for panel in range(first, last):
-            where = panels[panel]
-            _call(
-                where[FUNCTION],
-                sums.ctypes.data,
-                left,
-                row_stride,
-                spans,
-                span_stride,
-                outliers.columns.ctypes.data,
-                outliers.columns.shape[0],
-                outliers.outliers.ctypes.data,
-                where[UNITS],
-                where[ADDRESS],
-                size,
-            )
-            _finish(sums, size, begin, panel * PANEL, bias, adding, out)
+        found = outliers.columns.shape[0]
+        together = most if found > 0 else 1
+        for start in range(first, last, together):
+            end = min(start + together, last)
+            for panel in range(start, end):
+                to, where = sums.ctypes.data + (panel - start) * size * PANEL * 4, panels[panel]
+                _call(
+                    where[FUNCTION],
+                    (to, left, depth, spans, span_stride, 0, 0, 0, where[UNITS], where[ADDRESS], size),
+                )
+            if found > 0:
+                columns, numbers = outliers.columns.ctypes.data, outliers.outliers.ctypes.data
+                for panel in range(start, end):
+                    to, where = sums.ctypes.data + (panel - start) * size * PANEL * 4, panels[panel]
+                    _call(
+                        where[FUNCTION],
+                        (to, 0, 0, 0, 0, columns, found, numbers, where[UNITS], where[ADDRESS], 0),
+                    )
+            for panel in range(start, end):
+                _finish(sums, (panel - start) * size, size, begin, panel * PANEL, bias, adding, out)
 
 
 @compiled()
@@ -177,10 +174,11 @@ def piece_of(index: int, panels: int, members: int) -> Any:
 
 
 @compiled(FAST)
-def _finish(sums: Any, size: int, begin: int, first: int, bias: Any, adding: bool, out: Any) -> None:
+def _finish(sums: Any, top: int, size: int, begin: int, first: int, bias: Any, adding: bool, out: Any) -> None:
+    """Write `size` rows of sums from `top` to the rows from `begin` and the channels from `first`."""
     columns = min(PANEL, out.shape[1] - first)
     for i in range(size):
-        target, row = out[begin + i, first : first + columns], sums[i]
+        target, row = out[begin + i, first : first + columns], sums[top + i]
         if adding:
             for j in range(columns):
                 target[j] += row[j]

@@ -133,14 +133,19 @@ class Team:
         self._kernel: Callable[..., None] | None = None
         self._arguments: tuple[Any, ...] = ()
         self._failure: BaseException | None = None
-        self._starts: list[threading.Semaphore] = []
-        self._done = threading.Semaphore(0)
+        # Of each worker: released to start it, and by it when it is done. Plain locks, since the semaphores of Python
+        # are written in Python, which takes long with the caches full of weights.
+        self._starts: list[threading.Lock] = []
+        self._ends: list[threading.Lock] = []
 
     def _call_in(self) -> None:
         while len(self._starts) < self.size - 1:
-            start = threading.Semaphore(0)
-            threading.Thread(target=self._work, args=(start,), name="chairlift-kernel", daemon=True).start()
+            start, end = threading.Lock(), threading.Lock()
+            start.acquire()
+            end.acquire()
+            threading.Thread(target=self._work, args=(start, end), name="chairlift-kernel", daemon=True).start()
             self._starts.append(start)
+            self._ends.append(end)
 
     def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Run `kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
@@ -158,8 +163,8 @@ class Team:
                 self._fail()
                 raise
             finally:
-                for _ in range(started):
-                    self._done.acquire()
+                for end in self._ends[:started]:
+                    end.acquire()
                 self._kernel, self._arguments = None, ()
             if self._failure is not None:
                 raise self._failure
@@ -169,7 +174,7 @@ class Team:
         self._shared[CLAIMED // 8] = NOTHING_LEFT
         self._shared[BROKEN // 8] = 1
 
-    def _work(self, start: threading.Semaphore) -> None:
+    def _work(self, start: threading.Lock, end: threading.Lock) -> None:
         while True:
             start.acquire()
             try:
@@ -179,7 +184,7 @@ class Team:
                 self._failure = error
                 self._fail()
             finally:
-                self._done.release()
+                end.release()
 
 
 _team: Team | None = None

@@ -26,8 +26,8 @@ ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
 # Percent of the panels that the threads claim in one piece each: memory is read faster in long pieces. What is left is
 # claimed in ever smaller ones, so that all finish together.
 FIRST = 92
-# Outliers read single columns, which ends the stream of memory that the prefetchers of the CPU follow: for one row of
-# 5632 columns that costs as much as a quarter of a panel. So they come after several panels that fit into the L2 cache.
+# Outliers read single columns, which probably ends the stream that the prefetchers of the CPU follow: for one row of
+# 5632 columns it costs as much as a quarter of a panel. So they come after several panels, which fit into the L2 cache.
 FEW_ROWS = 16  # with more, arithmetic takes most of the time
 L2_BYTES = 400_000
 COLUMN_BYTES = 10  # of a panel of Q4_K; at most 17

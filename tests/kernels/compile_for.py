@@ -61,6 +61,7 @@ from chairlift.kernels.triton.draft_inputs import draft_inputs
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
+from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.invariant_decode import invariant_decode
@@ -108,12 +109,24 @@ def compile_attention() -> None:
         if cache is CACHES[-1] or not brief:
             run_decode(narrow, 0.1, None, None)
             run_prefill(prefill, 0.1, 64, 30.0, deep=True)
+    if hopper:
+        compile_long_chunks(prefill)
     for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
     run_decode(decode, 0.1, None, None)
     run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(None, None, 0.0, cos, cos))
     run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
+
+
+def compile_long_chunks(case: Any) -> None:
+    given: dict[str, Any] = {"tables": case.tables, "tile_queries": 128 // (HEADS // KV_HEADS), "scale": 0.1}
+    given["tile_chunk"], given["tile_offset"] = tiles_of(case, given["tile_queries"])
+    for name in ("slot", "row", "start", "count"):
+        given[f"chunk_{name}"] = as_ints(getattr(case, f"{name}s"), CPU)
+    keys, values = case.keys.to(BF16), case.values.to(BF16)
+    for sinks in (None,) if brief else (None, torch.zeros(HEADS)):
+        hopper_prefill_attention(case.q, keys, values, torch.empty_like(case.q), **given, sinks=sinks)
 
 
 def compile_invariant_attention(case: Any) -> None:

@@ -18,7 +18,16 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import add_rms_norm_, silu_mul
 from chairlift.kernels.triton.products.product import product
-from tests.kernels.attention_cases import TOLERANCE, error, make_case, reference, run_decode, run_prefill
+from tests.kernels.attention_cases import (
+    TOLERANCE,
+    AttentionCase,
+    error,
+    make_case,
+    reference,
+    run_decode,
+    run_hopper_prefill,
+    run_prefill,
+)
 from tests.kernels.test_triton_attention import test_decode_from_the_projection as check_fused_decode
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed
@@ -76,6 +85,48 @@ def test_attention(name: str, cache: str) -> None:
         for case, run in ((decode, run_decode), (prefill, run_prefill)):
             found = run(case, scale, window, softcap)
             assert error(found, reference(case, scale, window, softcap)) < TOLERANCE[dtype], (rows, run.__name__)
+
+
+# heads, KV heads, head size, tokens per block, dtype, sinks, tokens in the cache and new ones of each request
+HOPPER: dict[str, tuple[int, int, int, int, torch.dtype, bool, list[int], list[int]]] = {
+    "several": (32, 8, 128, 16, BF16, False, [0, 40, 1000, 0, 8191, 127, 128], [75, 9, 300, 2, 129, 1, 256]),
+    "a whole prompt": (32, 8, 128, 16, BF16, False, [0], [1000]),
+    "behind a context": (32, 8, 128, 16, BF16, False, [5001], [515]),
+    "many short": (32, 8, 128, 16, BF16, False, [0] * 40, [3 + 7 * i % 50 for i in range(40)]),
+    "seven heads of 64": (14, 2, 64, 16, BF16, False, [0, 300, 17], [700, 77, 5]),
+    "sinks": (64, 8, 64, 16, BF16, True, [0, 300], [300, 130]),
+    "float16, large blocks": (32, 8, 128, 128, FP16, False, [0, 500], [260, 131]),
+    "one head of keys": (16, 1, 128, 32, BF16, False, [7, 500], [260, 131]),
+    "no groups": (8, 8, 128, 64, BF16, False, [7, 500], [260, 131]),
+}
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+)
+@pytest.mark.parametrize("name", HOPPER)
+def test_prefill_on_hopper(name: str) -> None:
+    heads, kv_heads, dim, block_size, dtype, with_sinks, starts, counts = HOPPER[name]
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    case = make_case(starts, counts, dtype=dtype, device=DEVICE, **shape)
+    rows = torch.randn(len(case.q), heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    case.q = rows[:, :heads]  # as the projection leaves them
+    case.sinks = torch.randn(heads, device=DEVICE) if with_sinks else None
+    expected = reference(case, dim**-0.5, None, None)
+    spoil(case)
+    for _ in range(3):  # races differ from run to run
+        assert error(run_hopper_prefill(case, dim**-0.5), expected) < TOLERANCE[dtype]
+
+
+def spoil(case: AttentionCase) -> None:
+    """Fill what no token of the case has written to the cache with NaN."""
+    size = case.keys.shape[1]
+    written = torch.zeros(case.keys.shape[:2], dtype=torch.bool, device=DEVICE)
+    for slot, start, count in zip(case.slots, case.starts, case.counts, strict=True):
+        position = torch.arange(start + count, device=DEVICE)
+        written[case.tables[slot].long()[position // size], position % size] = True
+    for side in (case.keys, case.values):
+        side[~written] = float("nan")
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "smollm2-135m"])

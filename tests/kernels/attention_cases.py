@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
 from chairlift.kernels.triton.decode import Fresh, Scratch, decode_attention
+from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -147,32 +149,36 @@ def tiles_of(case: AttentionCase, queries: int) -> tuple[Tensor, Tensor]:
 def run_prefill(
     case: AttentionCase, scale: float, window: int | None, softcap: float | None, *, deep: bool = False
 ) -> Tensor:
+    out, given = _chunks(case)
+    limits: dict[str, Any] = {"window": window, "softcap": softcap, "chunk": case.chunk}
+    prefill_attention(case.q, case.keys, case.values, out, **given, **limits, scale=scale, deep=deep)
+    return out
+
+
+def run_hopper_prefill(case: AttentionCase, scale: float) -> Tensor:
+    out, given = _chunks(case)
+    hopper_prefill_attention(case.q, case.keys, case.values, out, **given, scale=scale)
+    return out
+
+
+def _chunks(case: AttentionCase) -> tuple[Tensor, dict[str, Any]]:
+    """Unwritten results, and the arguments that say which queries see which keys."""
     device = case.q.device
     _, heads, dim = case.q.shape
     queries = queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
     tile_chunk, tile_offset = tiles_of(case, queries)
-    out = torch.full_like(case.q, float("nan"))
-    prefill_attention(
-        case.q,
-        case.keys,
-        case.values,
-        out,
-        tables=case.tables,
-        tile_chunk=tile_chunk,
-        tile_offset=tile_offset,
-        tile_queries=queries,
-        chunk_slot=as_ints(case.slots, device),
-        chunk_row=as_ints(case.rows, device),
-        chunk_start=as_ints(case.starts, device),
-        chunk_count=as_ints(case.counts, device),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        chunk=case.chunk,
-        sinks=case.sinks,
-        deep=deep,
-    )
-    return out
+    given = {
+        "tables": case.tables,
+        "tile_chunk": tile_chunk,
+        "tile_offset": tile_offset,
+        "tile_queries": queries,
+        "chunk_slot": as_ints(case.slots, device),
+        "chunk_row": as_ints(case.rows, device),
+        "chunk_start": as_ints(case.starts, device),
+        "chunk_count": as_ints(case.counts, device),
+        "sinks": case.sinks,
+    }
+    return torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=device), given
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,6 @@ from chairlift.kernels.triton.draft_inputs import draft_inputs
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
-from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.invariant_decode import invariant_decode
@@ -79,7 +79,7 @@ from chairlift.layers.microscaled import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.interface import RecurrentBatch
 from chairlift.layers.recurrent.recurrence import RecurrenceRule
-from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
+from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_hopper_prefill, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper
 invariant_products.tiles_agree = lambda dtype, device: True
@@ -110,23 +110,15 @@ def compile_attention() -> None:
             run_decode(narrow, 0.1, None, None)
             run_prefill(prefill, 0.1, 64, 30.0, deep=True)
     if hopper:
-        compile_long_chunks(prefill)
+        long = replace(prefill, keys=prefill.keys.to(BF16), values=prefill.values.to(BF16))
+        for sinks in (None,) if brief else (None, torch.zeros(HEADS)):
+            run_hopper_prefill(replace(long, sinks=sinks), 0.1)
     for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
     run_decode(decode, 0.1, None, None)
     run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(None, None, 0.0, cos, cos))
     run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
-
-
-def compile_long_chunks(case: Any) -> None:
-    given: dict[str, Any] = {"tables": case.tables, "tile_queries": 128 // (HEADS // KV_HEADS), "scale": 0.1}
-    given["tile_chunk"], given["tile_offset"] = tiles_of(case, given["tile_queries"])
-    for name in ("slot", "row", "start", "count"):
-        given[f"chunk_{name}"] = as_ints(getattr(case, f"{name}s"), CPU)
-    keys, values = case.keys.to(BF16), case.values.to(BF16)
-    for sinks in (None,) if brief else (None, torch.zeros(HEADS)):
-        hopper_prefill_attention(case.q, keys, values, torch.empty_like(case.q), **given, sinks=sinks)
 
 
 def compile_invariant_attention(case: Any) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from chairlift.attention.paged.gpu import LARGE_STEP
 from chairlift.config import EngineConfig
 from chairlift.engine.kernel_cache import kernels_of_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, described_gpu, known_gpu, on_gpu
+from chairlift.runner.gpu.shapes import MIXED_BUCKETS
 from tests.kernels.test_compilation import without_interpreter
 from tests.kernels.tiny_config import CONFIG
 
@@ -47,6 +49,8 @@ for more in json.loads(sys.argv[2]):
         sampled = set(kernels.kernels_of(shapes.samples_of_all(), generic=True))
         every = [*map(shapes.decode, shapes.decode_buckets), *map(shapes.mixed, MIXED_BUCKETS)]
         missing = set(kernels.kernels_of(every, generic=True)) - sampled
+        hopper = [any("hopper" in spec.name for spec in kernels.kernels_of([shape])) for shape in every]
+        hopper = [shape.tokens for shape, found in zip(every, hopper) if shape.tiles and found]
         for singles, samples, longest, deepest in [(0, 0, 0, 0), (0, 2, 0, 9000), (3, 5, 9000, 0), (40, 130, 50, 9000)]:
             exact, captured = shapes.choose(
                 tokens=2300, chunks=singles + 4, singles=singles, tiles=40, samples=samples, updates=9,
@@ -54,7 +58,8 @@ for more in json.loads(sys.argv[2]):
             )
             assert not captured
             missing |= set(kernels.kernels_of([exact])) - set(kernels.kernels_of(shapes.stand_ins(exact)))
-    print(json.dumps([len(sampled), sorted(spec.name for spec in missing)]))
+        exact = [any("hopper" in spec.name for spec in kernels.kernels_of([exact]))]
+    print(json.dumps([len(sampled), sorted(spec.name for spec in missing), hopper + exact]))
 """
 
 
@@ -74,8 +79,11 @@ def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> 
     )
     assert run.returncode == 0, run.stderr
     found = [json.loads(line) for line in run.stdout.splitlines()[-len(formats) :]]
-    assert [missing for _, missing in found] == [[]] * len(formats)
-    assert all(8 <= count <= 20 for count, _ in found)
+    assert [missing for _, missing, _ in found] == [[]] * len(formats)
+    assert all(8 <= count <= 20 for count, _, _ in found)
+    # Large steps, captured or not, have the kernel for Hopper, unless the cache or the option rules it out.
+    large = [*(bucket for bucket in MIXED_BUCKETS if bucket >= LARGE_STEP), True]
+    assert [hopper for _, _, hopper in found] == [large, large, large, [False], [False]]
 
 
 def write_config(folder: Path, **changes: int) -> Path:

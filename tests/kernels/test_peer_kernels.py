@@ -57,11 +57,11 @@ def test_every_variant_computes_the_layer(
 
 
 @pytest.mark.parametrize("queries", [64, 256])
-@pytest.mark.parametrize("deep", [False, True])
-def test_attention_reads_the_pages(queries: int, deep: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("kernel", ["small tiles", "large tiles"])
+def test_attention_reads_the_pages(queries: int, kernel: str, device: torch.device) -> None:
     torch.manual_seed(0)
     prompt = attention.Prompt.random(256, queries, 4, 2, 32, torch.float16, device)
     out = torch.full_like(prompt.q, float("nan"))
-    attention.ours(prompt, attention.Pages.of(prompt, 16), out, deep=deep)()
+    attention.ours(attention.OURS[kernel], prompt, attention.Pages.of(prompt, 16), out)()
     rows = [0, 1, queries // 2, queries - 1]
     assert error(out[rows], attention.reference(prompt, rows)) < 2e-3

@@ -10,6 +10,8 @@ before.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
+from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 from tests.gpu.peers.timing import Report, Step, error, microseconds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -60,7 +63,14 @@ class Pages(NamedTuple):
         return cls(sides[0], sides[1], table.int()[None])
 
 
-def ours(prompt: Prompt, pages: Pages, out: Tensor, *, deep: bool) -> Step:
+OURS: dict[str, Callable[..., None]] = {
+    "small tiles": partial(prefill_attention, deep=False),
+    "large tiles": partial(prefill_attention, deep=True),
+    "for Hopper": hopper_prefill_attention,
+}
+
+
+def ours(kernel: Callable[..., None], prompt: Prompt, pages: Pages, out: Tensor) -> Step:
     device = prompt.q.device
     _, heads, dim = prompt.q.shape
     queries = queries_per_tile(heads, prompt.keys.shape[1], dim, prompt.q.dtype)
@@ -71,7 +81,7 @@ def ours(prompt: Prompt, pages: Pages, out: Tensor, *, deep: bool) -> Step:
         return torch.tensor([value], dtype=torch.int32, device=device)
 
     zero, start, count = number(0), number(prompt.start), number(len(prompt.q))
-    return lambda: prefill_attention(
+    return lambda: kernel(
         prompt.q,
         pages.keys,
         pages.values,
@@ -85,7 +95,6 @@ def ours(prompt: Prompt, pages: Pages, out: Tensor, *, deep: bool) -> Step:
         chunk_start=start,
         chunk_count=count,
         scale=dim**-0.5,
-        deep=deep,
     )
 
 
@@ -121,10 +130,8 @@ def variants(prompt: Prompt, out: Tensor) -> dict[str, Step]:
     for page in PAGES:
         pages = Pages.of(prompt, page)
         if page == PAGES[0]:
-            for deep in (False, True):
-                found[f"ours, blocks of {page}, {'large' if deep else 'small'} tiles"] = ours(
-                    prompt, pages, out, deep=deep
-                )
+            for name, kernel in OURS.items():
+                found[f"ours, blocks of {page}, {name}"] = ours(kernel, prompt, pages, out)
         try:
             found[f"FA3, blocks of {page}"] = flash(prompt, pages, out)
         except Exception as failure:

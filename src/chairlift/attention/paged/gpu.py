@@ -29,6 +29,7 @@ ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads 
 LATENT_QUERIES = 64  # tokens in a tile of queries of latent attention
 MAX_LATENT = 512  # dimensions: sums of latents are kept in registers
 LONG_CONTEXT = 8192  # tokens: longer ones are split into more parts, or read in larger tiles
+LARGE_STEP = 512  # rows of a step whose chunks the kernel for Hopper computes, where it can
 
 
 class PagedGPUAttention(AttentionBackend):
@@ -281,16 +282,24 @@ class PagedGPUStep(FusedAttend, LatentAttend):
             invariant_decode(q, keys, values, out, **given, scratch=scratch, tile_queries=queries)
 
     def _attended(self, layer: AttentionLayer, q: Tensor, sinks: Tensor | None) -> Tensor:
-        from chairlift.kernels.triton.attention import prefill_attention
-        from chairlift.kernels.triton.invariant_attention import invariant_attention
         from chairlift.kernels.triton.launch import empty_rows
 
-        batch = self.batch
         out = empty_rows(*q.shape, dtype=q.dtype, device=q.device)
-        if batch.num_single:
+        if self.batch.num_single:
             self._decode(layer, q, out, sinks)
-        if not len(batch.tile_chunk):
-            return out
+        if len(self.batch.tile_chunk):
+            self._prefill(layer, q, out, sinks)
+        return out
+
+    def _prefill(self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attention of the longer chunks."""
+        from chairlift.kernels.triton.attention import prefill_attention
+        from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention, obstacles
+        from chairlift.kernels.triton.invariant_attention import invariant_attention
+        from chairlift.kernels.triton.launch import tuned
+
+        batch = self.batch
+        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         given: dict[str, Any] = {
             "tables": batch.tables,
             "tile_chunk": batch.tile_chunk,
@@ -301,14 +310,17 @@ class PagedGPUStep(FusedAttend, LatentAttend):
             "chunk_start": batch.chunk_start,
             "chunk_count": batch.chunk_count,
             "scale": layer.scale,
-            "window": layer.window,
-            "softcap": layer.softcap,
-            "chunk": layer.chunk,
             "sinks": sinks,
         }
-        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
-        if self.backend.invariant_for is None:
-            prefill_attention(q, keys, values, out, **given, deep=batch.deep_chunks and _reads_far(layer))
+        limits: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap, "chunk": layer.chunk}
+        if self.backend.invariant_for is not None:
+            invariant_attention(q, keys, values, out, **given, **limits)
+        elif (
+            tuned()
+            and len(q) >= LARGE_STEP
+            and not obstacles(q, keys, values, tile_queries=batch.tile_queries, **limits)
+        ):
+            hopper_prefill_attention(q, keys, values, out, **given)
         else:
-            invariant_attention(q, keys, values, out, **given)
-        return out
+            deep = batch.deep_chunks and _reads_far(layer)
+            prefill_attention(q, keys, values, out, **given, **limits, deep=deep)

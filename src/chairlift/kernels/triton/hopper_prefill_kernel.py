@@ -60,7 +60,9 @@ def _give_turn(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _work(item, work, GROUP_PADDED: gl.constexpr):
-    """The key head, slot, first batch row, first position and number of queries of an item, and its key tiles."""
+    """The key head, slot, first batch row, first position and number of queries of an item, and its key tiles.
+
+    Padding has no key tiles."""
     tile_chunk, tile_offset, chunk_slot, chunk_row, chunk_start, chunk_count, num_tiles, kv_heads = work
     head = item % kv_heads
     tile = num_tiles - 1 - item // kv_heads  # later tiles of a prompt have longer contexts
@@ -69,9 +71,9 @@ def _work(item, work, GROUP_PADDED: gl.constexpr):
     offset = gl.load(tile_offset + tile)
     slot = gl.load(chunk_slot + chunk)
     row = gl.load(chunk_row + chunk) + offset
-    start = gl.where(found < 0, 0, gl.load(chunk_start + chunk) + offset)
-    count = gl.where(found < 0, 0, gl.minimum(gl.load(chunk_count + chunk) - offset, ROWS // GROUP_PADDED))
-    return head, slot, row, start, count, gl.maximum(gl.cdiv(start + count, KEYS), 1)
+    start = gl.load(chunk_start + chunk) + offset
+    count = gl.minimum(gl.load(chunk_count + chunk) - offset, ROWS // GROUP_PADDED)
+    return head, slot, row, start, count, gl.where(found < 0, 0, gl.cdiv(start + count, KEYS))
 
 
 @gluon.jit
@@ -114,18 +116,19 @@ def _produce(k_desc, v_desc, k_boxes, v_boxes, bars, copied, work, tables, table
     at, phase = 0, 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, slot, _, start, count, num_tiles = _work(item, work, GROUP_PADDED)
-        table, end, column = tables + slot.to(gl.int64) * table_stride, start + count, head * D
-        _copy_tile(k_desc, k_boxes, k_full, k_empty, at, 0, table, end, column, D, PAGE)
-        for j in range(1, num_tiles):
-            _copy_tile(k_desc, k_boxes, k_full, k_empty, at + j, j, table, end, column, D, PAGE)
-            _copy_tile(v_desc, v_boxes, v_full, v_empty, at + j - 1, j - 1, table, end, column, D, PAGE)
-        at += num_tiles
-        _copy_tile(v_desc, v_boxes, copied, v_empty, at - 1, num_tiles - 1, table, end, column, D, PAGE)
-        mbarrier.wait(copied.index(0), phase)
-        stage = (at - 1) % STAGES
-        _clean(v_boxes, stage, (num_tiles - 1) * KEYS, end, D)
-        mbarrier.arrive(v_full.index(stage), count=1)
-        phase ^= 1
+        if num_tiles > 0:
+            table, end, column = tables + slot.to(gl.int64) * table_stride, start + count, head * D
+            _copy_tile(k_desc, k_boxes, k_full, k_empty, at, 0, table, end, column, D, PAGE)
+            for j in range(1, num_tiles):
+                _copy_tile(k_desc, k_boxes, k_full, k_empty, at + j, j, table, end, column, D, PAGE)
+                _copy_tile(v_desc, v_boxes, v_full, v_empty, at + j - 1, j - 1, table, end, column, D, PAGE)
+            at += num_tiles
+            _copy_tile(v_desc, v_boxes, copied, v_empty, at - 1, num_tiles - 1, table, end, column, D, PAGE)
+            mbarrier.wait(copied.index(0), phase)
+            stage = (at - 1) % STAGES
+            _clean(v_boxes, stage, (num_tiles - 1) * KEYS, end, D)
+            mbarrier.arrive(v_full.index(stage), count=1)
+            phase ^= 1
 
 
 @gluon.jit
@@ -246,20 +249,21 @@ def _consume(pointers, q_rows, k_tiles, v_tiles, bars, work, strides, scale, num
         _give_turn(CONSUMER)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, _, row, start, count, num_tiles = _work(item, work, GROUP_PADDED)
-        keep = ((token < count) & (member < GROUP))[:, None]
-        place = (row + token).to(gl.int64)[:, None]
-        column = ((head * GROUP + member) * D)[:, None] + d[None, :]
-        q.store(gl.load(q_ptr + place * q_stride + column, mask=keep, other=0.0))
-        fence_async_shared()
-        seen_by = start + rows // GROUP_PADDED
-        acc, best, total = _attend(at, num_tiles, start, q, k_tiles, v_tiles, bars, seen_by, scale, CONSUMER, D)
-        at += num_tiles
-        if SINKS:
-            shared = rows % GROUP_PADDED
-            sink = gl.load(sinks_ptr + head * GROUP + shared, mask=shared < GROUP, other=0.0)
-            total += gl.exp2(sink * 1.4426950408889634 - best)
-        q.store((acc / gl.convert_layout(total, gl.SliceLayout(1, _sum_layout(D)))[:, None]).to(q.dtype))
-        gl.store(out_ptr + place * out_stride + column, q.load(wide), mask=keep)
+        if num_tiles > 0:
+            keep = ((token < count) & (member < GROUP))[:, None]
+            place = (row + token).to(gl.int64)[:, None]
+            column = ((head * GROUP + member) * D)[:, None] + d[None, :]
+            q.store(gl.load(q_ptr + place * q_stride + column, mask=keep, other=0.0))
+            fence_async_shared()
+            seen_by = start + rows // GROUP_PADDED
+            acc, best, total = _attend(at, num_tiles, start, q, k_tiles, v_tiles, bars, seen_by, scale, CONSUMER, D)
+            at += num_tiles
+            if SINKS:
+                shared = rows % GROUP_PADDED
+                sink = gl.load(sinks_ptr + head * GROUP + shared, mask=shared < GROUP, other=0.0)
+                total += gl.exp2(sink * 1.4426950408889634 - best)
+            q.store((acc / gl.convert_layout(total, gl.SliceLayout(1, _sum_layout(D)))[:, None]).to(q.dtype))
+            gl.store(out_ptr + place * out_stride + column, q.load(wide), mask=keep)
     if CONSUMER == 0:
         _take_turn(CONSUMER)  # the last one that consumer 1 gave
 

@@ -119,6 +119,10 @@ def compile_attention() -> None:
     run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(None, None, 0.0, cos, cos))
     run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
+    for dtype in (BF16,) if brief else (BF16, torch.float32):
+        wide: dict[str, Any] = {"heads": 8, "kv_heads": 1, "dim": 512, "dtype": dtype, "device": CPU}
+        run_decode(make_case([3, 90], [1, 1], **wide), 0.1, None, None)
+        run_prefill(make_case([0, 40], [75, 9], **wide), 0.1, None, None)
 
 
 def compile_invariant_attention(case: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.kernel_cache import kernels_of_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, described_gpu, known_gpu, on_gpu
+from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.runner.gpu.shapes import MIXED_BUCKETS
 from tests.kernels.test_compilation import without_interpreter
 from tests.kernels.tiny_config import CONFIG
@@ -86,6 +89,21 @@ def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> 
     assert [hopper for _, _, hopper in found] == [large, large, large, [False], [False]]
 
 
+def kernels_by_runs(folder: Path, config: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """The kernels of a model on some GPUs with some options, found by a process that would compile them."""
+    file = folder / "program.py"
+    file.write_text(PROGRAM)
+    run = subprocess.run(
+        [sys.executable, str(file), str(config), json.dumps(runs)],
+        env=without_interpreter(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()[-len(runs) :]]
+
+
 def write_config(folder: Path, **changes: int) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(CONFIG | changes))
@@ -93,19 +111,10 @@ def write_config(folder: Path, **changes: int) -> Path:
 
 
 def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path) -> None:
-    runs = [("h200", {}), ("l4", {}), ("h200", {"kv_dtype": "fp8"}), ("h200", {"batch_invariant": True})]
+    runs: list[tuple[str, dict[str, Any]]] = [("h200", {}), ("l4", {}), ("h200", {"kv_dtype": "fp8"})]
+    runs.append(("h200", {"batch_invariant": True}))
     runs.append(("h200", {"quantization": "fp8", "quantize_head": True}))
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    run = subprocess.run(
-        [sys.executable, str(file), str(write_config(tmp_path)), json.dumps(runs)],
-        env=without_interpreter(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    plain, small, narrow, invariant, rounded = map(json.loads, run.stdout.splitlines()[-len(runs) :])
+    plain, small, narrow, invariant, rounded = kernels_by_runs(tmp_path, write_config(tmp_path), runs)
     names = {spec["name"] for spec in plain}
     assert {"begin_step_kernel", "decode_kernel", "_prefill_kernel", "product_kernel", "_sample_kernel"} <= names
     assert len({json.dumps(spec) for spec in plain}) == len(plain)
@@ -120,6 +129,22 @@ def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path
     assert not in_one_order & {"decode_kernel", "_prefill_kernel"}
     assert "_round_rows_kernel" in {spec["name"] for spec in rounded}
     assert {spec["signature"]["weight_ptr"] for spec in rounded if spec["name"] == "product_kernel"} == {"*fp8e4nv"}
+
+
+def test_gemma_4_attends_by_kernels_although_its_heads_are_wide(tmp_path: Path) -> None:
+    """Else every request would be attended to by itself, kernel by kernel."""
+    shorter = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SHAPES["gemma4-e2b"] | shorter | {"num_kv_shared_layers": 0}))
+    (specs,) = kernels_by_runs(tmp_path, config, [("h200", {})])
+    for name in ("decode_kernel", "_prefill_kernel"):
+        dims = {dict(_constants(spec))["D"] for spec in specs if spec["name"] == name}
+        assert dims == {256, 512}
+
+
+def _constants(spec: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    names = list(spec["signature"])
+    return ((names[path[0]], value) for path, value in spec["constants"])
 
 
 def test_a_described_gpu_is_known_by_name_and_only_for_a_while() -> None:

@@ -91,6 +91,19 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     assert error(run_prefill(prefill, scale, None, None), reference(prefill, scale, None, None)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 512), (torch.float16, 512), (torch.float16, 320)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_wide_heads(dtype: torch.dtype, dim: int, window: int | None, device: torch.device) -> None:
+    """As in Gemma 4, whose queries all share one key."""
+    shape: dict[str, Any] = {"heads": 8, "kv_heads": 1, "dim": dim, "dtype": dtype, "device": device}
+    decode, prefill = make_case([3, 150, 90], [1, 1, 1], **shape), make_case([0, 50], [35, 9], **shape)
+    for splits in (1, 2):
+        found = run_decode(decode, dim**-0.5, window, None, splits)
+        assert error(found, reference(decode, dim**-0.5, window, None)) < TOLERANCE[dtype]
+    found = run_prefill(prefill, dim**-0.5, window, None)
+    assert error(found, reference(prefill, dim**-0.5, window, None)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (150, None), (None, 5.0)])
 def test_deep_prefill(window: int | None, softcap: float | None, device: torch.device) -> None:
     starts, counts = [0, 300, 517, 256], [70, 33, 5, 128]

@@ -52,7 +52,7 @@ def _build(name: str, config: EngineConfig) -> GPURunner:
     )
     runner = RunnerFactory(model, attention, config, max_model_len, None, draft).build().runner
     if not isinstance(runner, GPURunner):
-        raise InvalidParameter("model", "has no kernels of ours: it runs on transformers' code")
+        raise InvalidParameter("model", f"has no kernels of ours there: its attention is {attention.name}")
     return runner
 
 

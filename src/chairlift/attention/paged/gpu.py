@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
 LATENT_QUERIES = 64  # tokens in a tile of queries of latent attention
+MAX_HEAD = 512  # dimensions of a head
+MAX_INVARIANT_HEAD = 256  # the same, with batch invariance
 MAX_LATENT = 512  # dimensions: sums of latents are kept in registers
 LONG_CONTEXT = 8192  # tokens: longer ones are split into more parts, or read in larger tiles
 LARGE_STEP = 512  # rows of a step whose chunks the kernel for Hopper computes, where it can
@@ -50,8 +52,8 @@ class PagedGPUAttention(AttentionBackend):
             found.append(f"it runs on a GPU, not on {device.type}")
         if importlib.util.find_spec("triton") is None:
             found.append("triton is not installed")
-        if any(layer.latent_dim is None and layer.head_dim > 256 for layer in layers):
-            found.append("it takes heads of at most 256 dimensions")
+        if any(layer.latent_dim is None and layer.head_dim > MAX_HEAD for layer in layers):
+            found.append(f"it takes heads of at most {MAX_HEAD} dimensions")
         if any(layer.latent_dim is not None and layer.latent_dim > MAX_LATENT for layer in layers):
             found.append(f"it takes latents of at most {MAX_LATENT} dimensions")
         return found
@@ -60,6 +62,8 @@ class PagedGPUAttention(AttentionBackend):
     def invariance_obstacles(cls, layers: Sequence[AttentionLayer]) -> list[str]:
         if any(layer.latent_dim is not None for layer in layers):
             return ["latent attention on a GPU computes a token in a form that depends on its chunk"]
+        if any(layer.head_dim > MAX_INVARIANT_HEAD for layer in layers):
+            return [f"batch-invariant attention on a GPU takes heads of at most {MAX_INVARIANT_HEAD} dimensions"]
         return super().invariance_obstacles(layers)
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:

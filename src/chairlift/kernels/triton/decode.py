@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import precision_for, scale_in_log2
+from chairlift.kernels.triton.attention import WIDE_HEAD, precision_for, scale_in_log2
 from chairlift.kernels.triton.decode_kernel import decode_kernel
 from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping, tuned
 
@@ -150,6 +150,8 @@ def _decode_tiling(
     rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> DecodeTiling:
     """The fastest tiling on an H200, measured within whole steps under load."""
+    if head_dim > WIDE_HEAD:
+        return DecodeTiling(16, 64, 8, 1) if dtype == torch.float32 else DecodeTiling(32, 256, 8, 3)
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     if not tuned():

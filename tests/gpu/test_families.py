@@ -1,4 +1,4 @@
-"""Tiny models of every family on the GPU, against transformers there."""
+"""Tiny models of every family on the GPU, against transformers there, or against our CPU where that is too old."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 from chairlift.runner.gpu import runner as gpu_runner
 from tests.comparison import reference_tokens
 from tests.gpu.greedy import compare_rounded, count_ties, generate, load_tiny, rounding_row
+from tests.gpu.references import NAMES, difference_of, saved_reference
 from tests.models.checkpoints import SIZES, make_reference, prompts, save
 from tests.models.test_families import CONFIGS
 
@@ -28,31 +28,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preempted": SMALL_POOL | {"prefix_caching": False},
     "swapped": SMALL_POOL | {"preemption": "swap", "swap_memory": "1MiB"},
 }
-# transformers computes them as the published models do from 5.23 on; 5.17 has other logits.
-CHANGED = (
-    "gpt oss",
-    "minimax_m2",
-    "mamba 2",
-    "mamba 2, biases, limited steps",
-    "bamba",
-    "granite 4",
-    "granite 4 dense, rope",
-)
-BEFORE_CHANGE = Version(transformers.__version__) < Version("5.23")
 
 
-def reference_of(name: str) -> Any:
-    if BEFORE_CHANGE and name in CHANGED:
-        pytest.skip(f"transformers {transformers.__version__} computes it in another way")
-    return make_reference(CONFIGS[name]()).to(DEVICE)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_transformers(
     name: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf = reference_of(name)
-    save(hf, tmp_path)
+    hf = saved_reference(name, tmp_path, DEVICE)
     loaded = load_tiny(tmp_path, DEVICE, torch.float32)
     prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
     expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in prompt_ids]
@@ -78,12 +60,15 @@ def test_greedy_tokens_equal_transformers(
         for waits in (False, True)
     )
     row = {"model": name, "settings": len(runs), "tokens": sum(map(len, together)), "ties within 1e-4": ties}
+    row["reference"] = "ours on a CPU" if difference_of(name) else "transformers"
     record_property("greedy", row)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, record_property: Any) -> None:
-    hf = reference_of(name).bfloat16()
+    if (difference := difference_of(name)) is not None:
+        pytest.skip(difference)
+    hf = make_reference(CONFIGS[name]()).to(DEVICE).bfloat16()
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, torch.bfloat16)
     prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]

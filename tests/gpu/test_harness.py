@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.comparison import reference_tokens
+from tests.comparison import compare, reference_tokens
 from tests.gpu.greedy import compare_rounded, count_ties, generate, load_tiny
+from tests.gpu.references import (
+    NAMES,
+    NOT_CACHED,
+    UNLIKE_PUBLISHED,
+    OwnReference,
+    difference_of,
+    saved_reference,
+)
 from tests.gpu.table import show
 from tests.models.checkpoints import make_reference, prompts, save
 from tests.models.test_families import CONFIGS
@@ -35,6 +43,29 @@ def test_greedy_tokens_have_no_ties_on_a_cpu(name: str, tmp_path: Path) -> None:
     expected = [reference_tokens(hf, prompt, 16) for prompt in asked]
     loaded = load_tiny(tmp_path, torch.device("cpu"), torch.float32)
     assert count_ties(hf, asked, expected, generate(loaded, asked, 16).outputs) == 0
+
+
+@pytest.mark.parametrize("name", [*UNLIKE_PUBLISHED, *NOT_CACHED])
+def test_families_that_an_old_transformers_computes_otherwise_have_another_reference(name: str, tmp_path: Path) -> None:
+    """It gives the tokens of a transformers that computes them as published."""
+    cpu, old = torch.device("cpu"), saved_reference(name, tmp_path / "old", torch.device("cpu"), "5.17.0")
+    assert isinstance(old, OwnReference) == (name in UNLIKE_PUBLISHED)
+    prompt = prompts(9)[0].tolist()
+    tokens = reference_tokens(old, prompt, 12)
+    hf = saved_reference(name, tmp_path / "new", cpu, "5.23.0")
+    if difference_of(name) is None:
+        assert compare(hf, prompt, reference_tokens(hf, prompt, 12), tokens) is None
+    loaded = load_tiny(tmp_path / "old", cpu, torch.float32)
+    assert count_ties(old, [prompt], [tokens], generate(loaded, [prompt], 12).outputs) == 0
+
+
+def test_reasons_why_transformers_is_no_reference() -> None:
+    assert difference_of("bamba", "5.17.0") == (
+        "transformers 5.17.0 norms all groups of Mamba 2 heads together, not each by itself as the published models do"
+    )
+    assert difference_of("bamba", "5.23.0") is None
+    assert difference_of("llama gqa", "5.17.0") is None
+    assert sorted(NAMES) == sorted(CONFIGS)
 
 
 def test_recorded_figures_become_tables() -> None:

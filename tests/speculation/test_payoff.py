@@ -36,7 +36,7 @@ def test_one_step_without_drafts_is_measured_after_each_refresh() -> None:
 
 def test_drafts_that_lose_are_measured_again_and_then_pause_twice_as_long_each_time() -> None:
     payoff, enough = DraftPayoff(), TUNING.enough_steps
-    history = [step(payoff, 16, 1.5, 1) for _ in range(6000)]
+    history = [step(payoff, 16, 1.3, 1) for _ in range(6000)]
     runs: list[list[bool]] = []
     for drafted in history:
         if runs and runs[-1][0] == drafted:
@@ -48,6 +48,27 @@ def test_drafts_that_lose_are_measured_again_and_then_pause_twice_as_long_each_t
     pauses = [length for run, length in zip(runs[4:-1], lengths[4:-1], strict=True) if not run[0] and length > enough]
     assert pauses == [128, 256, 512, 1024, 2048][: len(pauses)]
     assert len(pauses) >= 4
+
+
+def test_a_trial_ends_before_it_loses_more_than_it_may() -> None:
+    """The next step would probably lose as much as the ones before."""
+    ended = {}
+    for seconds in (1.4, 1.7, 1.8, 2.0, 9.0):
+        payoff = DraftPayoff()
+        history = [step(payoff, 1, seconds, 0) for _ in range(30)]
+        ended[seconds] = history.index(False, TUNING.enough_steps) - TUNING.enough_steps
+    assert ended == {1.4: 3, 1.7: 2, 1.8: 1, 2.0: 1, 9.0: 1}
+
+
+def test_what_catching_up_loses_counts() -> None:
+    payoff = DraftPayoff()
+    for _ in range(TUNING.enough_steps):
+        step(payoff, 1, 1.0, 0)
+    payoff.observe_extra(1, 0, 1.5)
+    assert payoff.allows_drafts(1)
+    payoff.observe_extra(1, 0, 1.5)
+    assert not payoff.allows_drafts(1)
+    assert not payoff.batch(1).drafted.count, "but it is not compared"
 
 
 def test_a_pause_ends_when_drafts_begin_to_pay() -> None:

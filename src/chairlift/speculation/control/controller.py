@@ -215,15 +215,14 @@ class SpeculationController:
                 self._learn(chunk, result.accepted.get(chunk.request.id, 0), proposal)
         proposing = 0.0 if proposal is None else proposal.seconds
         extra = proposal is not None and proposal.did_extra_work
-        if typical and not extra and all(chunk.decodes for chunk in plan.chunks):
-            self.payoff.observe(
-                len(plan.chunks),
-                waited or proposal is not None,
-                sum(result.accepted.values()),
-                seconds,
-                proposing=proposing,
-                num_drafts=plan.num_drafts,
-            )
+        if typical and all(chunk.decodes for chunk in plan.chunks):
+            accepted, drafted = sum(result.accepted.values()), waited or proposal is not None
+            if extra:
+                self.payoff.observe_extra(len(plan.chunks), accepted, seconds)
+            else:
+                self.payoff.observe(
+                    len(plan.chunks), drafted, accepted, seconds, proposing=proposing, num_drafts=plan.num_drafts
+                )
         return seconds - proposing
 
     def _learn(self, chunk: Chunk, accepted: int, proposal: _Proposal | None) -> None:

@@ -72,6 +72,11 @@ class BatchPayoff:
     in_trial: bool = True  # too few steps with drafts to compare
     lost: float = 0.0  # seconds that steps with drafts took longer than those without, since drafts last paid
 
+    def count_loss(self, seconds: float, tokens: int) -> None:
+        """A step with drafts took `seconds` for so many tokens."""
+        if self.plain.count:
+            self.lost = max(0.0, self.lost + seconds - tokens * self.plain.value)
+
 
 @dataclass(slots=True)
 class DraftPayoff:
@@ -88,7 +93,10 @@ class DraftPayoff:
     def batch(self, num_requests: int) -> BatchPayoff:
         size = num_requests.bit_length()
         if size not in self._batches:
-            self._batches[size] = BatchPayoff(self.tuning.first_pause)
+            # Where drafts lose, they also lose in larger batches, and probably in those of half the size: a batch that
+            # shrinks or grows for some steps needs no trials of its own.
+            pauses = [known.pause for other, known in self._batches.items() if other <= size + 1]
+            self._batches[size] = BatchPayoff(self.tuning.first_pause, pause=max(pauses, default=0))
         return self._batches[size]
 
     def allows_drafts(self, num_requests: int) -> bool:
@@ -114,29 +122,40 @@ class DraftPayoff:
             return
         batch.drafted.add(seconds, tokens, tuning.gain)
         batch.since_plain += 1
-        if batch.plain.count:
-            batch.lost = max(0.0, batch.lost + seconds - tokens * batch.plain.value)
+        batch.count_loss(seconds, tokens)
         if num_drafts:
             batch.slope.add(num_drafts, seconds - proposing, tuning.gain)
         self._judge(batch)
+
+    def observe_extra(self, num_requests: int, num_accepted: int, seconds: float) -> None:
+        """A step with drafts took `seconds` for more than later ones will: it is not compared, but what it lost is."""
+        batch = self.batch(num_requests)
+        batch.count_loss(seconds, num_requests + num_accepted)
+        if batch.plain.count >= self.tuning.enough_steps and self._risks_much(batch):
+            self.pause(batch)
 
     def _judge(self, batch: BatchPayoff) -> None:
         tuning = self.tuning
         if batch.plain.count < tuning.enough_steps:
             return
         if batch.drafted.count < tuning.enough_steps:
-            if batch.lost > tuning.enough_steps * batch.plain.seconds:
+            if self._risks_much(batch):
                 self.pause(batch)
             return
         batch.in_trial = False
         if batch.drafted.value <= batch.plain.value:
             batch.plain_is_new, batch.lost = False, 0.0
             batch.next_pause = tuning.first_pause
-        elif not batch.plain_is_new:
+        elif batch.plain_is_new or self._risks_much(batch):
+            self.pause(batch)
+        else:
             # First measured again: the machine may have become slower.
             batch.plain, batch.plain_is_new = Pace(), True
-        else:
-            self.pause(batch)
+
+    def _risks_much(self, batch: BatchPayoff) -> bool:
+        """Whether a trial would lose more than it may by one more step that loses as much as those before."""
+        another = batch.lost / max(1, batch.drafted.count)
+        return batch.lost + another > self.tuning.trial_loss * batch.plain.seconds
 
     def pause(self, batch: BatchPayoff) -> None:
         """Stop drafting for a while; a trial follows that measures drafts anew."""

@@ -18,4 +18,5 @@ class SpeculationTuning:
     refresh: int = 48  # steps with drafts after which one without is measured; else a faster machine is not noticed
     first_pause: int = 128  # steps without drafts after a comparison that they lost; doubled every time
     longest_pause: int = 2048  # without doubling, trials cost 1 to 3% in long runs in which drafts do not pay
+    trial_loss: float = 1.5  # of a trial, in the time of steps without drafts: 1.2% of an answer of 128 tokens
     most_lost: float = 0.02  # of the time, by trials: the more a trial lost, the longer is the pause after it

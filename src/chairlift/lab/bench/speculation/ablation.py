@@ -25,6 +25,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "enough_steps": {"enough_steps": 1},
     "refresh": {"refresh": NEVER},
     "first_pause": {"first_pause": 0, "longest_pause": 0},
+    "trial_loss": {"trial_loss": 1e9},
     "most_lost": {"most_lost": 1e9},
     "longest_pause": {"longest_pause": SpeculationTuning().first_pause},
 }

@@ -66,6 +66,56 @@ for more in json.loads(sys.argv[2]):
 """
 
 
+DRAFTING_PROGRAM = """
+import json, sys
+import torch
+from chairlift.config import EngineConfig
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.engine.kernel_cache import _build
+from chairlift.kernels.compilation.record import KernelRecorder
+from chairlift.kernels.gpu import described_gpu, known_gpu
+
+options = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}
+built = []
+recorder = KernelRecorder(90)
+
+def kernels(*chunks):
+    made = [
+        Chunk(Request("r", [0] * (start + count), SamplingParams(), max_new_tokens=9, arrival=0.0), start, count,
+              [0] * width, samples=False)
+        for start, count, width in chunks
+    ]
+    return set(recorder.record(lambda: built[0].drafter._scores(made)))
+
+with described_gpu(known_gpu("h200")), torch.inference_mode():
+    recorder.record(lambda: built.append(_build(sys.argv[1], EngineConfig(speculate="layers:1", **options))))
+    warm = kernels((2, 2, 6)) | kernels((3, 1, 6))
+    sizes = [[(0, 1, 1)], [(3, 16, 2)], [(40, 8, 3), (9, 4, 1)], [(5, 1, 16), (7, 1, 17)], [(0, 256, 16)] * 3]
+    later = set().union(*(kernels(*chunks) for chunks in sizes))
+print(json.dumps([len(warm), sorted(spec.name for spec in later - warm)]))
+"""
+
+
+def test_passes_of_a_draft_network_launch_the_kernels_of_its_warm_up(tmp_path: Path) -> None:
+    """Otherwise requests would wait for a compilation when it catches up, or when a block table has another width."""
+    file = tmp_path / "program.py"
+    file.write_text(DRAFTING_PROGRAM)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    run = subprocess.run(
+        [sys.executable, str(file), str(write_config(tmp_path, **sizes))],
+        env=without_interpreter(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    count, missing = json.loads(run.stdout.splitlines()[-1])
+    assert missing == []
+    assert 5 <= count <= 15
+
+
 def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> None:
     """Otherwise the first step of some size would wait for a compilation. The kernels of steps that are not captured
     are those of shapes that stand for them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -90,6 +91,7 @@ class DraftModelProposer(ModelProposer):
         self.network = network
         self.max_length = network.max_length if isinstance(network, OneCallNetwork) else MAX_LENGTH
         self.captured: CapturedPasses | None = None  # set by a runner that captures
+        self.launching: Callable[[], AbstractContextManager[None]] = nullcontext  # other passes; set by the same
         self._target = target
         self._samples = not repeatable
         self._sampled_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
@@ -98,7 +100,8 @@ class DraftModelProposer(ModelProposer):
 
     def warm_up(self, request: Request) -> None:
         terms = DraftTerms(2, 0.0, 0.0, {}, lambda request, length: None)
-        self._run([DraftTask(request, 2, [0, 0], 0.0, 0.0, [1.0] * LEVELS)], terms)
+        table = [0] * (request.num_known + 2)
+        self._run([DraftTask(request, 2, table, 0.0, 0.0, [1.0] * LEVELS)], terms)
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> Sequence[Draft]:
         tasks = []
@@ -133,7 +136,7 @@ class DraftModelProposer(ModelProposer):
         """All places at once; None if that is not possible. The controller drops what is not likely enough."""
         if self.captured is None or not tasks or any(self._is_sampled(task.request) for task in tasks):
             return None
-        terms.did_extra_work |= not self.captured.is_typical(len(tasks))
+        terms.was_prepared = self.captured.is_typical(len(tasks))
         return self.captured.draft(tasks)
 
     def _draft_by_places(self, tasks: Sequence[DraftTask], ready: Sequence[int]) -> list[Draft]:
@@ -213,7 +216,8 @@ class DraftModelProposer(ModelProposer):
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attend = self._attention.plan(batch.layout, self._storage)
-        return self.network.scores(batch, chunks, sent(rows, device), attend)
+        with self.launching():
+            return self.network.scores(batch, chunks, sent(rows, device), attend)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         ids = self.network.token_ids

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
@@ -82,7 +83,7 @@ class PagedGPUAttention(AttentionBackend):
         batch = PagedBatch(
             slots=on_device(rows),
             positions=on_device(places + torch.tensor(layout.starts)[rows]),
-            tables=layout.tables,
+            tables=_padded(layout.tables),
             chunk_slot=on_device(range(len(counts))),
             chunk_row=on_device(layout.offsets[:-1]),
             chunk_start=on_device(layout.starts),
@@ -174,6 +175,12 @@ class PagedGPUAttention(AttentionBackend):
             assert self.invariant_for is not None
             self._span_scratch[key] = SpanScratch(*key, self.invariant_for, device)
         return self._span_scratch[key]
+
+
+def _padded(tables: Tensor) -> Tensor:
+    """Block tables of a multiple of 16 columns: Triton compiles another variant of a kernel for other strides."""
+    missing = -tables.shape[1] % 16
+    return F.pad(tables, (0, missing)) if missing else tables
 
 
 def _heads_of(layer: AttentionLayer) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
+from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.speculation.draft_network import ComputedBatch, ModelProposer
 
 
@@ -63,4 +64,5 @@ class DraftObserver:
         assert step.output is not None
         view, attend = self._inputs(shape)
         batch = step.output.batch(plan, offsets, view)
-        self._drafter.observe_step(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))
+        with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
+            self._drafter.observe_step(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
@@ -120,6 +121,8 @@ class GPURunner(ModelRunner):
             step_bytes=step_bytes,
             recurrent=self._recurrent,
         )
+        if isinstance(drafter, DraftModelProposer):  # the rows of its passes vary: none waits for a compilation
+            drafter.launching = partial(kernels_for, tuned=False)
         self.draft_passes: DraftPasses | None = None
         if use_graphs and draft_graphs:
             self.draft_passes = self._capture_drafts(drafts_per_request, step_bytes)
@@ -281,12 +284,16 @@ class GPURunner(ModelRunner):
         """Compile and load the kernels that serve all steps; start to compile those of the first steps."""
         self.preparation.compile_generic()
         self.preparation.compile_first()
-        request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
-        scratch = [self.storage.scratch_block]
-        for start, count in ((0, 2), (1, 1)):
-            chunk = Chunk(request, start=start, count=count, table=scratch, samples=True)
-            self.run(StepPlan(step=0, chunks=(chunk,)))
+        request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=2, arrival=0.0)
+        request.status = Status.RUNNING
+        for start, count in ((0, 2), (2, 1)):
+            table = [self.storage.scratch_block] * (start + count)
+            self.run(StepPlan(step=0, chunks=(Chunk(request, start=start, count=count, table=table, samples=True),)))
+            request.append(0)
         self.forget(request.id)
+        drafter = self.drafter
+        if drafter is not None:  # it is two tokens behind: one pass is over a chunk, and one over a single token
+            self.preparation.kernels.wait_for_walk(lambda: drafter.warm_up(request))
         self._warm_up_drafter(request)
 
     @torch.inference_mode()

@@ -71,6 +71,11 @@ class StepKernels(Generic[Shape]):
         if self._enabled:
             _compiler().wait(self.kernels_of(shapes, generic=True))
 
+    def wait_for_walk(self, walk: Callable[[], object]) -> None:
+        """Compile the kernels that `walk` launches and wait for them; then it launches them without a compilation."""
+        if self._enabled:
+            _compiler().wait(self._recorded(walk))
+
     @property
     def busy(self) -> bool:
         """Whether kernels are being compiled."""
@@ -78,6 +83,14 @@ class StepKernels(Generic[Shape]):
 
     def kernels_of(self, shapes: Iterable[Shape], *, generic: bool = False) -> list[KernelSpec]:
         """The kernels that steps of these shapes launch."""
+        found: dict[KernelSpec, None] = {}
+        with kernels_for(tuned=not generic):
+            for shape in shapes:
+                found |= dict.fromkeys(self._recorded(lambda: self._walk(shape)))  # noqa: B023
+        return list(found)
+
+    def _recorded(self, walk: Callable[[], object]) -> list[KernelSpec]:
+        """The kernels that `walk` launches."""
         from chairlift.kernels.compilation.record import KernelRecorder
         from chairlift.kernels.triton.layers import begin_step_kernel
         from chairlift.kernels.triton.likeliest import likeliest_kernel
@@ -86,13 +99,9 @@ class StepKernels(Generic[Shape]):
             gpu = gpu_of(self._device)
             assert gpu is not None
             self._recorder = KernelRecorder(gpu.arch)
-        found: dict[KernelSpec, None] = {}
         # These are launched all the same: their tokens are looked up in the embedding and must be valid.
         launched = [begin_step_kernel, likeliest_kernel] if self._device.type == "cuda" else []
-        with kernels_for(tuned=not generic):
-            for shape in shapes:
-                found |= dict.fromkeys(self._recorder.record(lambda: self._walk(shape), launched=launched))  # noqa: B023
-        return list(found)
+        return self._recorder.record(walk, launched=launched)
 
 
 def kernels_for(*, tuned: bool) -> AbstractContextManager[None]:

@@ -40,6 +40,7 @@ class _Proposal:
     seconds: float
     levels: dict[str, Sequence[int]]  # by request id: the confidence in its draft tokens
     did_extra_work: bool
+    was_prepared: bool
 
 
 class SpeculationController:
@@ -170,11 +171,11 @@ class SpeculationController:
                 plan.add_drafts(request, tokens)
                 levels[request.id] = draft.levels
                 room -= len(tokens)
-        if not terms.did_extra_work and drafts:
+        if not terms.did_extra_work and terms.was_prepared and drafts:
             self._note_pass([draft for draft in found if draft is not None], seconds, terms)
         if self.drafting or terms.did_extra_work:
             first = next(iter(plan.chunks.values()))
-            self._proposal = _Proposal(first, seconds, levels, terms.did_extra_work)
+            self._proposal = _Proposal(first, seconds, levels, terms.did_extra_work, terms.was_prepared)
 
     def _kept(self, request: Request, draft: Draft, terms: DraftTerms) -> Draft:
         """The draft tokens that are likely enough, and that a grammar allows."""
@@ -215,6 +216,7 @@ class SpeculationController:
                 self._learn(chunk, result.accepted.get(chunk.request.id, 0), proposal)
         proposing = 0.0 if proposal is None else proposal.seconds
         extra = proposal is not None and proposal.did_extra_work
+        typical = typical and (proposal is None or proposal.was_prepared)
         if typical and all(chunk.decodes for chunk in plan.chunks):
             accepted, drafted = sum(result.accepted.values()), waited or proposal is not None
             if extra:

@@ -33,6 +33,7 @@ class DraftTerms:
     chances: Mapping[bool, Sequence[float]]  # greedy or not -> by level, how often a draft token is right
     reserve_blocks: Callable[[Request, int], Sequence[int] | None]
     did_extra_work: bool = False  # set by a proposer that caught up with a pause: the step is not typical
+    was_prepared: bool = True  # set to False by one that did something for all later drafts, such as a capture
 
     def length(self, request: Request) -> int:
         """The most draft tokens for `request`: verifying them samples one more token, which is the last it may get."""

@@ -15,12 +15,14 @@ from chairlift.layers.routing import Routing
 
 pytest.importorskip("triton", reason="the GPU kernels need triton")
 
+from chairlift.kernels.triton.decode import DecodeTiling, _decode_tiling
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import add_rms_norm_, silu_mul
 from chairlift.kernels.triton.products.product import product
 from tests.kernels.attention_cases import (
     TOLERANCE,
     AttentionCase,
+    check_fused_decode,
     error,
     make_case,
     reference,
@@ -28,7 +30,6 @@ from tests.kernels.attention_cases import (
     run_hopper_prefill,
     run_prefill,
 )
-from tests.kernels.test_triton_attention import test_decode_from_the_projection as check_fused_decode
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed
 from tests.kernels.test_triton_layers import test_rotate_and_store as check_rotation
@@ -242,7 +243,22 @@ def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
 def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
     check_rotation(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
     for splits, window in ((1, None), (3, 20)):
-        check_fused_decode(heads, kv_heads, dim, dim // 2, splits, window, with_norm, DEVICE)
+        tiling = DecodeTiling(16, 16, 4, 2, early=with_norm)
+        check_fused_decode(heads, kv_heads, dim, dim // 2, splits, window, tiling, DEVICE)
+
+
+@pytest.mark.parametrize("programs", [128, 512, 2048])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 8, 128), (32, 32, 96)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_fused_decode_over_an_8_bit_cache(
+    heads: int, kv_heads: int, dim: int, programs: int, dtype: torch.dtype
+) -> None:
+    tiling = _decode_tiling(programs // kv_heads, kv_heads, heads // kv_heads, dim, dtype, FP8)
+    assert tiling.turned
+    options: dict[str, Any] = {"dtype": dtype, "cache": FP8, "tolerance": TOLERANCE[dtype]}
+    for splits, window in ((1, None), (3, 20)):
+        short = tiling._replace(min_split=16)
+        check_fused_decode(heads, kv_heads, dim, dim // 2, splits, window, short, DEVICE, **options)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(8, 2, 1024, 3584), (128, 8, 2048, 768)])

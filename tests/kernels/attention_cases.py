@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
-from chairlift.kernels.triton.decode import Fresh, Scratch, decode_attention
+from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention
 from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
+from chairlift.kernels.triton.layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -105,6 +106,7 @@ def run_decode(
     padding_rows: int = 0,
     out: Tensor | None = None,
     fresh: Fresh | None = None,
+    tiling: DecodeTiling | None = None,
 ) -> Tensor:
     """Run the decode kernel twice, with every unwritten result set to NaN before."""
     device = case.q.device
@@ -134,9 +136,62 @@ def run_decode(
             sinks=case.sinks,
             splits=splits,
             fresh=fresh,
+            tiling=tiling,
         )
     assert not scratch.arrived.any()
     return out
+
+
+def check_fused_decode(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    pairs: int,
+    splits: int,
+    window: int | None,
+    tiling: DecodeTiling,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    """A decode from the projection equals a separate kernel for norms, rotation and the write to the cache."""
+    starts = [0, 15, 16, 70, 3]
+    rows = len(starts)
+    case = make_case(starts, [1] * rows, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    case.keys, case.values = (each.to(cache or dtype) for each in (case.keys, case.values))
+    keys, values = case.keys.clone(), case.values.clone()
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    before, scale = qkv.clone(), dim**-0.5
+    norms = [torch.randn(dim, device=device).to(dtype) for _ in range(2)]
+    angles = torch.randn(rows, pairs, device=device)
+    cos, sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if pairs else (None, None)
+    rotate_and_store_(
+        qkv,
+        case.keys,
+        case.values,
+        num_heads=heads,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=1e-6,
+        cos=cos,
+        sin=sin,
+        slots=as_ints(case.slots, device),
+        positions=as_ints(starts, device),
+        tables=case.tables,
+    )
+    case.q = qkv.view(rows, -1, dim)[:, :heads]
+    case.sinks = torch.randn(heads, device=device) if window else None
+    whole = replace(case, q=before.view(rows, -1, dim), keys=keys, values=values)
+    out = torch.full((rows, heads, dim), float("nan"), device=device)
+    fresh = Fresh(norms[0], norms[1], 1e-6, cos, sin)
+    run_decode(whole, scale, window, None, splits, out=out, fresh=fresh, tiling=tiling)
+    near = 1e-5 if cache is None else 0.125  # a number between two of 8 bits may become either
+    for mine, theirs in ((keys, case.keys), (values, case.values)):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=near, atol=min(near, 2**-9))
+    case.keys, case.values = keys, values
+    assert error(out, reference(case, scale, window, None)) < tolerance
 
 
 def tiles_of(case: AttentionCase, queries: int) -> tuple[Tensor, Tensor]:

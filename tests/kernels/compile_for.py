@@ -57,7 +57,7 @@ launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hop
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling, vector
-from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.decode import Fresh, _decode_tiling
 from chairlift.kernels.triton.draft_inputs import draft_inputs
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
@@ -113,6 +113,12 @@ def compile_attention() -> None:
         long = replace(prefill, keys=prefill.keys.to(BF16), values=prefill.values.to(BF16))
         for sinks in (None,) if brief else (None, torch.zeros(HEADS)):
             run_hopper_prefill(replace(long, sinks=sinks), 0.1)
+    for programs in () if capability < 89 else (600,) if brief else (300, 500, 600):  # the tilings of an 8-bit cache
+        tiling = _decode_tiling(programs // KV_HEADS, KV_HEADS, HEADS // KV_HEADS, DIM, BF16, FP8)
+        assert tiling.turned
+        joined = Fresh(norms, norms, 1e-6, cos, cos)
+        run_decode(fused, 0.1, None, None, 2, out=out, fresh=joined, tiling=tiling)
+        run_decode(narrow, 0.1, 64, 30.0, 2, tiling=tiling)
     for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
     run_decode(decode, 0.1, None, None)

@@ -14,10 +14,17 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import META, described_gpu, known_gpu
 from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile
-from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
+from chairlift.kernels.triton.decode import DecodeTiling, Scratch, decode_splits
 from chairlift.kernels.triton.hopper_prefill import obstacles
-from chairlift.kernels.triton.layers import rotate_and_store_
-from tests.kernels.attention_cases import TOLERANCE, as_ints, error, make_case, reference, run_decode, run_prefill
+from tests.kernels.attention_cases import (
+    TOLERANCE,
+    check_fused_decode,
+    error,
+    make_case,
+    reference,
+    run_decode,
+    run_prefill,
+)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 32), (6, 2, 24), (8, 1, 64), (9, 3, 64)])
@@ -175,56 +182,8 @@ def test_random_mixes(seed: int, device: torch.device) -> None:
 def test_decode_from_the_projection(
     heads: int, kv_heads: int, dim: int, pairs: int, splits: int, window: int | None, early: bool, device: torch.device
 ) -> None:
-    """Equals a separate kernel for norms, rotation and the write to the cache."""
-    starts = [0, 15, 16, 70, 3]
-    case = make_case(starts, [1] * 5, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
-    rows, keys, values = len(starts), case.keys.clone(), case.values.clone()
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device)
-    before, scale = qkv.clone(), dim**-0.5
-    norms = [torch.randn(dim, device=device) for _ in range(2)]
-    angles = torch.randn(rows, pairs, device=device)
-    cos, sin = (angles.cos(), angles.sin()) if pairs else (None, None)
-    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
-    rotate_and_store_(
-        qkv,
-        case.keys,
-        case.values,
-        num_heads=heads,
-        q_norm=norms[0],
-        k_norm=norms[1],
-        eps=1e-6,
-        cos=cos,
-        sin=sin,
-        slots=slots,
-        positions=positions,
-        tables=case.tables,
-    )
-    case.q = qkv.view(rows, -1, dim)[:, :heads]
-    scratch = Scratch(heads, kv_heads, dim, device)
-    scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
-    scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
-    out = torch.full((rows, heads, dim), float("nan"), device=device)
-    case.sinks = torch.randn(heads, device=device) if window else None
-    decode_attention(
-        before.view(rows, -1, dim),
-        keys,
-        values,
-        out,
-        tables=case.tables,
-        row_slot=slots,
-        row_start=positions,
-        row_count=as_ints([1] * rows, device),
-        scratch=scratch,
-        scale=scale,
-        window=window,
-        sinks=case.sinks,
-        splits=splits,
-        fresh=Fresh(norms[0], norms[1], 1e-6, cos, sin),
-        tiling=DecodeTiling(16, 16, 4, 2, early=early),
-    )
-    assert error(out, reference(case, scale, window, None)) < 1e-5
-    torch.testing.assert_close(keys, case.keys, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(values, case.values)
+    tiling = DecodeTiling(16, 16, 4, 2, early=early)
+    check_fused_decode(heads, kv_heads, dim, pairs, splits, window, tiling, device)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40, 600])

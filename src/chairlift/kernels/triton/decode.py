@@ -81,7 +81,7 @@ def decode_attention(
     splits = splits or decode_splits(rows, kv_heads, long=long)
     assert splits == 1 or (rows * splits <= len(scratch.partial) and rows * kv_heads <= len(scratch.arrived))
     group = num_heads // kv_heads
-    tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype, keys.dtype)
+    tiling = tiling or _decode_tiling(rows, kv_heads, group, dim, q.dtype, keys.dtype)
     pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
     q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
     # Heads of one row are neighbours in the grid, since their keys are neighbours in memory.
@@ -111,7 +111,7 @@ def decode_attention(
         scale_in_log2(scale, softcap),
         chunk or window or 2**30,
         GROUP=group,
-        M=max(16, next_power_of_2(group)),
+        M=max(8 if tiling.turned else 16, next_power_of_2(group)),
         D=dim,
         # Of words of two 8-bit numbers, even and odd halves are multiplied by themselves: at least 16 each.
         D_PADDED=max(32 if keys.dtype.itemsize == 1 else 16, next_power_of_2(dim)),
@@ -127,6 +127,7 @@ def decode_attention(
         and fresh is not None
         and dim * keys.element_size() % 16 == 0,  # prefetches need 16-byte alignment
         AHEAD=tiling.ahead,
+        TURNED=tiling.turned,
         SOFTCAP=softcap or 0.0,
         CHUNKED=chunk is not None,
         SINKS=sinks is not None,
@@ -144,10 +145,11 @@ class DecodeTiling(NamedTuple):
     stages: int
     early: bool = False  # read the first tile before the previous kernel has ended
     ahead: bool = False  # read the block table one tile ahead
+    turned: bool = False  # multiply an 8-bit cache from the left, in float16
 
 
 def _decode_tiling(
-    rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+    rows: int, num_kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> DecodeTiling:
     """The fastest tiling on an H200, measured within whole steps under load."""
     if head_dim > WIDE_HEAD:
@@ -159,6 +161,8 @@ def _decode_tiling(
     programs = rows * num_kv_heads
     if head_dim > 128 and programs <= 768:
         return DecodeTiling(32, 256, 4, 3)  # larger tiles exceed the shared memory of smaller GPUs
+    if cache_dtype.itemsize == 1 and programs > 64 and group <= 8 and head_dim <= 128:
+        return _turned_tiling(programs)
     if cache_dtype.itemsize == 1 and programs > 256:  # conversions take registers, and words half the shared memory
         in_pairs = programs <= 512 or 1024 < programs <= 1536
         return DecodeTiling(64, 512, 2, 3, ahead=True) if in_pairs else DecodeTiling(32, 512, 1, 4)
@@ -167,3 +171,12 @@ def _decode_tiling(
     if programs <= 1536:
         return DecodeTiling(32, 512, 1, 3, ahead=not 768 < programs <= 1024)
     return DecodeTiling(32, 512, 1, 4)
+
+
+def _turned_tiling(programs: int) -> DecodeTiling:
+    """The fastest tiling for an 8-bit cache: the more programs, the more of them share a multiprocessor."""
+    if programs <= 384:
+        return DecodeTiling(128, 512, 4, 3, ahead=True, turned=True)
+    if programs <= 512:
+        return DecodeTiling(64, 512, 2, 3, ahead=True, turned=True)
+    return DecodeTiling(32, 512, 1, 3, ahead=True, turned=True)

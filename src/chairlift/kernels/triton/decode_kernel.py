@@ -15,6 +15,7 @@ import triton.language as tl
 
 from chairlift.kernels.triton.attention import cap_scores, first_visible, load_tile, places, sinks_of
 from chairlift.kernels.triton.launch import pairwise_sum, prefetch_rows
+from chairlift.kernels.triton.turned import load_turned_tile, take_in_turned, turned_back, turned_queries
 from chairlift.kernels.triton.widen import halves
 
 
@@ -96,7 +97,17 @@ def rotated(
 
 
 @triton.jit
-def _take_in(
+def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED: tl.constexpr, TURNED: tl.constexpr):
+    """Load a tile of keys and values in the form that `_take_in` expects."""
+    if TURNED:
+        k, v = load_turned_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+    else:
+        k, v = load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+    return k, v
+
+
+@triton.jit
+def _take_in_rows(
     q,
     q_odd,
     k,
@@ -134,6 +145,23 @@ def _take_in(
 
 
 @triton.jit
+def _take_in(
+    q, q_odd, k, v, inside, best, total, acc, acc_odd, factor,
+    PAIRED: tl.constexpr, TURNED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Update the running softmax with one tile of keys and values, in either form."""
+    if TURNED:
+        best, total, acc, acc_odd = take_in_turned(
+            q, q_odd, k, v, inside, best, total, acc, acc_odd, factor, SOFTCAP, FAST
+        )
+    else:
+        best, total, acc, acc_odd = _take_in_rows(
+            q, q_odd, k, v, inside, best, total, acc, acc_odd, factor, PAIRED, SOFTCAP, PRECISION, FAST
+        )
+    return best, total, acc, acc_odd
+
+
+@triton.jit
 def _take_in_all(
     q,
     q_odd,
@@ -151,11 +179,12 @@ def _take_in_all(
     total,
     acc,
     acc_odd,
-    scale_log2,
+    factor,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     AHEAD: tl.constexpr,
     PAIRED: tl.constexpr,
+    TURNED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
@@ -165,20 +194,20 @@ def _take_in_all(
         inside = begin + n < end
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         for at in range(begin, end, N):
-            k, v = load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED, TURNED)
             then_inside = at + N + n < end
             offset = places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
             best, total, acc, acc_odd = _take_in(
-                q, q_odd, k, v, inside, best, total, acc, acc_odd, scale_log2, PAIRED, SOFTCAP, PRECISION, FAST
+                q, q_odd, k, v, inside, best, total, acc, acc_odd, factor, PAIRED, TURNED, SOFTCAP, PRECISION, FAST
             )
             inside = then_inside
     else:
         for at in range(begin, end, N):
             inside = at + n < end
             offset = places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-            k, v = load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED, TURNED)
             best, total, acc, acc_odd = _take_in(
-                q, q_odd, k, v, inside, best, total, acc, acc_odd, scale_log2, PAIRED, SOFTCAP, PRECISION, FAST
+                q, q_odd, k, v, inside, best, total, acc, acc_odd, factor, PAIRED, TURNED, SOFTCAP, PRECISION, FAST
             )
     return best, total, acc, acc_odd
 
@@ -287,6 +316,7 @@ def decode_kernel(
     KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
     EARLY: tl.constexpr,  # read the first tile and prefetch the second before the previous kernel has ended
     AHEAD: tl.constexpr,  # read the block table one tile ahead
+    TURNED: tl.constexpr,  # multiply an 8-bit cache from the left, see turned.py
     SOFTCAP: tl.constexpr,
     CHUNKED: tl.constexpr,  # attention stays within chunks of `window` positions
     SINKS: tl.constexpr,
@@ -324,7 +354,7 @@ def decode_kernel(
     if EARLY:  # keys of earlier steps were written before the previous kernel started
         inside = (begin + n < end) & has_work
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        first_k, first_v = load_tile(keys_ptr, values_ptr, offset, word, inside, in_words, PAIRED)
+        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, word, inside, in_words, PAIRED, TURNED)
         if OVERLAP:
             after = begin + N + n
             more = (after < end) & has_work
@@ -356,12 +386,14 @@ def decode_kernel(
     if SINKS:  # exactly one split of a context has the sinks
         best = tl.where(split == 0, best, float("-inf"))
         total = tl.where(split == 0, total, 0.0)
+    part, q_odd, factor = q, q, scale_log2
     acc = tl.zeros([M, D_PADDED // PACKED], tl.float32)
-    acc_odd = acc
-    if PAIRED:
+    if TURNED:
+        part, q_odd, factor = turned_queries(q, scale_log2)
+        acc = tl.zeros([D_PADDED // PACKED, M], tl.float32)
+    elif PAIRED:
         part, q_odd = tl.split(tl.reshape(q, [M, D_PADDED // 2, 2]))
-    else:
-        part, q_odd = q, q
+    acc_odd = acc
     if EARLY:
         best, total, acc, acc_odd = _take_in(
             part,
@@ -373,8 +405,9 @@ def decode_kernel(
             total,
             acc,
             acc_odd,
-            scale_log2,
+            factor,
             PAIRED,
+            TURNED,
             SOFTCAP,
             PRECISION,
             OVERLAP,
@@ -397,16 +430,19 @@ def decode_kernel(
         total,
         acc,
         acc_odd,
-        scale_log2,
+        factor,
         BLOCK_SIZE,
         N,
         AHEAD,
         PAIRED,
+        TURNED,
         SOFTCAP,
         PRECISION,
         OVERLAP,
     )
-    if PAIRED:
+    if TURNED:
+        acc = turned_back(acc, acc_odd)
+    elif PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), [M, D_PADDED])
 
     if FRESH and split == num_splits - 1:

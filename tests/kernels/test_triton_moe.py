@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,10 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.kernels.gpu import GPUS, META, described_gpu
 from chairlift.kernels.triton.experts import activation, grouping
+from chairlift.kernels.triton.experts.tiling import tiling_for
+from chairlift.kernels.triton.launch import generic_kernels
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -39,6 +44,49 @@ def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: 
     groups = grouping.group_by_expert(experts.to(device), num_experts, 16)
     assert groups.order.tolist() == experts.flatten().argsort(stable=True).tolist()
     assert covered(groups, experts) == list(range(tokens * top_k))
+
+
+@pytest.mark.parametrize(("pairs_at_once", "shortest", "most"), [(16, 32, 8), (16, 16, 2), (64, 64, 32)])
+@pytest.mark.parametrize("kind", ["random", "skewed", "last"])
+def test_grouping_in_segments(
+    kind: str, pairs_at_once: int, shortest: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments change nothing, with padding rows and shared experts."""
+    experts = torch.cat((routing(kind, 71, 5, 3), torch.full((71, 1), 5)), dim=1).to(device)
+    positions = torch.arange(71, dtype=torch.int32, device=device)
+    positions[5::7] = -1
+    given: dict[str, Any] = {"num_shared": 1, "shared_rows": 32}
+    expected = grouping.group_by_expert(experts, 5, 16, positions, **given)
+    monkeypatch.setattr(grouping, "FEW_PAIRS", 0)
+    monkeypatch.setattr(grouping, "PAIRS_AT_ONCE", pairs_at_once)
+    monkeypatch.setattr(grouping, "SHORTEST_SEGMENT", shortest)
+    monkeypatch.setattr(grouping, "MOST_SEGMENTS", most)
+    assert 71 * 4 > grouping.segment_of(71 * 4) > 0
+    found = grouping.group_by_expert(experts, 5, 16, positions, **given)
+    live = 4 * int((positions >= 0).sum())
+    assert found.order[:live].tolist() == expected.order[:live].tolist()
+    assert found.tile_expert.tolist() == expected.tile_expert.tolist()
+    has_tile = expected.tile_expert != grouping.NO_EXPERT.value
+    for mine, theirs in zip(found[2:], expected[2:], strict=True):
+        assert mine[has_tile].tolist() == theirs[has_tile].tolist()
+
+
+def test_segments_are_few_and_whole() -> None:
+    assert grouping.segment_of(grouping.FEW_PAIRS) == 0
+    with generic_kernels():
+        assert grouping.segment_of(10**6) == 0
+    for pairs in (grouping.FEW_PAIRS + 1, 98_304, 131_072, 10**6):
+        segment = grouping.segment_of(pairs)
+        assert segment % grouping.PAIRS_AT_ONCE == 0
+        assert -(-pairs // segment) <= grouping.MOST_SEGMENTS
+
+
+def test_many_rows_have_wide_tiles_where_they_fit() -> None:
+    columns = {}
+    for name in ("a100", "l40s", "h200"):
+        with described_gpu(GPUS[name]):
+            columns[name] = tiling_for(64 * 200, 64, torch.bfloat16, "plain", META, invariant=False).inner.columns
+    assert columns == {"a100": 128, "l40s": 128, "h200": 256}
 
 
 def covered(groups: grouping.Grouping, experts: Tensor, most: int = 16) -> list[int]:

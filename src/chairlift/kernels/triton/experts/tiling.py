@@ -18,6 +18,7 @@ MOST_SHARED_ROWS = 64
 # on an H200 (docs/gpu.md has the figures); more were not measured.
 MOST_FOLDED_TOKENS = 256
 LARGE_TILES = 128 * 2**10  # bytes of shared memory that tiles of 128 rows need
+WIDE_TILES = 192 * 2**10  # and that those of 128 rows and 256 columns need
 
 Form = Literal["plain", "fp8", "mxfp4"]
 
@@ -61,7 +62,8 @@ def tiling_for(
     if form == "mxfp4":
         return _microscaled_tiling(64.0 if is_fixed else pairs / num_experts, is_large)
     if is_large and form == "plain":
-        return _both(ExpertTiling(128, 128, 64, 4, warps=8))
+        columns = 256 if shared_memory(device) >= WIDE_TILES + 2**10 else 128
+        return _both(ExpertTiling(128, columns, 64, 4, warps=8))
     if is_fixed or pairs > 64 * num_experts:
         return _both(ExpertTiling(64, 128, 64, 4))
     return _both(ExpertTiling(16, 64, 128, 4) if pairs <= 12 * num_experts else ExpertTiling(32, 128, 128, 3))

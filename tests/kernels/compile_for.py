@@ -65,7 +65,7 @@ from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.invariant_decode import invariant_decode
-from chairlift.kernels.triton.latent import absorbed
+from chairlift.kernels.triton.latent import absorbed, hopper_decode
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
@@ -236,6 +236,8 @@ def compile_experts() -> None:
     experts = torch.zeros(4, top_k, dtype=torch.int64)
     tiling = tiling_for(8, num_experts, BF16, "plain", CPU, invariant=False).inner
     groups = grouping.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
+    many = torch.zeros(grouping.FEW_PAIRS, top_k, dtype=torch.int64)
+    grouping.group_by_expert(many, num_experts, tiling.rows, torch.zeros(len(many), dtype=torch.int32))
     pairs = products.grouped_linear(
         x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, tiling, top_k
     )
@@ -329,6 +331,12 @@ def compile_latent() -> None:
         values_of(sums, up, nope)
         kv = torch.zeros(4, heads, nope + value).to(BF16)
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=1.0)
+    if hopper:
+        cache, hopper_scratch = torch.zeros(8, 16, 1, rank + rope).to(BF16), hopper_decode.HopperScratch(16, rank, CPU)
+        for joins in (None,) if brief else (False, True):
+            hopper_decode.attend_singles(
+                sums, q[..., nope:], cache, sums, rows=4, scratch=hopper_scratch, joins_itself=joins, **where
+            )
 
 
 def compile_recurrent() -> None:

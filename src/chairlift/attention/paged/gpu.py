@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch
     from chairlift.kernels.triton.invariant_attention import SpanScratch
     from chairlift.kernels.triton.latent.absorbed import LatentScratch
+    from chairlift.kernels.triton.latent.hopper_decode import HopperScratch
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
 LATENT_QUERIES = 64  # tokens in a tile of queries of latent attention
@@ -45,6 +46,7 @@ class PagedGPUAttention(AttentionBackend):
         self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by the same
         self._small_tiles: dict[tuple[int, int, int], bool] = {}  # by the same
         self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # by (heads, latent dimensions)
+        self._hopper_scratch: dict[tuple[int, int], HopperScratch | None] = {}  # by the same
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -140,10 +142,23 @@ class PagedGPUAttention(AttentionBackend):
             self._latent_scratch[key] = LatentScratch(*key, device)
         return self._latent_scratch[key]
 
+    def hopper_scratch(self, layer: AttentionLayer, device: torch.device) -> HopperScratch | None:
+        """That of the kernel for single tokens on Hopper; None if it cannot compute such layers."""
+        from chairlift.kernels.triton.latent.hopper_decode import HopperScratch, layer_obstacle
+
+        key = (layer.num_heads, layer.value_dim)
+        if key not in self._hopper_scratch:
+            reason = layer_obstacle(*key, device)
+            if reason is not None:
+                log.debug(f"single tokens use the general kernel of latent attention, not Hopper's: {reason}")
+            self._hopper_scratch[key] = HopperScratch(*key, device) if reason is None else None
+        return self._hopper_scratch[key]
+
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         for layer in layers:
             if layer.latent_dim is not None:
                 self.latent_scratch(layer, device)
+                self.hopper_scratch(layer, device)
             elif self.invariant_for is None:
                 self.scratch(layer, device)
             else:
@@ -247,8 +262,9 @@ class PagedGPUStep(FusedAttend, LatentAttend):
     def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
         from chairlift.attention.paged.latent_gpu import attend_to_batch
 
-        scratch = self.backend.latent_scratch(layer, projection.q.device)
-        return attend_to_batch(layer, projection, self.batch, self.storage, scratch)
+        device = projection.q.device
+        scratch, hopper = self.backend.latent_scratch(layer, device), self.backend.hopper_scratch(layer, device)
+        return attend_to_batch(layer, projection, self.batch, self.storage, scratch, hopper)
 
     def _begins_fresh(self, layer: AttentionLayer, fresh: Fresh) -> bool:
         """Whether the kernel of single tokens can take them as the projection made them."""

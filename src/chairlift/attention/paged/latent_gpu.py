@@ -10,8 +10,10 @@ from torch import Tensor
 from chairlift.attention.interface import AttentionLayer, PagedBatch
 from chairlift.attention.latent import LatentProjection
 from chairlift.attention.storage import KVStorage
+from chairlift.kernels.triton.latent import hopper_decode
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
+from chairlift.kernels.triton.latent.hopper_decode import HopperScratch
 from chairlift.kernels.triton.latent.prepare import FEW_ROWS, prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
 from chairlift.kernels.triton.launch import empty_rows, tuned
@@ -23,6 +25,7 @@ def attend_to_batch(
     batch: PagedBatch,
     storage: KVStorage,
     scratch: LatentScratch,
+    hopper: HopperScratch | None,
 ) -> Tensor:
     """Store the new latents and attend: [T, heads, value_dim]."""
     q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
@@ -56,7 +59,12 @@ def attend_to_batch(
     lse = torch.empty(len(q) if has_tiles else 0, layer.num_heads, dtype=torch.float32, device=q.device)
     where: dict[str, Any] = {"chunks": chunks, "tables": batch.tables, "scale": layer.scale}
     if batch.num_single:
-        attend_singles(absorbed, q_rope, cache, sums, rows=batch.num_single, scratch=scratch, **where)
+        rows = batch.num_single
+        # Kernels that serve every step are compiled before the first one; that of Hopper takes longer.
+        if hopper is not None and tuned() and hopper_decode.obstacle(absorbed, q_rope, cache, rows) is None:
+            hopper_decode.attend_singles(absorbed, q_rope, cache, sums, rows=rows, scratch=hopper, **where)
+        else:
+            attend_singles(absorbed, q_rope, cache, sums, rows=rows, scratch=scratch, **where)
     if has_tiles:
         attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
     fuses_values = few and q.dtype != torch.float32  # whose tiles are too large

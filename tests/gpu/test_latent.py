@@ -83,10 +83,10 @@ class Decodes:
         self.cache[blocks.to(DEVICE)] = torch.nan
         self.out.fill_(torch.nan)
 
-    def attend(self, joins: bool) -> None:
+    def attend(self) -> None:
         hopper_decode.attend_singles(
             self.q, self.q_rope, self.cache, self.out, rows=self.rows, chunks=self.chunks, tables=self.tables,
-            scale=192**-0.5, scratch=self.scratch, joins_itself=joins,
+            scale=192**-0.5, scratch=self.scratch,
         )  # fmt: skip
 
     def worst_row(self, lengths: list[int]) -> float:
@@ -105,30 +105,28 @@ class Decodes:
 
 
 @HOPPER
-@pytest.mark.parametrize("joins", [False, True], ids=["a second kernel joins", "programs join"])
 @pytest.mark.parametrize("heads", [16, 5])
 @pytest.mark.parametrize("name", RAGGED)
-def test_ragged_decodes_on_hopper(name: str, heads: int, joins: bool) -> None:
+def test_ragged_decodes_on_hopper(name: str, heads: int) -> None:
     lengths = RAGGED[name]
     case = Decodes(heads, len(lengths), sum(-(-length // 16) for length in lengths) + 3)
-    for seed in range(2):  # the second launch finds the counters as the first left them
+    for seed in range(2):  # the second launch finds scratch memory as the first left it
         case.fill(lengths, seed)
-        case.attend(joins)
+        case.attend()
         assert case.worst_row(lengths) < 8e-3
 
 
 @HOPPER
-@pytest.mark.parametrize("joins", [False, True], ids=["a second kernel joins", "programs join"])
-def test_a_captured_launch_serves_other_lengths(joins: bool) -> None:
+def test_a_captured_launch_serves_other_lengths() -> None:
     batches = [[40, 3000, 0, 64], [9000, 1, 65, 0], [0, 0, 0, 0], [17, 17, 17, 5000], [20000, 0, 0, 0]]
     case = Decodes(16, 4, 1300)
     case.fill(batches[0])
-    case.attend(joins)
+    case.attend()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            case.attend(joins)
+            case.attend()
     for seed, lengths in enumerate(batches * 2):
         case.fill(lengths, seed)
         graph.replay()

@@ -333,10 +333,7 @@ def compile_latent() -> None:
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=1.0)
     if hopper:
         cache, hopper_scratch = torch.zeros(8, 16, 1, rank + rope).to(BF16), hopper_decode.HopperScratch(16, rank, CPU)
-        for joins in (None,) if brief else (False, True):
-            hopper_decode.attend_singles(
-                sums, q[..., nope:], cache, sums, rows=4, scratch=hopper_scratch, joins_itself=joins, **where
-            )
+        hopper_decode.attend_singles(sums, q[..., nope:], cache, sums, rows=4, scratch=hopper_scratch, **where)
 
 
 def compile_recurrent() -> None:

@@ -17,8 +17,6 @@ from chairlift.kernels.triton.latent.absorbed import Chunks
 from chairlift.kernels.triton.latent.hopper_kernel import BOX, META_PARTS, PANEL, hopper_decode_kernel
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
-# Whether the programs that have parts of a row join them themselves, instead of a second kernel.
-JOINS_ITSELF = False
 RANK = 512  # latent dimensions: the sums of 16 heads are 128 registers of each thread
 HEADS = 16  # of a program: the fewest columns for which a tile's copy takes longer than its products
 UNIT, UNITS, ROPE_TILES = 256, 5, 3  # columns and number of the units in shared memory; tiles of rotated parts
@@ -37,7 +35,6 @@ class HopperScratch:
         self.partial = torch.empty(2 * self.programs, num_heads, rank, dtype=torch.float32, device=device)
         self.lse = torch.empty(2 * self.programs, num_heads, dtype=torch.float32, device=device)
         self.meta = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-        self.arrived = torch.zeros(self.programs, dtype=torch.int32, device=device)
 
 
 def layer_obstacle(num_heads: int, rank: int, device: torch.device) -> str | None:
@@ -126,11 +123,9 @@ def attend_singles(
     tables: Tensor,
     scale: float,
     scratch: HopperScratch,
-    joins_itself: bool | None = None,
 ) -> None:
     """Attention of the first `rows` rows, all single tokens whose latents are in the cache; as in absorbed.py."""
     _, num_heads, rank = q.shape
-    joins_itself = JOINS_ITSELF if joins_itself is None else joins_itself
     rows_per_block = cache.stride(0) // cache.stride(1)
     described = TensorDescriptor(
         cache,
@@ -147,7 +142,6 @@ def attend_singles(
         scratch.partial,
         scratch.lse,
         scratch.meta,
-        scratch.arrived,
         tables,
         chunks.slot,
         chunks.start,
@@ -167,14 +161,11 @@ def attend_singles(
         R=UNITS,
         RR=ROPE_TILES,
         BLOCK=cache.shape[1],
-        LEVELS=next_power_of_2(scratch.programs).bit_length() - 1,
-        JOIN=joins_itself,
         num_warps=4,
         maxnreg=REGISTERS,
         **overlapping(q.device),
     )
-    if not joins_itself:
-        _join(out, rows, chunks, scratch)
+    _join(out, rows, chunks, scratch)
 
 
 def _join(out: Tensor, rows: int, chunks: Chunks, scratch: HopperScratch) -> None:

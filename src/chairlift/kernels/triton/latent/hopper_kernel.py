@@ -9,7 +9,7 @@ The schedule is computed from the rows' lengths on the device, so that a capture
 copies tiles by the tensor memory accelerator, 16 positions at a time, into a ring in shared memory; four warps multiply
 them (wgmma, heads as columns). A tile's latents are copied in units of W columns with barriers of their own: a unit is
 free for the next tile as soon as it has been multiplied as values. A row that lies in several programs has parts, which
-either its programs join at the end, each some columns (JOIN), or a second kernel (hopper_decode.py).
+a second kernel joins (hopper_decode.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ def _consume(
     start_ptr, count_ptr, latents, ropes, queries, query_rope, weights, full, empty, rope_full, rope_empty,
     t0, t1, first_row, last_row, base, total_tiles, programs,
     HEADS: gl.constexpr, BH: gl.constexpr, RANK: gl.constexpr, W: gl.constexpr, R: gl.constexpr, RR: gl.constexpr,
-    JOIN: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles of a program's range; write a row's result, or its part where others have parts, too."""
     G: gl.constexpr = RANK // W
@@ -222,63 +221,10 @@ def _consume(
                 gl.store(part_at, acc0 * scale, mask=heads)
                 gl.store(part_at + W, acc1 * scale, mask=heads)
                 gl.store(lse_ptr + part, best + gl.log2(total), mask=h < HEADS)
-            if not JOIN:  # noqa: SIM102 - a constant
-                if begin == 0:
-                    last = _owner_of(base + tiles - 1, total_tiles, programs)
-                    gl.store(meta_ptr + row, cta * META_PARTS + last - cta + 1)
+            if begin == 0:
+                last = _owner_of(base + tiles - 1, total_tiles, programs)
+                gl.store(meta_ptr + row, cta * META_PARTS + last - cta + 1)
         base += tiles
-
-
-@gluon.jit
-def _join_columns(
-    unit, row, first, parts, out_ptr, partial_ptr, lse_ptr,
-    HEADS: gl.constexpr, BH: gl.constexpr, RANK: gl.constexpr, P: gl.constexpr,
-):  # fmt: skip
-    """Join up to P parts of a row in the `unit`-th of P equal pieces of its heads and columns."""
-    H: gl.constexpr = max(1, BH // P)
-    C: gl.constexpr = BH * RANK // P // H
-    LANES: gl.constexpr = min(32, C // 4)
-    WARPS: gl.constexpr = max(1, min(4, C // 128))
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4 // WARPS, WARPS], [2, 1, 0])
-    by_part: gl.constexpr = gl.SliceLayout(2, layout)
-    result: gl.constexpr = gl.SliceLayout(1, layout)
-    head = unit * H * C // RANK
-    s = gl.arange(0, P, gl.SliceLayout(0, by_part))[None, :]
-    h = head + gl.arange(0, H, gl.SliceLayout(1, by_part))[:, None]
-    # The first part is that of a row's start in its program, the others are those of a program's start.
-    part = (2 * (first + s) + (s == 0).to(gl.int32)) * HEADS + h
-    keep = (s < parts) & (h < HEADS)
-    lse = gl.load(lse_ptr + part, mask=keep, other=float("-inf"), cache_modifier=".cg")
-    column = unit * H * C % RANK + gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    at = partial_ptr + part.to(gl.int64)[:, :, None] * RANK + column
-    values = gl.load(at, mask=keep[:, :, None], other=0.0, cache_modifier=".cg")
-    best = gl.maximum(gl.max(lse, 1), -1e30)  # heads that only fill the tile have no parts
-    weights = gl.exp2(lse - best[:, None])
-    weights = weights / gl.maximum(gl.sum(weights, 1), 1e-30)[:, None]
-    joined = gl.sum(values * weights[:, :, None], 1)
-    h = head + gl.arange(0, H, gl.SliceLayout(1, result))[:, None]
-    column = unit * H * C % RANK + gl.arange(0, C, gl.SliceLayout(0, result))[None, :]
-    to = out_ptr + (row.to(gl.int64) * HEADS + h) * RANK + column
-    gl.store(to, joined.to(out_ptr.dtype.element_ty), mask=(h < HEADS) & (column < RANK))
-
-
-@gluon.jit
-def _join_row(
-    row, first, parts, arrived_ptr, out_ptr, partial_ptr, lse_ptr,
-    HEADS: gl.constexpr, BH: gl.constexpr, RANK: gl.constexpr, LEVELS: gl.constexpr,
-):  # fmt: skip
-    """Wait for the other parts of a row, and join this program's share of its columns."""
-    arrived = gl.atomic_add(arrived_ptr + first, 0, sem="acquire", scope="gpu")
-    while arrived < parts:
-        arrived = gl.atomic_add(arrived_ptr + first, 0, sem="acquire", scope="gpu")
-    mine = gl.program_id(0) - first
-    for level in gl.static_range(LEVELS):
-        if (parts > 1 << level) & (parts <= 2 << level):
-            for unit in range(mine, 2 << level, parts):
-                _join_columns(unit, row, first, parts, out_ptr, partial_ptr, lse_ptr, HEADS, BH, RANK, 2 << level)
-    # The counter is zero again after the last program, which no other waits for any more.
-    if gl.atomic_add(arrived_ptr + first, 1, sem="acq_rel", scope="gpu") == 2 * parts - 1:
-        gl.store(arrived_ptr + first, 0)
 
 
 @gluon.jit
@@ -294,8 +240,7 @@ def hopper_decode_kernel(
     out_ptr,  # [T, HEADS, RANK]
     partial_ptr,  # [2 * programs, HEADS, RANK] float32
     lse_ptr,  # [2 * programs, HEADS] float32, in log 2
-    meta_ptr,  # [rows] int32: first program and number of parts; not with JOIN
-    arrived_ptr,  # [programs] int32, zero between launches: parts of the row that begins in a program; with JOIN
+    meta_ptr,  # [rows] int32: first program and number of parts
     tables_ptr, slot_ptr, start_ptr, count_ptr,
     rows, q_stride, q_rope_stride, q_rope_head_stride, rows_per_block, table_stride, scale_log2,
     ROWS: gl.constexpr,  # at least `rows`, a power of two
@@ -306,8 +251,6 @@ def hopper_decode_kernel(
     R: gl.constexpr,  # units of the ring of latents
     RR: gl.constexpr,  # tiles of the ring of rotated parts
     BLOCK: gl.constexpr,
-    LEVELS: gl.constexpr,  # 2 ** LEVELS is not below the number of programs
-    JOIN: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """One program per multiprocessor; see the top of this file."""
@@ -328,9 +271,6 @@ def hopper_decode_kernel(
     base = gl.sum(gl.where(before, tiles, 0), 0)
     last_row = gl.minimum(gl.sum((ends <= t1 - 1).to(gl.int32), 0), rows - 1)
     first_row = gl.where(t0 < t1, gl.minimum(first_row, rows - 1), last_row + 1)
-    if JOIN:
-        first_end = base + gl.sum(gl.where(row == first_row, tiles, 0), 0)
-        last_end = gl.sum(gl.where(row <= last_row, tiles, 0), 0)
 
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     latents = gl.allocate_shared_memory(gl.bfloat16, [R, N, W], tile_layout)
@@ -361,7 +301,7 @@ def hopper_decode_kernel(
             (_consume, (
                 q_ptr, q_rope_ptr, out_ptr, partial_ptr, lse_ptr, meta_ptr, q_stride, q_rope_stride, q_rope_head_stride,
                 scale_log2, start_ptr, count_ptr, latents, ropes, queries, query_rope, weights, full, empty, rope_full,
-                rope_empty, t0, t1, first_row, last_row, base, total_tiles, programs, HEADS, BH, RANK, W, R, RR, JOIN,
+                rope_empty, t0, t1, first_row, last_row, base, total_tiles, programs, HEADS, BH, RANK, W, R, RR,
             )),
             (_produce, (
                 desc, tables_ptr, table_stride, rows_per_block, slot_ptr, start_ptr, count_ptr, units, rope_pieces,
@@ -371,23 +311,3 @@ def hopper_decode_kernel(
         [1],
         [64],
     )  # fmt: skip
-    if JOIN:  # noqa: SIM102 - a constant
-        if t0 < t1:
-            # All parts are written before any program waits for others, so none waits for one that waits for it.
-            gl.thread_barrier()
-            first = _owner_of(base, total_tiles, programs)
-            parts = _owner_of(first_end - 1, total_tiles, programs) - first + 1
-            last_parts = gl.where(last_row > first_row, _owner_of(last_end - 1, total_tiles, programs) - cta + 1, 1)
-            if parts > 1:
-                gl.atomic_add(arrived_ptr + first, 1, sem="release", scope="gpu")
-            if last_parts > 1:
-                gl.atomic_add(arrived_ptr + cta, 1, sem="release", scope="gpu")
-            for which in range(2):  # one copy of the code serves both
-                some_row = gl.where(which == 0, first_row, last_row)
-                some_first = gl.where(which == 0, first, cta)
-                some_parts = gl.where(which == 0, parts, last_parts)
-                if some_parts > 1:
-                    _join_row(
-                        some_row, some_first, some_parts, arrived_ptr, out_ptr, partial_ptr, lse_ptr,
-                        HEADS, BH, RANK, LEVELS,
-                    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -199,6 +200,34 @@ def test_concurrent_callers_are_serialised_and_errors_reach_them() -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert all((done == 1).all() for done in work)
+
+
+def test_an_interrupted_wait_leaves_the_team_usable() -> None:
+    """As by Ctrl-C while the caller waits for a worker that takes longer."""
+    team = Team(2)
+    caller, free = threading.current_thread(), threading.Event()
+
+    def wait(shared: Any, members: int) -> None:
+        if threading.current_thread() is not caller:
+            free.wait(30)
+
+    def interrupt(number: int, frame: Any) -> None:
+        free.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            team.run(wait)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    done = np.zeros((30, 10), dtype=np.int64)
+    again = threading.Thread(target=lambda: [team.run(_work, done) for _ in range(3)], daemon=True)
+    again.start()
+    again.join(timeout=30)
+    assert not again.is_alive()
+    assert (done == 3).all()
 
 
 def test_a_forked_process_has_a_team_of_its_own() -> None:

@@ -193,6 +193,25 @@ def test_a_full_disk_leaves_weights_in_memory(after: int, tmp_path: Path, monkey
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("refused", ["posix_fallocate", "pwrite"])
+def test_neither_no_room_nor_lost_writes_are_fatal(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room: reading a page of a hole would be fatal. Lost writes: some file systems bypass pages in memory."""
+
+    def no_room(*where: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lost = lambda file, data, offset: len(data)  # noqa: E731
+    monkeypatch.setattr(os, refused, no_room if refused == "posix_fallocate" else lost)
+    recorder = WeightRecorder(tmp_path / "file.weights", IDENTITY, 1)
+    for name, weight in weights().items():
+        kept = PackedWeightArrays(weight.format, recorder.keep(name, weight.format, weight.arrays))
+        assert all(np.array_equal(*pair) for pair in values(kept, weight))
+    recorder.close()
+    assert not os.listdir(tmp_path)
+
+
 def test_a_changed_checkpoint_has_another_state(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(1 << 20))

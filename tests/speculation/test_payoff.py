@@ -60,15 +60,38 @@ def test_a_trial_ends_before_it_loses_more_than_it_may() -> None:
     assert ended == {1.4: 3, 1.7: 2, 1.8: 1, 2.0: 1, 9.0: 1}
 
 
-def test_what_catching_up_loses_counts() -> None:
-    payoff = DraftPayoff()
-    for _ in range(TUNING.enough_steps):
-        step(payoff, 1, 1.0, 0)
-    payoff.observe_extra(1, 0, 1.5)
-    assert payoff.allows_drafts(1)
-    payoff.observe_extra(1, 0, 1.5)
-    assert not payoff.allows_drafts(1)
-    assert not payoff.batch(1).drafted.count, "but it is not compared"
+def test_preparing_drafts_ends_no_trial_but_lengthens_the_pause() -> None:
+    pauses = {}
+    for preparing in (1.0, 9.0):
+        payoff = DraftPayoff()
+        for _ in range(TUNING.enough_steps):
+            step(payoff, 1, 1.0, 0)
+        payoff.observe_preparation(1, 0, preparing)
+        assert payoff.allows_drafts(1)
+        assert not payoff.batch(1).drafted.count, "it is not compared"
+        step(payoff, 1, 9.0, 0)
+        assert not payoff.allows_drafts(1)
+        pauses[preparing] = payoff.batch(1).pause
+    assert pauses[9.0] > 1.9 * pauses[1.0]
+
+
+@pytest.mark.parametrize(("begin", "per_token"), [(300, 0.01), (600, 0.002), (3000, 0.001)])
+def test_drafts_return_although_a_draft_model_catches_up_after_each_pause(begin: int, per_token: float) -> None:
+    """One long request whose drafts are right from some step on; catching up takes longer the longer the pause was."""
+    payoff, behind, drafted = DraftPayoff(), 0, 0
+    for at in range(30_000):
+        if not payoff.allows_drafts(1):
+            payoff.observe(1, False, 0, 1.0, proposing=0.0, num_drafts=0)
+            behind += 1
+        elif behind > 1:
+            caught_up = min(behind, 256)
+            payoff.observe_preparation(1, 0, 1.0 + caught_up * per_token)
+            behind -= caught_up
+        else:
+            accepted = 2 if at >= begin else 0
+            payoff.observe(1, True, accepted, 1.3, proposing=0.1, num_drafts=3)
+            drafted += at >= begin
+    assert drafted > 0.9 * (30_000 - begin)
 
 
 def test_a_pause_ends_when_drafts_begin_to_pay() -> None:

@@ -101,8 +101,10 @@ def load_engine(
     timeline = timeline or StartTimeline()
     batch_requests(config)  # raises for contradictions before minutes of loading
     libraries = GPUStart(torch_device(config), torch_dtype(config))
-    loaded = load_model(name, config, progress=progress, timeline=timeline)
-    libraries.wait()
+    try:
+        loaded = load_model(name, config, progress=progress, timeline=timeline)
+    finally:
+        libraries.wait()
     timeline.end("libraries")
     return start_engine(loaded, config, timeline=timeline)
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (50_000, 20, 100)
+_THRESHOLDS = (50_000, 20, 100)
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def collection_paused() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        gc.set_threshold(*THRESHOLDS)
+        gc.set_threshold(*_THRESHOLDS)
         gc.enable()
 
 
@@ -30,7 +30,7 @@ def freeze_loaded_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    gc.set_threshold(*_THRESHOLDS)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
+from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.access.keys import APIKey
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.host_names import HostNames
@@ -27,8 +27,6 @@ from chairlift.server.process.socket_folder import remove_stale_folders
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
 log = logging.getLogger("chairlift.server")
-
-MAX_OPEN_FILES = 65_536
 
 
 class FrontEnd(Protocol):
@@ -63,7 +61,7 @@ async def serve_forever(
     Returns the exit status: 0 after draining, 1 if the engine failed permanently, and 128 plus the signal's number if a
     second signal cut the draining short. Raises if the engine cannot start.
     """
-    _raise_file_limit()
+    raise_file_limit()
     check_device(config.engine.get("device", "auto"))
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
@@ -199,11 +197,3 @@ def _reload_on_hangup(config: ServerConfig, front_end: FrontEnd) -> None:
 
     if config.keys.file is not None or config.certificate is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit on file descriptors, usually 1,024: each connection takes one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

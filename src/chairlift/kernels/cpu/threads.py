@@ -135,17 +135,15 @@ class Team:
         self._failure: BaseException | None = None
         # Of each worker: released to start it, and by it when it is done. Plain locks, since the semaphores of Python
         # are written in Python, which takes long with the caches full of weights.
-        self._starts: list[threading.Lock] = []
-        self._ends: list[threading.Lock] = []
+        self._workers: list[tuple[threading.Lock, threading.Lock]] = []
 
     def _call_in(self) -> None:
-        while len(self._starts) < self.size - 1:
+        while len(self._workers) < self.size - 1:
             start, end = threading.Lock(), threading.Lock()
             start.acquire()
             end.acquire()
             threading.Thread(target=self._work, args=(start, end), name="chairlift-kernel", daemon=True).start()
-            self._starts.append(start)
-            self._ends.append(end)
+            self._workers.append((start, end))
 
     def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Run `kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
@@ -155,7 +153,7 @@ class Team:
             self._shared[:] = 0
             started = 0
             try:
-                for start in self._starts:
+                for start, _ in self._workers:
                     start.release()
                     started += 1
                 kernel(self._shared, self.size, *arguments)
@@ -163,11 +161,25 @@ class Team:
                 self._fail()
                 raise
             finally:
-                for end in self._ends[:started]:
-                    end.acquire()
+                interrupted = self._wait_for(started)
                 self._kernel, self._arguments = None, ()
+            if interrupted is not None:
+                raise interrupted
             if self._failure is not None:
                 raise self._failure
+
+    def _wait_for(self, started: int) -> BaseException | None:
+        """Wait for the first workers, also if a signal handler raises meanwhile: returns that exception."""
+        interrupted = None
+        for _, end in self._workers[:started]:
+            while True:
+                try:
+                    end.acquire()
+                    break
+                except BaseException as error:
+                    interrupted = error
+                    self._fail()
+        return interrupted
 
     def _fail(self) -> None:
         """Mark the team as failed, so that barriers return and claims end."""

@@ -3,9 +3,8 @@
     array | padding | array | ... | index (JSON) | magic, offset and length of the index, its SHA-256
 
 The arrays are mapped, so processes share their pages, which are huge ones where the file system supports it: reading
-weights then misses the TLB less often. A file is written under another name and renamed when it is
-complete. It may still be damaged or old: whatever does not fit raises `UnusableCache`, and the caller packs the weights
-again.
+weights then misses the TLB less often. A file is written under another name and renamed when it is complete. It may
+still be damaged or old: whatever does not fit raises `UnusableCache`, and the caller packs the weights again.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class CacheWriter:
         self._path, self._identity = path, identity
         self._partial = path.with_name(f"{path.name}.partial")
         self._weights: dict[str, Any] = {}
-        self._end = 0
+        self._end = self._reserved = 0
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def add(self, name: str, weight: PackedWeightArrays, num_threads: int) -> PackedWeightArrays:
@@ -180,6 +179,8 @@ class CacheWriter:
             entry = _Entry(array.label, values.dtype.name, values.shape, self._end, checksum)
             mapped.append(PackedArray(array.label, self._map(entry)))
             self._put(memoryview(values.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+            if not np.array_equal(mapped[-1].values, values):  # a file system whose writes bypass pages in memory
+                raise OSError("what was written to the file does not appear where it is mapped")
             entries.append(asdict(entry))
         self._weights[name] = {"format": weight.format, "arrays": entries}
         return PackedWeightArrays(weight.format, mapped)
@@ -189,11 +190,17 @@ class CacheWriter:
         Huge pages at both ends of the array are mapped as a whole."""
         begin = entry.offset // HUGE_PAGE * HUGE_PAGE
         end = (entry.offset + entry.num_bytes) // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE
-        os.ftruncate(self._file, end)  # a hole for now
+        self._reserve(end)
         data = np.frombuffer(_mapped(self._file, begin, end - begin), np.uint8)
         data[::HUGE_PAGE].max()  # read every huge page
         at = entry.offset - begin
         return data[at : at + entry.num_bytes].view(entry.dtype).reshape(entry.shape)
+
+    def _reserve(self, end: int) -> None:
+        """Make the file this long; raises OSError if the disk is full, where reading a page of a hole may be fatal."""
+        if end > self._reserved:
+            os.posix_fallocate(self._file, self._reserved, end - self._reserved)
+            self._reserved = end
 
     def _put(self, data: memoryview) -> None:
         while data:

@@ -23,6 +23,7 @@ import zmq
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.machine.cuda_driver import create_context
+from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.dashboard.frame_publisher import FramePublisher
 from chairlift.server.gc_tuning import collection_paused, freeze_loaded_objects
 from chairlift.server.process.early_start import FROM_INPUT
@@ -188,6 +189,7 @@ def _read_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """The settings of the first argument, or of the standard input; what loading needs is imported meanwhile."""
     if arguments[0] != FROM_INPUT:
         settings = _received(arguments[0])
+        die_with_parent(settings["parent"])
         _import_engine()
         return settings
     die_with_parent(int(arguments[1]))
@@ -216,8 +218,8 @@ def _received(text: str | bytes) -> dict[str, Any]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
+    raise_file_limit()
     settings = _read_settings(sys.argv[1:])
-    die_with_parent(settings["parent"])
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(settings["log_level"].upper())
     process = EngineProcess(settings)

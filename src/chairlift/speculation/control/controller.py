@@ -220,7 +220,7 @@ class SpeculationController:
         if typical and all(chunk.decodes for chunk in plan.chunks):
             accepted, drafted = sum(result.accepted.values()), waited or proposal is not None
             if extra:
-                self.payoff.observe_extra(len(plan.chunks), accepted, seconds)
+                self.payoff.observe_preparation(len(plan.chunks), accepted, seconds)
             else:
                 self.payoff.observe(
                     len(plan.chunks), drafted, accepted, seconds, proposing=proposing, num_drafts=plan.num_drafts

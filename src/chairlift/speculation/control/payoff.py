@@ -71,11 +71,11 @@ class BatchPayoff:
     plain_is_new: bool = False  # measured again since drafts seemed to lose
     in_trial: bool = True  # too few steps with drafts to compare
     lost: float = 0.0  # seconds that steps with drafts took longer than those without, since drafts last paid
+    preparing: float = 0.0  # seconds that steps took longer before drafts could be made, since drafts last paid
 
-    def count_loss(self, seconds: float, tokens: int) -> None:
-        """A step with drafts took `seconds` for so many tokens."""
-        if self.plain.count:
-            self.lost = max(0.0, self.lost + seconds - tokens * self.plain.value)
+    def longer(self, seconds: float, tokens: int) -> float:
+        """How much longer a step of this many tokens took than without drafts; 0 if that is not known."""
+        return seconds - tokens * self.plain.value if self.plain.count else 0.0
 
 
 @dataclass(slots=True)
@@ -122,17 +122,16 @@ class DraftPayoff:
             return
         batch.drafted.add(seconds, tokens, tuning.gain)
         batch.since_plain += 1
-        batch.count_loss(seconds, tokens)
+        batch.lost = max(0.0, batch.lost + batch.longer(seconds, tokens))
         if num_drafts:
             batch.slope.add(num_drafts, seconds - proposing, tuning.gain)
         self._judge(batch)
 
-    def observe_extra(self, num_requests: int, num_accepted: int, seconds: float) -> None:
-        """A step with drafts took `seconds` for more than later ones will: it is not compared, but what it lost is."""
+    def observe_preparation(self, num_requests: int, num_accepted: int, seconds: float) -> None:
+        """A step took `seconds` because drafts of later steps were prepared: it is not compared with others and ends no
+        trial, which would never begin if it did. The pause after a trial that loses is longer for it."""
         batch = self.batch(num_requests)
-        batch.count_loss(seconds, num_requests + num_accepted)
-        if batch.plain.count >= self.tuning.enough_steps and self._risks_much(batch):
-            self.pause(batch)
+        batch.preparing += max(0.0, batch.longer(seconds, num_requests + num_accepted))
 
     def _judge(self, batch: BatchPayoff) -> None:
         tuning = self.tuning
@@ -144,7 +143,7 @@ class DraftPayoff:
             return
         batch.in_trial = False
         if batch.drafted.value <= batch.plain.value:
-            batch.plain_is_new, batch.lost = False, 0.0
+            batch.plain_is_new, batch.lost, batch.preparing = False, 0.0, 0.0
             batch.next_pause = tuning.first_pause
         elif batch.plain_is_new or self._risks_much(batch):
             self.pause(batch)
@@ -160,8 +159,9 @@ class DraftPayoff:
     def pause(self, batch: BatchPayoff) -> None:
         """Stop drafting for a while; a trial follows that measures drafts anew."""
         tuning = self.tuning
-        earned = batch.lost / (tuning.most_lost * batch.plain.seconds) if batch.plain.seconds > 0 else 0.0
+        cost = batch.lost + batch.preparing
+        earned = cost / (tuning.most_lost * batch.plain.seconds) if batch.plain.seconds > 0 else 0.0
         batch.pause = max(batch.next_pause, min(int(earned), tuning.longest_pause))
         batch.next_pause = min(2 * batch.next_pause, tuning.longest_pause)
-        batch.plain_is_new, batch.in_trial, batch.lost = False, True, 0.0
+        batch.plain_is_new, batch.in_trial, batch.lost, batch.preparing = False, True, 0.0, 0.0
         batch.drafted, batch.slope = Pace(), DraftSlope()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention
-from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
+from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention
 from chairlift.kernels.triton.layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

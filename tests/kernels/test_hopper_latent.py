@@ -15,6 +15,7 @@ from torch import Tensor
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.kernels.gpu import GPUS, META, described_gpu
+from chairlift.kernels.triton.hopper import support
 from chairlift.kernels.triton.latent import absorbed, hopper_decode, hopper_kernel
 from chairlift.kernels.triton.launch import generic_kernels
 from tests.kernels.attention_cases import as_ints
@@ -37,13 +38,13 @@ def tensors(
     ("given", "rows", "reason"),
     [
         ({}, 4, None),
-        ({"heads": 8, "block_size": 32}, 4096, None),
+        ({"heads": 8, "block_size": 32}, 2048, None),
         ({"heads": 128}, 4, "16 heads"),
         ({"rope": 32}, 4, "rotated parts"),
         ({"block_size": 8}, 4, "blocks"),
         ({"cache": torch.float8_e4m3fn}, 4, "bfloat16"),
         ({"cache": torch.float16, "q": torch.float16}, 4, "bfloat16"),
-        ({}, 4097, "rows"),
+        ({}, 2049, "rows"),
     ],
 )
 def test_what_the_kernel_takes(given: dict[str, Any], rows: int, reason: str | None) -> None:
@@ -55,7 +56,7 @@ def test_what_the_kernel_takes(given: dict[str, Any], rows: int, reason: str | N
 def test_other_devices_have_no_scratch_memory_for_it() -> None:
     layer = AttentionLayer(0, 16, 1, 576, 1.0, latent_dim=512)
     with described_gpu(GPUS["a100"]):
-        assert hopper_decode.obstacle(*tensors(), rows=4) == "it needs a Hopper GPU"
+        assert hopper_decode.obstacle(*tensors(), rows=4) == "it runs on GPUs of compute capability 9.0"
         assert PagedGPUAttention().hopper_scratch(layer, META) is None
     with described_gpu(GPUS["h200"]):
         assert PagedGPUAttention().hopper_scratch(layer, META) is not None
@@ -75,6 +76,7 @@ def test_steps_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([20, 5, 0], [1, 1, 18], heads=16, device=CPU, **DEEPSEEK)
     expected = run(case, padding=2)
     assert calls == []
+    monkeypatch.setattr(support, "hopper_obstacle", lambda device: None)
     monkeypatch.setattr(hopper_decode, "layer_obstacle", lambda *shape: None)
     monkeypatch.setattr(hopper_decode, "attend_singles", attend)
     assert error(run(case, padding=2), expected) == 0
@@ -104,7 +106,7 @@ def test_every_tile_has_one_program() -> None:
 )
 def test_parts_are_joined(lengths: list[int], programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts that the schedule gives to each program, computed by the formula, and the kernel that joins them."""
-    monkeypatch.setattr(hopper_decode, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(hopper_decode, "num_multiprocessors", lambda device: programs)
     torch.manual_seed(0)
     heads, rank = 2, 64
     scratch = hopper_decode.HopperScratch(heads, rank, CPU)

@@ -61,6 +61,11 @@ for more in json.loads(sys.argv[2]):
             )
             assert not captured
             missing |= set(kernels.kernels_of([exact])) - set(kernels.kernels_of(shapes.stand_ins(exact)))
+        small, captured = shapes.choose(
+            tokens=40, chunks=2, singles=1, tiles=1, samples=2, updates=9, longest=9000, deepest=9000
+        )
+        prompts = [spec for spec in kernels.kernels_of([small]) if "prefill" in spec.name]
+        missing |= set(prompts) - set(kernels.kernels_of(shapes.beside_prompts(shapes.decode(1))))
         exact = [any("hopper" in spec.name for spec in kernels.kernels_of([exact]))]
     print(json.dumps([len(sampled), sorted(spec.name for spec in missing), hopper + exact]))
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from chairlift.attention.backends.bursted import BurstedAttention
 from chairlift.attention.interface import AttentionLayer, RaggedLayout
@@ -15,7 +16,8 @@ from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import META, described_gpu, known_gpu
 from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Scratch, decode_splits
-from chairlift.kernels.triton.hopper_prefill import obstacles
+from chairlift.kernels.triton.hopper.prefill import obstacles
+from chairlift.kernels.triton.hopper.support import hopper_obstacle
 from tests.kernels.attention_cases import (
     TOLERANCE,
     check_fused_decode,
@@ -122,17 +124,15 @@ def test_deep_prefill(window: int | None, softcap: float | None, device: torch.d
 def test_the_kernel_for_hopper_says_what_it_cannot_compute() -> None:
     shape: dict[str, Any] = {"heads": 14, "kv_heads": 2, "dim": 64, "dtype": torch.bfloat16}
 
-    def found(gpu: str = "h200", cache: torch.dtype | None = None, parts: int = 1, **changes: Any) -> list[str]:
+    def found(cache: torch.dtype | None = None, parts: int = 1, **changes: Any) -> list[str]:
         limits: dict[str, Any] = {"tile_queries": 16, "window": None, "softcap": None, "chunk": None}
         given = {name: changes.pop(name, limit) for name, limit in limits.items()}
         case = make_case([0], [32], **shape | changes, device=torch.device("cpu"))
         sides = (side.to(cache or side.dtype) for side in (case.keys, case.values))
         q, keys, values = (side.to(META) for side in (case.q, *sides))
-        with described_gpu(known_gpu(gpu)):
-            return obstacles(q, keys[..., ::parts, :], values[..., ::parts, :], **given)
+        return obstacles(q, keys[..., ::parts, :], values[..., ::parts, :], **given)
 
     assert found() == found(heads=32, kv_heads=8, dim=128, tile_queries=32) == found(block_size=128) == []
-    assert found(gpu="a100") == ["it runs on GPUs of compute capability 9.0"]
     assert found(dtype=torch.float32) == ["it computes in 16 bits, not in torch.float32"]
     assert found(cache=torch.float8_e4m3fn) == ["the cache is in torch.float8_e4m3fn"]
     assert found(dim=96) == ["heads have 96 numbers, not 64 or 128"]
@@ -141,11 +141,18 @@ def test_the_kernel_for_hopper_says_what_it_cannot_compute() -> None:
     assert "the cache is not contiguous" in found(parts=2)
     assert found(window=4096) == ["attention is limited to a window"]
     assert found(chunk=8192) == ["attention is limited to chunks of positions"]
-    assert found(softcap=30.0, gpu="l4") == ["it runs on GPUs of compute capability 9.0", "scores are soft-capped"]
-    on_cpu = make_case([0], [32], **shape, device=torch.device("cpu"))
-    assert obstacles(on_cpu.q, on_cpu.keys, on_cpu.values, tile_queries=16, window=None, softcap=None, chunk=None) == [
-        "it runs on GPUs of compute capability 9.0"
-    ]
+    assert found(softcap=30.0, window=9) == ["attention is limited to a window", "scores are soft-capped"]
+
+
+def test_kernels_in_gluon_are_for_hopper_and_a_triton_that_they_ran_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    with described_gpu(known_gpu("h200")):
+        assert hopper_obstacle(META) is None
+        monkeypatch.setattr(triton, "__version__", "3.9.1")
+        assert hopper_obstacle(META) == "it was tested with Triton 3.6.x, not 3.9.1"
+    for gpu in ("a100", "l4"):
+        with described_gpu(known_gpu(gpu)):
+            assert hopper_obstacle(META) == "it runs on GPUs of compute capability 9.0"
+    assert hopper_obstacle(torch.device("cpu")) == "it runs on GPUs of compute capability 9.0"
 
 
 def test_large_tiles_are_for_deep_contexts_where_they_fit() -> None:

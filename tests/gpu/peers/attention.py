@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
-from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
+from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention
 from tests.gpu.peers.timing import Report, Step, error, microseconds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -144,14 +144,18 @@ class PagedGPUAttention(AttentionBackend):
 
     def hopper_scratch(self, layer: AttentionLayer, device: torch.device) -> HopperScratch | None:
         """That of the kernel for single tokens on Hopper; None if it cannot compute such layers."""
-        from chairlift.kernels.triton.latent.hopper_decode import HopperScratch, layer_obstacle
+        from chairlift.kernels.triton.hopper.support import hopper_obstacle
 
         key = (layer.num_heads, layer.value_dim)
         if key not in self._hopper_scratch:
-            reason = layer_obstacle(*key, device)
+            self._hopper_scratch[key] = None
+            if (reason := hopper_obstacle(device)) is None:
+                from chairlift.kernels.triton.latent.hopper_decode import HopperScratch, layer_obstacle
+
+                if (reason := layer_obstacle(*key, device)) is None:
+                    self._hopper_scratch[key] = HopperScratch(*key, device)
             if reason is not None:
                 log.debug(f"single tokens use the general kernel of latent attention, not Hopper's: {reason}")
-            self._hopper_scratch[key] = HopperScratch(*key, device) if reason is None else None
         return self._hopper_scratch[key]
 
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -321,7 +325,7 @@ class PagedGPUStep(FusedAttend, LatentAttend):
     def _prefill(self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attention of the longer chunks."""
         from chairlift.kernels.triton.attention import prefill_attention
-        from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention, obstacles
+        from chairlift.kernels.triton.hopper.support import hopper_obstacle
         from chairlift.kernels.triton.invariant_attention import invariant_attention
         from chairlift.kernels.triton.launch import tuned
 
@@ -342,12 +346,12 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         limits: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap, "chunk": layer.chunk}
         if self.backend.invariant_for is not None:
             invariant_attention(q, keys, values, out, **given, **limits)
-        elif (
-            tuned()
-            and len(q) >= LARGE_STEP
-            and not obstacles(q, keys, values, tile_queries=batch.tile_queries, **limits)
-        ):
-            hopper_prefill_attention(q, keys, values, out, **given)
-        else:
-            deep = batch.deep_chunks and _reads_far(layer)
-            prefill_attention(q, keys, values, out, **given, **limits, deep=deep)
+            return
+        if tuned() and len(q) >= LARGE_STEP and hopper_obstacle(q.device) is None:
+            from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention, obstacles
+
+            if not obstacles(q, keys, values, tile_queries=batch.tile_queries, **limits):
+                hopper_prefill_attention(q, keys, values, out, **given)
+                return
+        deep = batch.deep_chunks and _reads_far(layer)
+        prefill_attention(q, keys, values, out, **given, **limits, deep=deep)

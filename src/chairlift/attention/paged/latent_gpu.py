@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch import Tensor
 from chairlift.attention.interface import AttentionLayer, PagedBatch
 from chairlift.attention.latent import LatentProjection
 from chairlift.attention.storage import KVStorage
-from chairlift.kernels.triton.latent import hopper_decode
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
-from chairlift.kernels.triton.latent.hopper_decode import HopperScratch
 from chairlift.kernels.triton.latent.prepare import FEW_ROWS, prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
 from chairlift.kernels.triton.launch import empty_rows, tuned
+
+if TYPE_CHECKING:  # it imports Gluon, which only Hopper needs
+    from chairlift.kernels.triton.latent.hopper_decode import HopperScratch
 
 
 def attend_to_batch(
@@ -61,9 +62,7 @@ def attend_to_batch(
     if batch.num_single:
         rows = batch.num_single
         # Kernels that serve every step are compiled before the first one; that of Hopper takes longer.
-        if hopper is not None and tuned() and hopper_decode.obstacle(absorbed, q_rope, cache, rows) is None:
-            hopper_decode.attend_singles(absorbed, q_rope, cache, sums, rows=rows, scratch=hopper, **where)
-        else:
+        if hopper is None or not tuned() or not _on_hopper(absorbed, q_rope, cache, sums, rows, hopper, where):
             attend_singles(absorbed, q_rope, cache, sums, rows=rows, scratch=scratch, **where)
     if has_tiles:
         attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
@@ -73,3 +72,15 @@ def attend_to_batch(
         kv = up.expand(latent[:, :rank], slice(None))
         attend_within_chunks(q, kv, latent[:, rank:], out, lse, chunks=chunks, scale=layer.scale)
     return out
+
+
+def _on_hopper(
+    q: Tensor, q_rope: Tensor, cache: Tensor, out: Tensor, rows: int, scratch: HopperScratch, where: dict[str, Any]
+) -> bool:
+    """Attend to the contexts of single tokens by the kernel for Hopper; returns whether it can."""
+    from chairlift.kernels.triton.latent import hopper_decode
+
+    if hopper_decode.obstacle(q, q_rope, cache, rows) is not None:
+        return False
+    hopper_decode.attend_singles(q, q_rope, cache, out, rows=rows, scratch=scratch, **where)
+    return True

@@ -13,7 +13,6 @@ from typing import Any
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
@@ -66,8 +65,11 @@ class KernelSpec:
         constants = {tuple(path): _constant(value) for path, value in data["constants"]}
         attributes = {tuple(path): value for path, value in data["attributes"]}
         signature = {name: _tuples(value) for name, value in data["signature"].items()}
-        kind = GluonASTSource if kernel.is_gluon() else ASTSource
-        return kind(kernel, signature, constants, attributes)
+        if kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            return GluonASTSource(kernel, signature, constants, attributes)
+        return ASTSource(kernel, signature, constants, attributes)
 
     def is_cached(self) -> bool:
         """Whether its binary is in Triton's cache on disk."""

@@ -60,7 +60,9 @@ class BatchShape:
         }
 
 
-DEEP_PROMPT = BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)  # a prompt that follows a long context
+# Prompts that follow a long context, large and small: Hopper has a kernel of its own for large steps.
+DEEP_PROMPT = BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)
+SMALL_DEEP_PROMPT = replace(DEEP_PROMPT, tokens=UNCAPTURED // 2)
 
 
 @lru_cache(maxsize=1024)  # not kept in a shape: every step makes a new one, mostly equal to the last
@@ -174,7 +176,7 @@ class Shapes:
         """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
         a prompt that follows a long context."""
         found = [self._beside_prompt(decodes.singles, long=decodes.long)]
-        return found if self._long_context is None else [*found, DEEP_PROMPT]
+        return found if self._long_context is None else [*found, DEEP_PROMPT, SMALL_DEEP_PROMPT]
 
     def _beside_prompt(self, singles: int, *, long: bool) -> BatchShape:
         return BatchShape(singles + UNCAPTURED, singles + 1, singles, 1, singles, MIN_UPDATES, long=long)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache as remembered
-
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from chairlift.kernels.gpu import gpu_of
 from chairlift.kernels.triton.attention import LOG2_E
+from chairlift.kernels.triton.hopper.support import hopper_obstacle, num_multiprocessors
 from chairlift.kernels.triton.latent.absorbed import Chunks
 from chairlift.kernels.triton.latent.hopper_kernel import BOX, META_PARTS, PANEL, hopper_decode_kernel
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
@@ -21,15 +19,14 @@ RANK = 512  # latent dimensions: the sums of 16 heads are 128 registers of each 
 HEADS = 16  # of a program: the fewest columns for which a tile's copy takes longer than its products
 UNIT, UNITS, ROPE_TILES = 256, 5, 3  # columns and number of the units in shared memory; tiles of rotated parts
 REGISTERS = 168  # of each thread: more are not needed, and the warp that copies has them, too
-MOST_ROWS = 4096
-USUAL_MULTIPROCESSORS = 132  # of a GPU that is not here
+MOST_ROWS = 2048  # programs times tiles stay below 2 ** 31 with contexts of up to half a million tokens
 
 
 class HopperScratch:
-    """Parts of rows; all layers of one shape share it."""
+    """Partial results of rows and their log-sum-exps; all layers of one shape share it."""
 
     def __init__(self, num_heads: int, rank: int, device: torch.device) -> None:
-        self.programs = _multiprocessors(device)
+        self.programs = num_multiprocessors(device)
         assert self.programs < META_PARTS.value
         self.partial = torch.empty(2 * self.programs, num_heads, rank, dtype=torch.float32, device=device)
         self.lse = torch.empty(2 * self.programs, num_heads, dtype=torch.float32, device=device)
@@ -38,9 +35,8 @@ class HopperScratch:
 
 def layer_obstacle(num_heads: int, rank: int, device: torch.device) -> str | None:
     """Why the kernel cannot compute layers of this shape on a device; None if it can."""
-    gpu = gpu_of(device)
-    if gpu is None or gpu.capability[0] != 9:
-        return "it needs a Hopper GPU"
+    if (reason := hopper_obstacle(device)) is not None:
+        return reason
     if num_heads > HEADS:
         return f"it takes at most {HEADS} heads, not {num_heads}"
     if rank != RANK:
@@ -59,6 +55,8 @@ def obstacle(q: Tensor, q_rope: Tensor, cache: Tensor, rows: int) -> str | None:
         return f"it takes rotated parts of {PANEL.value} dimensions, not {q_rope.shape[2]}"
     if cache.shape[1] % BOX.value:
         return f"it takes blocks of a multiple of {BOX.value} tokens, not {cache.shape[1]}"
+    if not cache.is_contiguous():
+        return "the cache is not contiguous"
     if rows > MOST_ROWS:
         return f"it takes at most {MOST_ROWS} rows, not {rows}"
     return None
@@ -125,7 +123,7 @@ def attend_singles(
 ) -> None:
     """Attention of the first `rows` rows, all single tokens whose latents are in the cache; as in absorbed.py."""
     _, num_heads, rank = q.shape
-    rows_per_block = cache.stride(0) // cache.stride(1)
+    rows_per_block = cache.shape[1]
     described = TensorDescriptor(
         cache,
         [len(cache) * rows_per_block, cache.shape[3]],
@@ -188,14 +186,7 @@ def _join(out: Tensor, rows: int, chunks: Chunks, scratch: HopperScratch) -> Non
 
 def _join_tile(rows: int, rank: int) -> tuple[int, int]:
     """Columns of a program that joins parts, and parts at a time. Few rows have many parts each: a program joins few
-    columns then. The fastest of 14 on an H200 with 1, 8, 32, 145 and 256 rows."""
+    columns then. The fastest of 14 on an H200 with 1, 8, 32, 145 and 256 rows; 2 and 16 lie between."""
     if rows <= 2:
         return 64, 128
     return (64, 64) if rows <= 16 else (rank, 8)
-
-
-@remembered
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return USUAL_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count

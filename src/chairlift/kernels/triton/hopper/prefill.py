@@ -1,21 +1,19 @@
-"""Paged attention of prompt chunks by the kernel for Hopper (hopper_prefill_kernel.py), and where it can run."""
+"""Paged attention of prompt chunks by the kernel for Hopper (prefill_kernel.py), and where it can run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from chairlift.kernels.gpu import gpu_of
 from chairlift.kernels.triton.attention import LOG2_E
-from chairlift.kernels.triton.hopper_prefill_kernel import COLUMNS, KEYS, ROWS, hopper_prefill_kernel
+from chairlift.kernels.triton.hopper.prefill_kernel import COLUMNS, KEYS, ROWS, hopper_prefill_kernel
+from chairlift.kernels.triton.hopper.support import num_multiprocessors
 from chairlift.kernels.triton.launch import next_power_of_2
 
-HOPPER = (9, 0)
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -31,12 +29,11 @@ def obstacles(
     softcap: float | None,
     chunk: int | None,
 ) -> list[str]:
-    """Why the kernel cannot compute this layer; empty if it can."""
-    gpu, (_, num_heads, dim), (_, block_size, kv_heads, _) = gpu_of(q.device), q.shape, keys.shape
+    """Why the kernel cannot compute this layer on Hopper; empty if it can."""
+    (_, num_heads, dim), (_, block_size, kv_heads, _) = q.shape, keys.shape
     rows = tile_queries * next_power_of_2(num_heads // kv_heads)
     caches = [side.dtype for side in (keys, values) if side.dtype != q.dtype]
     limits = {
-        "it runs on GPUs of compute capability 9.0": gpu is not None and gpu.capability == HOPPER,
         f"it computes in 16 bits, not in {q.dtype}": q.dtype in (torch.bfloat16, torch.float16),
         f"the cache is in {caches[0] if caches else q.dtype}": not caches,
         f"heads have {dim} numbers, not {_either(HEAD_DIMS)}": dim in HEAD_DIMS,
@@ -82,7 +79,7 @@ def hopper_prefill_attention(
         for side in (keys, values)
     )
     items = len(tile_chunk) * kv_heads
-    hopper_prefill_kernel[(min(items, _num_multiprocessors(q.device)),)](
+    hopper_prefill_kernel[(min(items, num_multiprocessors(q.device)),)](
         q,
         *described,
         out,
@@ -107,8 +104,3 @@ def hopper_prefill_attention(
         SINKS=sinks is not None,
         num_warps=4,
     )
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

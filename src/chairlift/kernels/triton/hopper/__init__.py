@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs, written in Gluon; those of latent attention are in latent/."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from chairlift.lab.bench.speculation.ablation import CHANGES, ablate
-from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, ReplayWorkload, load_recording, replay
+from chairlift.lab.bench.speculation.replay import H200, RECORDED_HEAD, ReplayWorkload, load_recording, replay
 from chairlift.lab.bench.speculation.texts import SCENARIOS
 from chairlift.speculation.control.tuning import SpeculationTuning
 
@@ -35,6 +35,15 @@ def test_drafts_save_time_in_a_replay() -> None:
     plain = replay(one, None)
     assert replay(one, "ngram") < 0.75 * plain
     assert replay(one, RECORDED_HEAD) < 0.85 * plain
+
+
+def test_a_step_with_drafts_waits_for_the_host_where_steps_are_queued_ahead() -> None:
+    waves = (("chat", 1, 2),)
+    slow_host = replace(H200, host=10 * H200.step)
+    fast, slow = (ReplayWorkload("one", waves, costs=costs) for costs in (H200, slow_host))
+    always = SpeculationTuning(trial_chance=0.0, trial_loss=1e9, first_pause=0, longest_pause=0)
+    assert replay(fast, RECORDED_HEAD) < 1.03 * replay(fast, None)
+    assert replay(slow, RECORDED_HEAD, always) < replay(slow, None)  # fewer steps, each as long as the host takes
 
 
 def test_every_constant_is_ablated() -> None:

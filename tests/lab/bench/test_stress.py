@@ -27,15 +27,15 @@ def loaded() -> LoadedModel:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_every_kind_of_event_occurs(loaded: LoadedModel, preemption: str) -> None:
-    found = stress(loaded, stress_config(loaded, preemption, speculate="ngram", seed=0), steps=400)
+    config = stress_config(loaded, preemption, speculate="ngram", draft_length=2, seed=0)
+    found = stress(loaded, config, steps=400)
     assert sum(found.kinds.values()) == found.requests > 30
     assert len(found.kinds) >= 6
     assert {"length", "stop", "cancelled"} <= found.endings.keys()
     assert found.preempted > 0
     assert (found.swapped > 0) == (preemption == "swap")
     assert found.cached_tokens > 0
-    assert found.drafts > 0  # how many are made and accepted depends on measured times
-    assert found.accepted <= found.drafts
+    assert found.drafts > found.accepted > 0
     assert found.checked > 200
     assert found.ties == 0
 

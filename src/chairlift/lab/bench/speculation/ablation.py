@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, ReplayWorkload, replay
+from chairlift.lab.bench.speculation.replay import H200, RECORDED_HEAD, ReplayWorkload, replay
 from chairlift.lab.report.progress import Note
 from chairlift.speculation.control.tuning import SpeculationTuning
 
@@ -46,6 +46,14 @@ WORKLOADS = (
     ReplayWorkload("machine slows down", (("quotes", 4, 16),) * 4, slowdown=1.4),
     ReplayWorkload("machine speeds up", (("chat", 2, 8), ("chat", 4, 16)) * 3, slowdown=0.6),
     ReplayWorkload("overconfident head", (("chat", 1, 4), ("chat", 4, 16), ("quotes", 16, 48)), overconfident=4),
+    ReplayWorkload("quotes, batch 1, GPU", (("quotes", 1, 8),) * 2, costs=H200),
+    ReplayWorkload("chat, batch 1, GPU", (("chat", 1, 8),) * 2, costs=H200),
+    ReplayWorkload("quotes, batch 8, GPU", (("quotes", 8, 32),) * 2, costs=H200),
+    ReplayWorkload("chat, batch 8, GPU", (("chat", 8, 32),) * 2, costs=H200),
+    ReplayWorkload("chat, batch 32, GPU", (("chat", 32, 128),) * 2, costs=H200),
+    ReplayWorkload(
+        "all sizes, GPU", (("chat", 32, 64), ("quotes", 1, 4), ("chat", 4, 16), ("quotes", 8, 32)), costs=H200
+    ),
 )
 
 

@@ -31,13 +31,46 @@ from chairlift.speculation.proposers.ngram import NgramProposer
 RECORDED_HEAD = "draft:smollm2-135m"
 MAX_BATCH_TOKENS = 512
 
-# Milliseconds on 2 cores of an AMD EPYC with AVX-512 VNNI, with 8-bit weights. Those of a step fit three measurements
-# in docs/notes/speculation.md: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1.
-# All others, and the noise, are estimates that were set by hand.
-STEP, FIRST_ROWS, LATER_ROWS, FEW_ROWS = 7.2, 0.3, 0.66, 8  # of a step, each of the first 8 rows, each later one
-PROMPT_TOKEN = 0.4
-FIRST_PASS, LATER_PASS, PASS_REQUEST = 0.8, 0.35, 0.06  # of the draft head: and for each request
-OBSERVING = 0.01  # share of a step that the draft head takes to observe what is generated
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Milliseconds of steps and drafts on a machine."""
+
+    step: float
+    first_rows: float  # of each of the first rows of a step
+    later_rows: float  # of each further one
+    prompt_token: float
+    first_pass: float  # of the draft head
+    later_pass: float
+    pass_request: float  # of a pass, for each request
+    observing: float = 0.0  # share of a step that the draft head takes to observe what is generated
+    catching_up: float = 0.0  # of the draft head, for each request that has not had drafts for a while
+    # Planning and reading a step, while the device computes the one before; a step with drafts waits for it.
+    host: float = 0.0
+    host_request: float = 0.0
+
+    def decode(self, rows: int) -> float:
+        """A step of `rows` tokens."""
+        return self.step + self.first_rows * min(rows - 1, FEW_ROWS - 1) + self.later_rows * max(0, rows - FEW_ROWS)
+
+    def drafting(self, passes: int, requests: int) -> float:
+        return self.first_pass + (passes - 1) * self.later_pass + passes * self.pass_request * requests
+
+
+FEW_ROWS = 8
+# Tokens that the draft head takes in with a draft: more are computed by a pass of their own.
+A_FEW = 8
+
+# 2 cores of an AMD EPYC with AVX-512 VNNI, with 8-bit weights. Those of a step fit three measurements in
+# docs/notes/speculation.md: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1. All
+# others, and the noise, are estimates that were set by hand.
+CPU = Costs(7.2, 0.3, 0.66, 0.4, first_pass=0.8, later_pass=0.35, pass_request=0.06, observing=0.01)
+# An H200 with the default model. Measured with 1, 8 and 32 requests: 0.71, 0.77 and 1.24 ms of a step, 0.26, 0.3 and
+# 0.5 ms of the host, and 0.48, 0.94 and 1.67 ms of drafts of six tokens. Prompts and catching up are estimates.
+H200 = Costs(
+    0.71, 0.009, 0.0196, 0.004, first_pass=0.1, later_pass=0.08, pass_request=0.0065, catching_up=0.05,
+    host=0.26, host_request=0.008,
+)  # fmt: skip
 
 STEP_NOISE, DRIFT, DRIFT_MEMORY = 0.03, 0.01, 0.98  # relative, of each step, and of a pace that lasts for some 50 steps
 OUTLIER_SHARE, OUTLIER = 0.01, (1.5, 4.0)  # steps that the machine interrupts, and how many times as long they take
@@ -68,6 +101,7 @@ class ReplayWorkload:
     waves: tuple[tuple[str, int, int], ...]
     slowdown: float = 1.0  # factor of all times after half of the waves
     overconfident: int = 0  # levels by which the draft head overstates its confidence
+    costs: Costs = CPU
 
     def answers(self, wave: int) -> list[RecordedAnswer]:
         scenario, _, count = self.waves[wave]
@@ -102,13 +136,25 @@ class RecordedHeadProposer(Proposer):
 
     name, max_length = RECORDED_HEAD, 6
 
-    def __init__(self, machine: VirtualMachine, overconfident: int = 0) -> None:
+    def __init__(self, machine: VirtualMachine, costs: Costs, overconfident: int = 0) -> None:
         """`overconfident`: levels to add to the recorded confidence."""
         self._overconfident = overconfident
         self.answers: dict[str, RecordedAnswer] = {}
-        self._machine = machine
+        self._machine, self._costs = machine, costs
+        self._computed: dict[str, int] = {}  # output tokens of each request that the head has computed
+
+    def _behind(self, request: Request) -> int:
+        return request.num_output - self._computed.get(request.id, 0)
+
+    def forget(self, request_id: str) -> None:
+        self._computed.pop(request_id, None)
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
+        behind = sum(self._behind(request) > A_FEW for request in requests) if self._costs.catching_up else 0
+        terms.did_extra_work = behind > 0
+        if behind:
+            self._machine.spend(self._costs.catching_up * behind)
+        self._computed.update((request.id, request.num_output) for request in requests)
         drafts: list[Draft | None] = []
         passes = 1
         for request in requests:
@@ -128,23 +174,16 @@ class RecordedHeadProposer(Proposer):
                 tokens.append(token)
                 levels.append(level)
             drafts.append(Draft(tokens, levels))
-        one = FIRST_PASS + PASS_REQUEST * len(requests), LATER_PASS + PASS_REQUEST * len(requests)
-        self._machine.spend(one[0] + (passes - 1) * one[1])
+        self._machine.spend(self._costs.drafting(passes, len(requests)))
         return drafts
-
-
-def _decode_milliseconds(rows: int) -> float:
-    if not rows:
-        return 0.0
-    return STEP + FIRST_ROWS * min(rows - 1, FEW_ROWS - 1) + LATER_ROWS * max(0, rows - FEW_ROWS)
 
 
 def replay(
     workload: ReplayWorkload, proposer: str | None, tuning: SpeculationTuning | None = None, seed: int = 0
 ) -> float:
     """Virtual seconds for all requests of a workload, with `proposer` or without speculation."""
-    machine = VirtualMachine(seed)
-    head = RecordedHeadProposer(machine, workload.overconfident)
+    machine, costs = VirtualMachine(seed), workload.costs
+    head = RecordedHeadProposer(machine, costs, workload.overconfident)
     speculation = None
     if proposer is not None:
         chosen = head if proposer == RECORDED_HEAD else NgramProposer()
@@ -165,7 +204,7 @@ def replay(
             params = SamplingParams(temperature=0.0, max_tokens=len(one.output))
             scheduler.submit(Request(request_id, one.prompt, params, max_new_tokens=len(one.output), arrival=0.0), 0.0)
         while scheduler.has_work:
-            _step(scheduler, answers, machine, 1 + OBSERVING * (proposer == RECORDED_HEAD))
+            _step(scheduler, answers, machine, costs, 1 + costs.observing * (proposer == RECORDED_HEAD))
     return machine.now
 
 
@@ -173,6 +212,7 @@ def _step(
     scheduler: Scheduler,
     answers: dict[str, RecordedAnswer],
     machine: VirtualMachine,
+    costs: Costs,
     overhead: float,
 ) -> None:
     begun = machine.now
@@ -187,12 +227,14 @@ def _step(
             if count:
                 accepted[chunk.request.id] = count
     rows = plan.num_decode_tokens
-    taken = (_decode_milliseconds(rows) or STEP) + PROMPT_TOKEN * (plan.num_tokens - rows)
-    machine.spend(overhead * taken)
+    device = overhead * (costs.decode(max(rows, 1)) + costs.prompt_token * (plan.num_tokens - rows))
+    host = costs.host + costs.host_request * len(plan.chunks)
+    waited = scheduler.speculation is not None and scheduler.speculation.drafting
+    machine.spend(host + device if waited else max(host, device))
     result = StepResult(plan, tokens, [None] * len(tokens), accepted=accepted)
     scheduler.apply(result, machine.now)
     if scheduler.speculation is not None:
-        scheduler.speculation.observe(result, machine.now - begun)
+        scheduler.speculation.observe(result, machine.now - begun, waited=waited)
     scheduler.drain_events()
 
 

@@ -26,6 +26,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.texts import SCENARIOS
 from chairlift.lab.common.engines import EngineMaker, touch_cache
 from chairlift.lab.report.progress import Note
+from chairlift.runner.base import ModelRunner
+from chairlift.server.gc_tuning import loaded_objects_frozen
 from chairlift.speculation.control.option import speculate_forms
 
 PLAIN = "none"
@@ -130,9 +132,10 @@ def compare_speculation(
     tokens = sum(len(prompt) + settings.tokens for some in prompts.values() for prompt in some)
     engines = {name: _engine(maker, name, settings, tokens) for name in (PLAIN, TWIN, *settings.proposers)}
     points = []
-    for scenario in settings.scenarios:
-        for batch in settings.batches:
-            points += _compare(maker, engines, scenario, prompts[scenario], batch, settings, note)
+    with loaded_objects_frozen():
+        for scenario in settings.scenarios:
+            for batch in settings.batches:
+                points += _compare(maker, engines, scenario, prompts[scenario], batch, settings, note)
     return points
 
 
@@ -179,9 +182,17 @@ def _compare(
         if round_:
             for name, run in runs.items():
                 points[name].add_round(run, runs[PLAIN])
+        else:
+            for engine in engines.values():
+                runner_of(engine).capture_missed()  # as a server does while idle
     for point in points.values():
         point.same_output = point.outputs == points[PLAIN].outputs
     return list(points.values())
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    assert isinstance(engine.executor, ModelRunner)
+    return engine.executor
 
 
 def encode_prompt(maker: EngineMaker, text: str) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chairlift.kernels import gpu_start
-from chairlift.kernels.gpu_start import GPUStart
+from chairlift.kernels.gpu_start import GPUStart, start_libraries
 
 
 def test_a_gpu_is_waited_for_and_failures_are_left_to_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +55,13 @@ def test_tritons_key_is_computed_for_the_present_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu_start._hash_triton(torch.device("cuda"))
     assert hashed == [0, 90]
+
+
+def test_a_later_start_of_the_same_libraries_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process starts them before the engine does."""
+    monkeypatch.setattr(gpu_start, "_attempt", lambda part: None)
+    start_libraries.cache_clear()
+    first = start_libraries(torch.device("cuda"), torch.bfloat16)
+    assert start_libraries(torch.device("cuda"), torch.bfloat16) is first
+    assert start_libraries(torch.device("cuda", 1), torch.bfloat16) is not first
+    start_libraries.cache_clear()

@@ -41,7 +41,7 @@ from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
-from chairlift.kernels.gpu_start import GPUStart
+from chairlift.kernels.gpu_start import start_libraries
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
@@ -100,7 +100,7 @@ def load_engine(
     """Download `name` if it is not cached, load it, and start an engine on it."""
     timeline = timeline or StartTimeline()
     batch_requests(config)  # raises for contradictions before minutes of loading
-    libraries = GPUStart(torch_device(config), torch_dtype(config))
+    libraries = start_libraries(torch_device(config), torch_dtype(config))
     try:
         loaded = load_model(name, config, progress=progress, timeline=timeline)
     finally:

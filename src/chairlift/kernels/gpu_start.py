@@ -1,4 +1,4 @@
-"""What a GPU's libraries do once per process, in a thread beside the reading of the weights."""
+"""What a GPU's libraries do once per process, in threads beside imports and the reading of the weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 import torch
 
@@ -35,6 +36,12 @@ class GPUStart:
         """Wait until it is done: a step that begins before would do it once more."""
         for thread in self._threads:
             thread.join()
+
+
+@cache
+def start_libraries(device: torch.device, dtype: torch.dtype) -> GPUStart:
+    """Start them once; later calls return what the first one has begun."""
+    return GPUStart(device, dtype)
 
 
 def _attempt(part: Callable[[], None]) -> None:

@@ -190,22 +190,37 @@ def _read_settings(arguments: Sequence[str]) -> dict[str, Any]:
     if arguments[0] != FROM_INPUT:
         settings = _received(arguments[0])
         die_with_parent(settings["parent"])
-        _import_engine()
+        _import_engine([settings])
         return settings
     die_with_parent(int(arguments[1]))
     found: list[dict[str, Any]] = []
     reader = threading.Thread(target=lambda: found.extend(map(_received, sys.stdin.buffer)), daemon=True)
     reader.start()
-    _import_engine()
+    _import_engine(found)
     reader.join()
     if not found:
         sys.exit(0)  # the command has ended without an engine
     return found[0]
 
 
-def _import_engine() -> None:
+def _import_engine(received: Sequence[dict[str, Any]]) -> None:
+    """Import what loading needs. If the settings are there when torch is, a GPU's libraries start beside the rest."""
     with suppress(Exception), collection_paused():  # an error is reported when the model is loaded
+        import torch
+
+        if received and torch.cuda.is_available():
+            _start_libraries(**{name: received[0]["engine"].get(name, "auto") for name in ("device", "dtype")})
         import chairlift.engine.startup  # noqa: F401
+
+
+def _start_libraries(device: str, dtype: str) -> None:
+    """Start them as `load_engine` will, which then finds them started."""
+    import torch
+
+    from chairlift.kernels.gpu_start import start_libraries
+
+    chosen = torch.device("cuda" if device == "auto" else device)
+    start_libraries(chosen, torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 
 
 def _received(text: str | bytes) -> dict[str, Any]:

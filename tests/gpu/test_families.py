@@ -78,7 +78,7 @@ def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, reco
     assert found.all_near_ties, found
 
 
-# Sizes supported by the fused kernels for steps with few rows; the models above use the other kernels.
+# Sizes supported by the products for steps with few rows; the models above use the other kernels.
 EVEN = SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 FUSED: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
@@ -87,6 +87,23 @@ FUSED: dict[str, dict[str, Any]] = {
     "Qwen3Config": {"head_dim": 32},
     "SmolLM3Config": {"no_rope_layer_interval": 2},
     "Phi3Config": {"partial_rotary_factor": 0.5},
+    # Layer by layer: norms behind the blocks.
+    "Gemma2Config": {"head_dim": 32, "sliding_window": 20, "query_pre_attn_scalar": 20},
+    "Gemma3TextConfig": {"head_dim": 32, "sliding_window": 20, "sliding_window_pattern": 2},
+    "Gemma4TextConfig": {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 20,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": SIZES["vocab_size"],
+        "use_double_wide_mlp": True,
+    },
+    "Glm4Config": {"head_dim": 32, "attention_bias": True},
+    "Olmo2Config": {},
+    "Olmo3Config": {"sliding_window": 20, "num_hidden_layers": 4},
 }
 
 

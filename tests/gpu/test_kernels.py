@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 
 from chairlift.kernels.triton.decode import DecodeTiling, _decode_tiling
 from chairlift.kernels.triton.invariant import invariant_linear
-from chairlift.kernels.triton.layers import add_rms_norm_, silu_mul
+from chairlift.kernels.triton.norms import add_rms_norm_
+from chairlift.kernels.triton.products.activation import gated_mul
 from chairlift.kernels.triton.products.product import product
 from tests.kernels.attention_cases import (
     TOLERANCE,
@@ -220,7 +221,8 @@ def test_products_with_8_bit_weights(columns: int, depth: int, dtype: torch.dtyp
             x_scales=rounded.scales[:rows],
             out_dtype=dtype,
         )
-        assert error(found, wide[:rows] @ exact.T) < TOLERANCE[dtype]
+        # Tensor cores add products of 8-bit numbers with about 14 bits, whatever the type of the result.
+        assert error(found, wide[:rows] @ exact.T) < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize("size", [576, 4096, 14_336])
@@ -235,7 +237,9 @@ def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
         assert error(found, normed(total, weight.double(), 1e-5)) < TOLERANCE[dtype]
         gate_up = torch.randn(rows, 2 * size, device=DEVICE).to(dtype)
         gate, up = gate_up.double().chunk(2, dim=-1)
-        assert error(silu_mul(gate_up), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+        assert error(gated_mul(gate_up, "silu"), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+        gate = torch.nn.functional.gelu(gate, approximate="tanh")
+        assert error(gated_mul(gate_up, "gelu_tanh"), gate * up) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (32, 32, 96)])

@@ -155,6 +155,8 @@ def check_fused_decode(
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
     tolerance: float = 1e-5,
+    new_heads: int = 2,
+    v_norm: bool = False,
 ) -> None:
     """A decode from the projection equals a separate kernel for norms, rotation and the write to the cache."""
     starts = [0, 15, 16, 70, 3]
@@ -162,7 +164,7 @@ def check_fused_decode(
     case = make_case(starts, [1] * rows, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
     case.keys, case.values = (each.to(cache or dtype) for each in (case.keys, case.values))
     keys, values = case.keys.clone(), case.values.clone()
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    qkv = torch.randn(rows, (heads + new_heads * kv_heads) * dim, device=device).to(dtype)
     before, scale = qkv.clone(), dim**-0.5
     norms = [torch.randn(dim, device=device).to(dtype) for _ in range(2)]
     angles = torch.randn(rows, pairs, device=device)
@@ -180,12 +182,13 @@ def check_fused_decode(
         slots=as_ints(case.slots, device),
         positions=as_ints(starts, device),
         tables=case.tables,
+        v_norm=v_norm,
     )
     case.q = qkv.view(rows, -1, dim)[:, :heads]
     case.sinks = torch.randn(heads, device=device) if window else None
     whole = replace(case, q=before.view(rows, -1, dim), keys=keys, values=values)
     out = torch.full((rows, heads, dim), float("nan"), device=device)
-    fresh = Fresh(norms[0], norms[1], 1e-6, cos, sin)
+    fresh = Fresh(norms[0], norms[1], 1e-6, cos, sin, v_norm)
     run_decode(whole, scale, window, None, splits, out=out, fresh=fresh, tiling=tiling)
     near = 1e-5 if cache is None else 0.125  # a number between two of 8 bits may become either
     for mine, theirs in ((keys, case.keys), (values, case.values)):

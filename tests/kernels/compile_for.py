@@ -56,9 +56,10 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, sampling, vector
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, norms, sampling, vector
 from chairlift.kernels.triton.decode import Fresh, _decode_tiling
-from chairlift.kernels.triton.draft_inputs import draft_inputs
+from chairlift.kernels.triton.drafts.inputs import draft_inputs
+from chairlift.kernels.triton.drafts.recent_states import store_states
 from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
@@ -70,6 +71,7 @@ from chairlift.kernels.triton.latent.expanded import attend_within_chunks
 from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.latent.values import values_of
 from chairlift.kernels.triton.likeliest import likeliest
+from chairlift.kernels.triton.products import activation as feed_forward
 from chairlift.kernels.triton.products import invariant as invariant_products
 from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
@@ -128,6 +130,12 @@ def compile_attention() -> None:
     for dtype in (BF16,) if brief else (BF16, torch.float32):
         wide: dict[str, Any] = {"heads": 8, "kv_heads": 1, "dim": 512, "dtype": dtype, "device": CPU}
         run_decode(make_case([3, 90], [1, 1], **wide), 0.1, None, None)
+        for new_heads in (1,) if brief else (0, 1, 2):
+            case = make_case([3, 90], [1, 1], **wide | {"heads": 8 + new_heads})
+            norms = torch.ones(512, dtype=dtype)
+            cos, out = torch.ones(2, 256, dtype=dtype), torch.empty(2, 8, 512, dtype=dtype)
+            fresh = Fresh(norms, norms, 1e-6, cos, cos, new_heads > 0)
+            run_decode(case, 0.1, None, None, out=out, fresh=fresh)
         run_prefill(make_case([0, 40], [75, 9], **wide), 0.1, None, None)
 
 
@@ -160,6 +168,10 @@ def compile_products() -> None:
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         squares = torch.ones(rows, 4)
         product.product(x, weight, squares=squares, eps=1e-6, gated=True)
+        if not brief:
+            product.product(x, weight, gated=True, activation="gelu_tanh")
+        times = torch.zeros(rows, 3, 256).to(BF16)
+        product.product(x, weight[:256], activation="gelu_tanh", times=times[:, 1])
         product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
     invariant_products._agreement_kernel[(1,)](x, weight, torch.zeros(6, 16, 64), KEPT=16, DEPTH=HIDDEN, COLUMNS=64)
@@ -212,13 +224,20 @@ def compile_int4() -> None:
 
 def compile_layers() -> None:
     x, weight = torch.randn(4, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
-    layers.rms_norm(x, weight, 1e-6)
-    layers.add_rms_norm_(x, x.clone(), weight, 1e-6)
+    norms.rms_norm(x, weight, 1e-6)
+    norms.add_rms_norm_(x, x.clone(), weight, 1e-6)
+    norms.add_rms_norm_(x, x.clone(), weight, 1e-6, after=weight, after_eps=1e-6, scalar=weight[:1])
+    norms.add_rms_norm_(x, x.clone(), None, 0.0, after=weight, after_eps=1e-6)
+    norms.norm_parts_(x, weight[:512], weight[512:768], 1e-6)
     layers.add_gated_(x, x.clone(), x.clone(), weight[None])
-    layers.silu_mul(torch.randn(4, 2 * INNER).to(BF16))
+    for name in feed_forward.ACTIVATIONS:
+        feed_forward.gated_mul(torch.randn(4, 2 * INNER).to(BF16), name)
+    feed_forward.softcap(torch.randn(4, VOCAB).to(BF16), 30.0)
     ints = torch.zeros(4, dtype=torch.int32)
     tables = torch.zeros(8, 16, dtype=torch.int32)
     layers.begin_step(ints, ints, ints, ints, ints, tables)
+    scales = {"projected_scale": 0.1, "stored_scale": 16.0, "scale": 0.7}
+    norms.per_layer_inputs_(ints, torch.randn(8, HIDDEN).to(BF16), x, weight[:256], 1e-6, **scales)
     layers.embed(ints, torch.randn(VOCAB, HIDDEN).to(BF16), 1.0)
     cos, sin = layers.rotation(ints, torch.ones(DIM // 2), 1.0, BF16)
     qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * DIM).to(BF16)
@@ -229,6 +248,12 @@ def compile_layers() -> None:
             qkv, keys, keys.clone(), num_heads=HEADS, q_norm=norm, k_norm=norm, eps=1e-6, cos=cos, sin=sin,
             slots=ints, positions=ints, tables=tables,
         )  # fmt: skip
+        # Values that are the keys, and keys and values that are stored already.
+        for heads in (HEADS + KV_HEADS,) if brief else (HEADS + KV_HEADS, HEADS):
+            layers.rotate_and_store_(
+                qkv[:, : heads * DIM].contiguous(), keys, keys.clone(), num_heads=HEADS, q_norm=norm, k_norm=norm,
+                eps=1e-6, cos=cos, sin=sin, slots=ints, positions=ints, tables=tables, v_norm=True,
+            )  # fmt: skip
 
 
 def compile_experts() -> None:
@@ -360,6 +385,8 @@ def compile_drafts() -> None:
     scores, ids, found = torch.randn(4, VOCAB).to(BF16), torch.zeros(VOCAB, dtype=torch.int64), as_ints([0] * 4, CPU)
     likeliest(scores, None, found, found.clone(), 8)
     likeliest(scores, ids, found, found.clone(), 8)
+    states = torch.randn(4, HIDDEN).to(BF16)
+    store_states([states], found, found, torch.zeros(4 * 64 + 1, HIDDEN).to(BF16), 64)
     draft_inputs(found, torch.randn(VOCAB, HIDDEN).to(BF16), 1.0, torch.randn(4, HIDDEN).to(BF16), 1e-6)
 
 

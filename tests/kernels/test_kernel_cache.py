@@ -20,6 +20,7 @@ from chairlift.kernels.gpu import META, described_gpu, known_gpu, on_gpu
 from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.runner.gpu.shapes import MIXED_BUCKETS
 from tests.kernels.test_compilation import without_interpreter
+from tests.kernels.test_plain_gpu import FAMILIES
 from tests.kernels.tiny_config import CONFIG
 
 PROGRAM = """
@@ -144,6 +145,25 @@ def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> 
     assert [hopper for _, _, hopper in found] == [large, large, large, [False], [False]]
 
 
+@pytest.mark.parametrize("family", ["gemma4", "olmo3"])
+def test_the_generic_kernels_of_norms_behind_blocks_serve_all_steps(family: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(GENERIC_PROGRAM)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 16384}
+    config = write_config(tmp_path, **FAMILIES[family] | sizes)
+    run = subprocess.run(
+        [sys.executable, str(file), str(config), json.dumps([{}])],
+        env=without_interpreter(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    count, missing, _ = json.loads(run.stdout.splitlines()[-1])
+    assert missing == []
+    assert 8 <= count <= 30
+
+
 def kernels_by_runs(folder: Path, config: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
     """The kernels of a model on some GPUs with some options, found by a process that would compile them."""
     file = folder / "program.py"
@@ -159,7 +179,7 @@ def kernels_by_runs(folder: Path, config: Path, runs: Sequence[tuple[str, dict[s
     return [json.loads(line) for line in run.stdout.splitlines()[-len(runs) :]]
 
 
-def write_config(folder: Path, **changes: int) -> Path:
+def write_config(folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(CONFIG | changes))
     return file

@@ -193,6 +193,17 @@ def test_decode_from_the_projection(
     check_fused_decode(heads, kv_heads, dim, pairs, splits, window, tiling, device)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("new_heads", "v_norm"), [(2, True), (1, False), (1, True), (0, False)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, 20)])
+def test_decode_from_other_projections(
+    new_heads: int, v_norm: bool, splits: int, window: int | None, early: bool, device: torch.device
+) -> None:
+    """Values that are normalised or are the keys, and keys and values that an earlier layer has stored."""
+    tiling = DecodeTiling(16, 16, 4, 2, early=early)
+    check_fused_decode(6, 2, 24, 8, splits, window, tiling, device, new_heads=new_heads, v_norm=v_norm)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40, 600])
 def test_one_scratch_has_room_for_every_batch_size(kv_heads: int) -> None:
     scratch = Scratch(kv_heads, kv_heads, 2, torch.device("cpu"))

@@ -116,7 +116,7 @@ def test_products_with_8_bit_weights(
             out_dtype=torch.float32 if rounded and not added else None,
             tiling=chosen,
         )
-        assert error(found, expected) < (3e-3 if gated else 2e-3)
+        assert error(found, expected) < 1e-3  # of float16, whose rounding is 2e-4
         if added:
             assert sums is not None
             assert torch.allclose(sums.sum(1).double(), found.double().pow(2).sum(1), rtol=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +58,23 @@ def test_product(
         if added:
             assert sums is not None
             assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations(rows: int, splits: int, gated: bool, device: torch.device) -> None:
+    """With a second half of the product, or with numbers that lie within longer rows."""
+    columns, depth = 100, 192
+    x = torch.randn(rows, depth, device=device).half()
+    weight = (torch.randn(columns * (1 + gated), depth, device=device) / 8).half()
+    times = torch.randn(rows, 3, columns, device=device).half()[:, 1]
+    tiling = ProductTiling(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 64, splits, 3)
+    what: dict[str, Any] = {"gated": True} if gated else {"times": times}
+    found, _ = product(x, weight, activation="gelu_tanh", tiling=tiling, **what)
+    y = x.double() @ weight.double().T
+    first, second = y.chunk(2, dim=1) if gated else (y, times.double())
+    assert error(found, torch.nn.functional.gelu(first, approximate="tanh") * second) < 1e-3
 
 
 @pytest.mark.parametrize("size", [(1024, 3072, 2048, 4096, 151_936), (4096, 14_336, 4096, 6144, 128_256)])

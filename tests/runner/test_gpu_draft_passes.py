@@ -12,13 +12,14 @@ import torch
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
-from chairlift.kernels.triton.draft_inputs import draft_inputs
+from chairlift.kernels.triton.drafts.inputs import draft_inputs
 from chairlift.kernels.triton.likeliest import likeliest
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import graphs as gpu_graphs
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.runner.gpu.draft_passes import DraftPasses, DraftShape
+from chairlift.runner.gpu.draft_inputs import DraftShape
+from chairlift.runner.gpu.draft_passes import DraftPasses
 from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.control.proposer import LEVELS

@@ -56,9 +56,9 @@ def test_blocks_that_only_drafts_needed_are_sent_again() -> None:
         cells: list[int] = []
         blocks: list[int] = []
         chunk = Chunk(request, 6, 1 + len(drafts), table, samples=True, drafts=drafts)
-        slots.table_changes(slots.of(chunk), chunk, cells, blocks)
+        slots.table_changes(slots.of(request), chunk, cells, blocks)
         sent.append(blocks)
-        first = slots.of(chunk).index * 8
+        first = slots.of(request).index * 8
         assert [cell - first for cell in cells] == list(range(len(table)))[len(table) - len(blocks) :]
     assert sent == [[5, 6, 7], [8], [8, 9], [9]]
 

@@ -28,6 +28,7 @@ from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.first_layers import FirstLayers
 from chairlift.speculation.head_config import HeadConfig
 from chairlift.speculation.head_layers import unit
+from chairlift.speculation.head_states import KeptStates
 from tests.speculation.drafting import draft_by_pattern, fixed_length
 from tests.speculation.running import (
     SETTINGS,
@@ -137,7 +138,8 @@ def test_a_rounded_head_drafts_the_same_in_one_call_as_pass_by_pass(
     network = proposer.network
     assert isinstance(network, HeadNetwork)
     assert network.one_call
-    head, draft_at_once = network._head, proposer._draft_at_once
+    head, states, draft_at_once = network.head, network.states, proposer._draft_at_once
+    assert isinstance(states, KeptStates)
     equal: list[bool] = []
     cut: list[bool] = []  # because the head was not sure enough
 
@@ -145,11 +147,11 @@ def test_a_rounded_head_drafts_the_same_in_one_call_as_pass_by_pass(
         for index, task in enumerate(tasks):
             task.length = min(task.length, 1 + index % 4)  # not in descending order
             task.min_chance = 0.02 * (index % 2)
-        before, fused = copy.deepcopy(network._pending), head._fused
+        before, fused = copy.deepcopy(states.pending), head._fused
         network.one_call, head._fused = False, None
         by_pass = proposer._draft(tasks, terms)
         network.one_call, head._fused = True, fused
-        network._pending = before
+        states.pending = before
         found = draft_at_once(tasks, terms)
         assert [len(some.tokens) for some in found[::2]] == [task.length for task in tasks[::2]]
         cut.extend(len(some.tokens) < task.length for some, task in zip(found[1::2], tasks[1::2], strict=True))
@@ -208,7 +210,7 @@ def offline_drafts(head: TrainableHead, ids: torch.Tensor, model: Decoder, token
         row = torch.tensor(tokens + drafts)
         # The target's states of draft tokens are unknown to the head, and must not matter: it reads its own there.
         hidden, taps = model.hidden_states(row, torch.arange(len(row)), WholeTextAttention(len(row)))
-        assert taps is not None
+        assert taps
         features = torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
         seen: KeysValues = []
         previous = head.joint(features)[None]
@@ -260,5 +262,6 @@ def test_a_head_keeps_no_state_of_finished_requests(tiny: LoadedModel, draft: Pa
     run(engine, uneven_work(4))
     network = drafter_of(engine).network
     assert isinstance(network, HeadNetwork)
-    assert not network._pending
+    assert isinstance(network.states, KeptStates)
+    assert not network.states.pending
     assert not network._last_state

@@ -14,6 +14,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_network import ComputedBatch
+from chairlift.speculation.head_states import KeptStates
 from tests.speculation.running import SETTINGS, drafter_of, run, start, uneven_work
 
 # Operations that launch nothing on a device.
@@ -36,6 +37,11 @@ def head_of(engine: Engine) -> HeadNetwork:
     network = drafter_of(engine).network
     assert isinstance(network, HeadNetwork)
     return network
+
+
+def kept_by(network: HeadNetwork) -> KeptStates:
+    assert isinstance(network.states, KeptStates)
+    return network.states
 
 
 def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[str]:
@@ -78,7 +84,7 @@ def test_states_of_a_request_that_skips_a_step_are_kept(tiny: LoadedModel, draft
     def note_step(step: ComputedBatch) -> None:
         nonlocal skipped
         observe(step)
-        now = {request_id: pending.end for request_id, pending in network._pending.items()}
+        now = {request_id: pending.end for request_id, pending in kept_by(network).pending.items()}
         running = {request.id for request in engine.scheduler.state.running}
         absent = (before.keys() & running) - {chunk.request.id for chunk in step.plan.chunks}
         skipped += len(absent)
@@ -100,7 +106,7 @@ def test_states_of_preempted_requests_are_dropped(tiny: LoadedModel, draft: Path
 
     def note_step(step: ComputedBatch) -> None:
         observe(step)
-        assert all(pending.request.status is Status.RUNNING for pending in network._pending.values())
+        assert all(pending.request.status is Status.RUNNING for pending in kept_by(network).pending.values())
 
     network.observe_step = note_step  # type: ignore[method-assign]
     assert run(engine, uneven_work(14)).preemptions
@@ -119,7 +125,7 @@ def test_no_memory_of_prompts_and_wrong_drafts_is_kept(tiny: LoadedModel, draft:
         chunks = step.plan.chunks
         kept = sum(1 + step.accepted.get(chunk.request.id, 0) for chunk in chunks)
         for chunk in chunks:
-            part = network._pending[chunk.request.id].parts[-1]
+            part = kept_by(network).pending[chunk.request.id].parts[-1]
             assert part.untyped_storage().nbytes() <= kept * part[0].nbytes
         spared += step.plan.num_tokens - kept
 

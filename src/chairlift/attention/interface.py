@@ -47,7 +47,7 @@ class Attend(Protocol):
 
     It stores the new keys and values in the cache and returns, for every token of the ragged batch, the attention over
     its own sequence. T tokens of many sequences are concatenated on the first axis. A layer that shares the keys and
-    values of an earlier one stores them again, in the same place.
+    values of an earlier one stores them again, in the same place, unless it starts from the projection (see below).
     """
 
     def __call__(
@@ -80,11 +80,15 @@ class FusedAttend(ABC):
         cos: Tensor | None,
         sin: Tensor | None,
         sinks: Tensor | None = None,
+        v_norm: bool = False,
     ) -> Tensor:
         """Attend from the QKV projection, which may be overwritten.
 
         qkv [T, (heads + 2 * kv_heads) * head_dim]; norms [head_dim]; cos, sin [T, pairs]; sinks [heads] float32
-        -> [T, heads, head_dim].
+        -> [T, heads, head_dim]. `v_norm`: values are normalised, too, without a weight.
+
+        With heads + kv_heads heads, values are the keys before their norm and rotation. With queries only, the keys and
+        values are those that an earlier layer stored.
         """
 
 

@@ -49,11 +49,11 @@ class KVStorage:
         for side, new in zip(self.sides(layer), (k, v), strict=False):
             as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slot_mapping, as_plain(narrowed(new, side.dtype)))
 
-    def clear(self, layer: int, blocks: Sequence[int]) -> None:
-        """Fill these blocks of one layer with zeros."""
-        which = sent(blocks, self.keys[layer].device)
+    def clear(self, layer: int, slots: Sequence[int]) -> None:
+        """Fill these slots (block * block_size + offset) of one layer with zeros."""
+        which = sent(slots, self.keys[layer].device)
         for side in self.sides(layer):
-            as_plain(side).index_fill_(0, which, 0)
+            as_plain(side.view(-1, *side.shape[2:])).index_fill_(0, which, 0)
 
     def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One sequence's first `length` keys and values, gathered through its block table [blocks].

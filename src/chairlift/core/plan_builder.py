@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk
@@ -68,7 +67,8 @@ class PlanBuilder:
         """Add draft tokens to the chunk of `request`."""
         chunk = self.chunks[request.id]
         self._spend(request, len(drafts))
-        self.chunks[request.id] = replace(chunk, count=chunk.count + len(drafts), drafts=tuple(drafts))
+        chunk.count += len(drafts)  # nothing refers to the chunk before the plan is sealed
+        chunk.drafts = tuple(drafts)
 
     def drop(self, request: Request) -> Chunk | None:
         """Remove the chunk of `request`, if any, and return its tokens to the budget."""

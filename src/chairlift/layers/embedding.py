@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 
 
@@ -19,6 +20,8 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden]."""
+        if on_gpu(tokens.device) and self.table.dtype is self._dtype:
+            return self.with_squares(tokens)[0]
         x = self._rows(tokens).to(self._dtype)
         return x if self.scale == 1.0 else x * self.scale
 

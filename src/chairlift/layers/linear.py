@@ -69,9 +69,17 @@ class Linear:
         """Whether one kernel does the product with `x` and the gate behind it."""
         return self.bias is None and self.weight.gates_in_place(x)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu of the first half of the product times the second half, where `gates_in_place` allows it."""
-        return self.weight.fused(x, gated=True)[0]
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """The activation of the first half of the product times the second half, where `gates_in_place` allows it."""
+        return self.weight.gated(x, activation)
+
+    def activates_in_place(self, x: Tensor) -> bool:
+        """Whether one kernel does the product with `x`, an activation, and a product of numbers with its result."""
+        return self.bias is None and self.weight.activates_in_place(x)
+
+    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
+        """The activation of the product times `times` [T, out_features], where `activates_in_place` allows it."""
+        return self.weight.activated(x, activation, times)
 
     def adds_in_place(self, x: Tensor) -> bool:
         """Whether one kernel does the product with `x` and adds it to another tensor."""

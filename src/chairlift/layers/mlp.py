@@ -36,6 +36,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "relu2": _squared_relu,
 }
+# What the Triton kernels call those that they have.
+KERNEL_NAMES: dict[object, str] = {F.silu: "silu", _gelu_tanh: "gelu_tanh"}
 ACTIVATION_NAMES = (*ACTIVATIONS, "xielu")  # those of dense blocks; experts have no xielu
 
 
@@ -90,10 +92,10 @@ class ClampedGate:
 
 def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
     """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
-    if on_gpu(gate_up.device) and activation is F.silu:
-        from chairlift.kernels.triton.layers import silu_mul
+    if on_gpu(gate_up.device) and activation in KERNEL_NAMES:
+        from chairlift.kernels.triton.products.activation import gated_mul
 
-        return silu_mul(gate_up)
+        return gated_mul(gate_up, KERNEL_NAMES[activation])
     if on_gpu(gate_up.device) and isinstance(activation, ClampedGate):
         from chairlift.kernels.triton.experts.activation import clamped_mul
 
@@ -183,8 +185,8 @@ class GatedMLP(DenseMLP):
         return self.first
 
     def inner(self, x: Tensor) -> Tensor:
-        if self._activation is F.silu and len(x) and self.gate_up.gates_in_place(x):
-            return self.gate_up.gated(x)
+        if self._activation in KERNEL_NAMES and len(x) and self.gate_up.gates_in_place(x):
+            return self.gate_up.gated(x, KERNEL_NAMES[self._activation])
         return super().inner(x)
 
     def activate(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if on_gpu(x.device) and x.dim() == 2:
-            from chairlift.kernels.triton.layers import rms_norm
+            from chairlift.kernels.triton.norms import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
         rows = x.to(self.weight.dtype)
@@ -56,7 +57,7 @@ class RMSNorm:
     def add_(self, x: Tensor, delta: Tensor) -> Tensor:
         """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
         if on_gpu(x.device):
-            from chairlift.kernels.triton.layers import add_rms_norm_
+            from chairlift.kernels.triton.norms import add_rms_norm_
 
             return add_rms_norm_(x, delta, self.weight, self.eps)
         return self(x.add_(delta))
@@ -117,3 +118,21 @@ class LayerNorm:
 
 
 Norm = RMSNorm | LayerNorm
+
+
+def add_normed_(x: Tensor, delta: Tensor, after: Norm | None, scalar: Tensor | None, norm: Norm | None) -> Tensor:
+    """(x + after(delta)) * scalar, in place of the residual stream `x` [T, size]; returns its norm, or without one `x`.
+
+    `after`: a norm of what is added. `scalar` [1]: a factor of the sum.
+    """
+    norms = [each for each in (after, norm) if each is not None]
+    if norms and on_gpu(x.device) and all(isinstance(each, RMSNorm) for each in norms):
+        from chairlift.kernels.triton.norms import add_rms_norm_
+
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        own: dict[str, Any] = {} if after is None else {"after": after.weight, "after_eps": after.eps}
+        return add_rms_norm_(x, delta, weight, eps, **own, scalar=scalar)
+    x.add_(delta if after is None else after(delta))
+    if scalar is not None:
+        x.mul_(scalar)
+    return x if norm is None else norm(x)

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import ACTIVATIONS
+from chairlift.layers.mlp import ACTIVATIONS, KERNEL_NAMES
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Targets
 from chairlift.layers.rows import one_by_one
@@ -56,13 +57,24 @@ class PerLayerEmbedding:
 
     def __call__(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """tokens [T], their embeddings [T, hidden] -> [T, layers, size]."""
+        projected = self.projection(embedded)
+        stored_scale, scale = self._shape[1] ** 0.5, 0.5**0.5
+        if on_gpu(tokens.device):
+            from chairlift.kernels.triton.norms import per_layer_inputs_
+
+            scales = {"projected_scale": self._scale, "stored_scale": stored_scale, "scale": scale}
+            per_layer_inputs_(tokens, self.table, projected, self.norm.weight, self.norm.eps, **scales)
+            return projected.view(-1, *self._shape)
         stored = F.embedding(tokens, self.table).to(self._dtype).unflatten(-1, self._shape)
-        projected = self.norm((self.projection(embedded) * self._scale).unflatten(-1, self._shape))
-        return projected.add_(stored, alpha=self._shape[1] ** 0.5).mul_(0.5**0.5)
+        projected = self.norm((projected * self._scale).unflatten(-1, self._shape))
+        return projected.add_(stored, alpha=stored_scale).mul_(scale)
 
 
 class PerLayerInput:
-    """The end of a layer: norm(projection(activation(gate(x)) * input)), added to the residual stream."""
+    """The end of a layer: norm(projection(activation(gate(x)) * input)), which the caller adds to the residual stream.
+
+    The caller applies the norm, because one kernel does it together with the addition.
+    """
 
     def __init__(
         self,
@@ -104,7 +116,9 @@ class PerLayerInput:
         self._batch_invariant = True
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
-        """x [T, hidden], inputs [T, size] -> what is added to `x`."""
+        """x [T, hidden], inputs [T, size] -> what is added to `x`, before its norm."""
+        if self._activation in KERNEL_NAMES and self.gate.activates_in_place(x):
+            return self.projection(self.gate.activated(x, KERNEL_NAMES[self._activation], inputs))
         gate = self.gate(x)
         gate = one_by_one(self._activation, gate) if self._batch_invariant else self._activation(gate)
-        return self.norm(self.projection(gate.mul_(inputs)))
+        return self.projection(gate.mul_(inputs))

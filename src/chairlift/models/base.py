@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ class HiddenStates(NamedTuple):
     """What the layers compute for a batch."""
 
     last: Tensor  # [T, hidden], after the final norm
-    taps: Tensor | None = None  # [taps, T, hidden]: the inputs of the tapped layers, of all rows
+    taps: Sequence[Tensor] = ()  # [T, hidden] each: the inputs of the tapped layers, of all rows
 
 
 class CausalLM(Protocol):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding, StoredEmbedding
 from chairlift.layers.formats.base import WeightFormat, WeightRows, count_formats
 from chairlift.layers.formats.none import PlainWeight
@@ -254,6 +255,10 @@ class Decoder:
         cap = self.config.logit_softcap
         if cap is None:
             return logits
+        if on_gpu(logits.device):
+            from chairlift.kernels.triton.products.activation import softcap
+
+            return softcap(logits, cap)
         shares = logits.float().div_(cap)  # in place: the logits of a large vocabulary are megabytes per row
         return (one_by_one(torch.tanh, shares) if self.batch_invariant else shares.tanh_()) * cap
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
-from chairlift.layers.norm import Norm, RMSNorm
+from chairlift.layers.norm import Norm, RMSNorm, add_normed_
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.layers.recurrent.interface import RecurrentStep
@@ -25,6 +25,15 @@ from chairlift.layers.rope import Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
 from chairlift.models.self_attention import KeptKV, SelfAttention, make_norm
+
+
+class Delta(NamedTuple):
+    """What has still to be added to the residual stream. Adding late allows a sum and the norms around it to be one
+    pass over the data."""
+
+    output: Tensor  # of a block
+    norm: Norm | None = None  # of the output
+    scalar: Tensor | None = None  # a factor of the sum
 
 
 class DecoderLayer:
@@ -108,14 +117,14 @@ class DecoderLayer:
         yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
 
     def __call__(
-        self, x: Tensor, delta: Tensor | None, positions: Tensor, rotation: Rotation | None, attend: Attend
-    ) -> Tensor | None:
+        self, x: Tensor, delta: Delta | None, positions: Tensor, rotation: Rotation | None, attend: Attend
+    ) -> Delta | None:
         return self.rest(x, self.mixed(x, delta, rotation, attend), positions)
 
     def mixed(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Delta | None,
         rotation: Rotation | None,
         attend: Attend,
         recurrent: RecurrentStep | None = None,
@@ -137,38 +146,39 @@ class DecoderLayer:
 
     def rest(
         self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor, inputs: Tensor | None = None
-    ) -> Tensor | None:
+    ) -> Delta | None:
         """Everything behind the mixers, row by row; returns what has still to be added to `x`.
 
-        Adding late allows a sum and its norm to be one pass over the data. `inputs` [T, size]: those of this layer.
+        `inputs` [T, size]: those of this layer.
         """
         delta = self._fed_forward(x, mixed, positions)
         if self.per_layer_input is not None:
             assert inputs is not None
-            delta = self.per_layer_input(add_(x, delta, None), inputs)
+            delta = Delta(self.per_layer_input(add_(x, delta, None), inputs), self.per_layer_input.norm)
         if self.scalar is None:
             return delta
-        add_(x, delta, None).mul_(self.scalar)
+        if delta is not None:
+            return delta._replace(scalar=self.scalar)
+        x.mul_(self.scalar)
         return None
 
-    def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Tensor | None:
+    def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Delta | None:
         if self._adds_few_rows(x, mixed):
             self._add_few_rows(x, mixed[0], positions)
             return None
         normed = self.before_mlp(x) if self.parallel and self.before_mlp is not None else None
-        delta: Tensor | None = None
+        delta: Delta | None = None
         for mixer, inner in zip(self.mixers, mixed, strict=True):
-            if delta is not None:
-                x.add_(delta)
+            add_(x, delta, None)
             delta = _project(mixer.output, inner, x, self.after_attention)
         if self.mlp is None:
             return delta
         if normed is None:
             normed = add_(x, delta, self.before_mlp)
-        elif delta is not None:
-            x.add_(delta)
+        else:
+            add_(x, delta, None)
         if isinstance(self.mlp, MixtureOfExperts):
-            return _normed(self.after_mlp, self.mlp(normed, positions))
+            return Delta(self.mlp(normed, positions), self.after_mlp)
         return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
 
     def _adds_few_rows(self, x: Tensor, mixed: tuple[Tensor, ...]) -> bool:
@@ -192,25 +202,19 @@ class DecoderLayer:
         self.mlp.add_few_rows(x, RowNorm(squares, norm.weight, norm.eps), positions)
 
 
-def add_(x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+def add_(x: Tensor, delta: Delta | None, norm: Norm | None) -> Tensor:
     """Add `delta` to `x` in place; return the sum, normed if there is a norm."""
-    if delta is not None and norm is not None:
-        return norm.add_(x, delta)
-    if delta is not None:
-        x.add_(delta)
-    return _normed(norm, x)
+    if delta is None:
+        return x if norm is None else norm(x)
+    return add_normed_(x, delta.output, delta.norm, delta.scalar, norm)
 
 
-def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Tensor | None:
-    """linear(y), which is to be added to `x`; None if it has been added already."""
+def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Delta | None:
+    """norm(linear(y)), which is to be added to `x`; None if it has been added already."""
     if norm is None and linear.adds_in_place(y):
         linear.add_to_(x, y)
         return None
-    return _normed(norm, linear(y))
-
-
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+    return Delta(linear(y), norm)
 
 
 def _attention(

@@ -74,11 +74,14 @@ class SelfAttention:
         self._norms_after_rope = config.qk_norm_after_rope
         # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
         self._clip = config.qkv_clip
-        per_head = config.qk_norm in ("head", "unweighted")
-        plain_norms = per_head and config.norm_kind == "rms" and not config.qk_norm_after_rope
+        usual_kind = config.qk_norm != "each" and not (self._norms_all_heads and self._shares_kv)
+        plain_norms = usual_kind and config.norm_kind == "rms" and not config.qk_norm_after_rope
         scales = rope is not None and rope.query_scaling is not None
-        usual = config.has_usual_layers and self._clip is None
-        self._fuses = usual and (self.q_norm is None or (plain_norms and not scales))
+        if self.q_norm is None:
+            self._fuses = self._clip is None and not config.v_norm
+        else:
+            norms_values = config.v_norm and self._norms_all_heads
+            self._fuses = self._clip is None and plain_norms and not scales and not norms_values
         self._interleaved = rope is not None and config.interleaved_rope
         self._pairs = 0 if rope is None else len(rope.inv_freq)
 
@@ -157,18 +160,28 @@ class SelfAttention:
         return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
 
     def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
-        """qkv [T, ...], the projection, which may be overwritten -> [T, query_size]."""
+        """qkv [T, ...], the projection, which may be overwritten -> [T, query_size].
+
+        A layer that shares the keys and values of an earlier one reads them in the cache.
+        """
         if rotation is not None and rotation.query_scale is not None:
             qkv[:, : self.query_size].mul_(rotation.query_scale)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self._norms_all_heads and q_norm is not None and k_norm is not None:
+            from chairlift.kernels.triton.norms import norm_parts_
+
+            norm_parts_(qkv, q_norm.weight, k_norm.weight, q_norm.eps)
+            q_norm = k_norm = None
         heads = attend.from_projection(
             self.layer,
             qkv,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
             cos=None if rotation is None or not self._pairs else rotation.cos,
             sin=None if rotation is None or not self._pairs else rotation.sin,
             sinks=self.sinks,
+            v_norm=self._v_norm_eps is not None and not self._shares_kv,
         )
         return heads.flatten(1)
 

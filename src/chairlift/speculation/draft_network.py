@@ -97,10 +97,8 @@ class DraftNetwork(Protocol):
         """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
         ...
 
-    def take(self, request: Request) -> Sequence[Tensor]:
-        """The features of the request's known tokens from its first position on, in parts [tokens, feature_size].
-
-        They are going to be computed."""
+    def begin_draft(self, tables: Sequence[Sequence[int]], storage: KVStorage) -> None:
+        """Prepare the blocks of requests that are going to get drafts."""
         ...
 
     def first_pass(
@@ -133,8 +131,8 @@ class ModelPasses:
         self.token_ids: Tensor | None = None
         self._model = model
 
-    def take(self, request: Request) -> Sequence[Tensor]:
-        return ()
+    def begin_draft(self, tables: Sequence[Sequence[int]], storage: KVStorage) -> None:
+        pass
 
     def first_pass(
         self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend

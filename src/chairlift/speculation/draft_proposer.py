@@ -117,6 +117,7 @@ class DraftModelProposer(ModelProposer):
 
     def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
+            self.network.begin_draft([task.table for task in tasks], self._storage)
             return self._draft_at_once(tasks, terms) if self._can_draft_at_once(tasks) else self._draft(tasks, terms)
 
     def observe_step(self, step: ComputedBatch) -> None:
@@ -162,9 +163,10 @@ class DraftModelProposer(ModelProposer):
 
     def _can_draft_at_once(self, tasks: Sequence[DraftTask]) -> bool:
         """Whether nothing has to be done between two draft tokens of a request."""
+        if not self._attention.capabilities.host_attend:
+            return False
         one_call = isinstance(self.network, OneCallNetwork) and self.network.one_call
-        sampled = any(self._is_sampled(task.request) for task in tasks)
-        return one_call and self._attention.capabilities.host_attend and not sampled
+        return one_call and not any(self._is_sampled(task.request) for task in tasks)
 
     def _draft_at_once(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         assert isinstance(self.network, OneCallNetwork)
@@ -177,6 +179,9 @@ class DraftModelProposer(ModelProposer):
         """Compute tokens of a pause in passes of their own; return the indices of the requests that are ready.
 
         The others are too far behind for one step: catching up goes on in the next ones."""
+        first_position = self.network.first_position
+        if all(task.request.num_known - first_position(task.request) <= A_FEW for task in tasks):  # most steps
+            return [*range(len(tasks))]
         chunks = [self._chunk(task, ()) for task in tasks]
         ready, missed = [], []
         room = MAX_CATCH_UP_TOKENS if self.network.catches_up_in_parts else sum(chunk.count for chunk in chunks)

@@ -35,7 +35,7 @@ from chairlift.layers.rope import RotaryEmbedding
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.decoder_layer import DecoderLayer
+from chairlift.models.decoder_layer import DecoderLayer, add_
 from chairlift.models.weights import fill
 from chairlift.speculation.control.proposer import Draft
 from chairlift.speculation.head_config import EPS, HeadConfig
@@ -156,14 +156,14 @@ class DraftHead:
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())
 
-    def features(self, hidden: HiddenStates) -> Tensor:
-        """The target's states of T tokens -> what the head reads of them [T, features], copied, since the next step may
-        overwrite them."""
-        if not self._taps:
-            return hidden.last.clone()
-        assert hidden.taps is not None
+    def feature_parts(self, hidden: HiddenStates) -> list[Tensor]:
+        """The target's states of T tokens that the head reads [T, hidden] each."""
         taps = [hidden.taps[self.target.taps.index(tap)] for tap in self._taps]
-        return torch.cat([*taps, hidden.last], dim=-1)
+        return [*taps, hidden.last]
+
+    def features(self, hidden: HiddenStates) -> Tensor:
+        """The same as one tensor [T, features], copied, since the next step may overwrite them."""
+        return torch.cat(self.feature_parts(hidden), dim=-1)
 
     def join(self, features: Tensor) -> Tensor:
         """[T, features] -> [T, hidden]."""
@@ -177,12 +177,16 @@ class DraftHead:
         if self._fused is not None and isinstance(attend, HostAttend):
             return self._fused(x, positions, attend)[0]
         delta = self.layer(x, None, positions, self.rotary(positions), attend)
-        return self.norm(x if delta is None else x + delta)
+        return add_(x, delta, self.norm)
+
+    def store_keys(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> None:
+        """As `states`, for tokens behind which nothing is drafted: only their keys and values are needed."""
+        self.layer.mixed(self.mix(self._inputs(tokens, previous)), None, self.rotary(positions), attend)
 
     def _inputs(self, tokens: Tensor, previous: Tensor) -> Tensor:
         embedding = self.target.embedding
         if on_gpu(tokens.device) and not isinstance(embedding, StoredEmbedding):
-            from chairlift.kernels.triton.draft_inputs import draft_inputs
+            from chairlift.kernels.triton.drafts.inputs import draft_inputs
 
             return draft_inputs(tokens, embedding.table, embedding.scale, previous.contiguous(), EPS)
         return torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1)

@@ -114,7 +114,7 @@ def test_kernels_are_grouped_by_name() -> None:
         ATTENTION: ["decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel", "_absorbed_kernel", "_join_kernel"],
         RECURRENCE: ["_recurrence_kernel", "_scan_kernel", "_convolve_kernel", "_step_kernel"],
         SAMPLING: ["_sample_kernel"],
-        OTHER: ["_add_norm_kernel", "_sort_kernel", "_rotate_and_store_kernel", "_silu_mul_kernel", FIRST_KERNEL],
+        OTHER: ["_add_norm_kernel", "_sort_kernel", "_rotate_and_store_kernel", "_gated_mul_kernel", FIRST_KERNEL],
     }
     assert {kind: [name for name in each if kind_of(name) == kind] for kind, each in names.items()} == names
 

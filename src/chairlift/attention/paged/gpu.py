@@ -239,14 +239,16 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         cos: Tensor | None,
         sin: Tensor | None,
         sinks: Tensor | None = None,
+        v_norm: bool = False,
     ) -> Tensor:
         from chairlift.kernels.triton.decode import Fresh
         from chairlift.kernels.triton.launch import tuned
         from chairlift.kernels.triton.layers import rotate_and_store_
 
-        batch, fresh = self.batch, Fresh(q_norm, k_norm, eps, cos, sin)
-        if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, fresh):
-            return self._decoded_from(layer, qkv.unflatten(1, (-1, layer.head_dim)), fresh, sinks)
+        batch, fresh = self.batch, Fresh(q_norm, k_norm, eps, cos, sin, v_norm)
+        heads = qkv.unflatten(1, (-1, layer.head_dim))
+        if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, heads, fresh):
+            return self._decoded_from(layer, heads, fresh, sinks)
         rotate_and_store_(
             qkv,
             self.storage.keys[layer.index],
@@ -260,8 +262,9 @@ class PagedGPUStep(FusedAttend, LatentAttend):
             slots=batch.slots,
             positions=batch.positions,
             tables=batch.tables,
+            v_norm=v_norm,
         )
-        return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads], sinks)
+        return self._attended(layer, heads[:, : layer.num_heads], sinks)
 
     def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
         from chairlift.attention.paged.latent_gpu import attend_to_batch
@@ -270,11 +273,14 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         scratch, hopper = self.backend.latent_scratch(layer, device), self.backend.hopper_scratch(layer, device)
         return attend_to_batch(layer, projection, self.batch, self.storage, scratch, hopper)
 
-    def _begins_fresh(self, layer: AttentionLayer, fresh: Fresh) -> bool:
+    def _begins_fresh(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> bool:
         """Whether the kernel of single tokens can take them as the projection made them."""
         from chairlift.kernels.triton.invariant_decode import can_begin_fresh
 
-        return self.backend.invariant_for is None or can_begin_fresh(layer.head_dim, fresh)
+        if self.backend.invariant_for is None:
+            return True
+        all_new = heads.shape[1] == layer.num_heads + 2 * layer.num_kv_heads
+        return all_new and can_begin_fresh(layer.head_dim, fresh)
 
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh, sinks: Tensor | None) -> Tensor:
         """A step of single tokens only, in one kernel."""

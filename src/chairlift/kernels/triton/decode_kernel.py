@@ -97,6 +97,15 @@ def rotated(
 
 
 @triton.jit
+def new_value(row, d, one, eps, D: tl.constexpr, V_NORM: tl.constexpr):
+    """Load the value of a token (a pointer [1, 1]), normalised if V_NORM."""
+    v = tl.load(row + d[None, :], mask=one, other=0.0).to(tl.float32)
+    if V_NORM:
+        v = (v * tl.rsqrt(pairwise_sum(v * v) / D + eps)[:, None]).to(row.dtype.element_ty).to(tl.float32)
+    return v
+
+
+@triton.jit
 def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED: tl.constexpr, TURNED: tl.constexpr):
     """Load a tile of keys and values in the form that `_take_in` expects."""
     if TURNED:
@@ -278,7 +287,7 @@ def _joined_splits(
 
 @triton.jit
 def decode_kernel(
-    q_ptr,  # [rows, heads, D]; FRESH: [rows, heads + 2 * kv_heads, D], as the projection made them
+    q_ptr,  # [rows, heads, D]; FRESH: [rows, heads + NEW * kv_heads, D], as the projection made them
     keys_ptr,  # [blocks, block_size, kv_heads, D]
     values_ptr,
     out_ptr,  # [rows, heads, D]
@@ -310,7 +319,9 @@ def decode_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    FRESH: tl.constexpr,  # the new token's key and value are not in the cache yet
+    FRESH: tl.constexpr,  # queries are as the projection made them
+    NEW: tl.constexpr,  # heads behind the queries for each key head; 1: the value is the key; 0: the cache has both
+    V_NORM: tl.constexpr,  # values are normalised, without a weight
     PAIRS: tl.constexpr,  # half of the rotated elements of a head
     HAS_NORM: tl.constexpr,
     KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
@@ -331,7 +342,7 @@ def decode_kernel(
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     length = tl.load(row_start_ptr + row) + 1
     first = tl.maximum(first_visible(length - 1, window, CHUNKED), 0)
-    cached = length - 1 if FRESH else length
+    cached = length - 1 if NEW > 0 else length
     # Splits are whole tiles and at least the shortest worthwhile split.
     span = tl.maximum(tl.cdiv(tl.cdiv(cached - first, SPLITS), N) * N, MIN_SPLIT)
     num_splits = tl.maximum(tl.cdiv(cached - first, span), 1)
@@ -372,12 +383,13 @@ def decode_kernel(
     q_heads = head * GROUP + m
     keep = in_group[:, None] & in_head[None, :]
     q_at = q_ptr + row.to(tl.int64) * q_stride
-    if FRESH:
+    if NEW > 0:
         k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
         one = in_head[None, :]
         if EARLY:  # otherwise registers are scarce
-            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_v = new_value(k_at + (NEW - 1) * num_heads * D, d, one, eps, D, V_NORM)
             new_k = rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+    if FRESH:
         q = rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
         q = q.to(q_ptr.dtype.element_ty)
     else:
@@ -445,9 +457,9 @@ def decode_kernel(
     elif PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), [M, D_PADDED])
 
-    if FRESH and split == num_splits - 1:
+    if NEW > 0 and split == num_splits - 1:
         if not EARLY:
-            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_v = new_value(k_at + (NEW - 1) * num_heads * D, d, one, eps, D, V_NORM)
             new_k = rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
         block = tl.load(table + cached // BLOCK_SIZE).to(tl.int64)
         place = block * kv_block_stride + (cached % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]

@@ -14,6 +14,11 @@ IS_PLAIN, IS_NORM, IS_GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
+def _sum_and_most(sum_a, most_a, sum_b, most_b):
+    return sum_a + sum_b, tl.maximum(most_a, most_b)
+
+
+@triton.jit
 def _round_rows_kernel(
     x_ptr,  # [T, size]; IS_NORM: the residual stream, changed in place if there is a delta; IS_GATED: [T, 2 * size]
     delta_ptr,  # [T, size]
@@ -43,18 +48,23 @@ def _round_rows_kernel(
         x = gate / (1.0 + tl.exp(-gate)) * up
     else:
         x = tl.load(x_ptr + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-    if KIND == IS_NORM:
-        if HAS_DELTA:
-            total = x + tl.load(delta_ptr + row * size + lane, mask=inside, other=0.0).to(tl.float32)
-            rounded = total.to(kind)
-            tl.store(x_ptr + row * size + lane, rounded, mask=inside)
-            x = rounded.to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
-    # The maximum and the clamp below drop NaN; the scale keeps it, so that bad rows stay bad.
-    is_bad = tl.max((x != x).to(tl.int32), 0) > 0
-    scale = tl.where(is_bad, float("nan"), tl.max(tl.abs(x), 0) / LARGEST)
-    factor = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    tl.store(scales_ptr + row, scale)
+    if KIND == IS_NORM and HAS_DELTA:
+        total = x + tl.load(delta_ptr + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(kind)
+        tl.store(x_ptr + row * size + lane, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    # The largest magnitude as bits: NaN has the most, so that the scale of a bad row is NaN.
+    if KIND == IS_NORM:  # what the norm divides by is part of the scale alone
+        squares = x * x
+        x *= weight
+        squares, most = tl.reduce((squares, tl.abs(x).to(tl.int32, bitcast=True)), 0, _sum_and_most)
+        norm = tl.rsqrt(squares / size + eps)
+    else:
+        most = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
+        norm = 1.0
+    most = most.to(tl.float32, bitcast=True)
+    tl.store(scales_ptr + row, most * norm / LARGEST)
+    factor = tl.where(most > 0.0, LARGEST / tl.where(most > 0.0, most, 1.0), 0.0)
     x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may exceed it slightly
     tl.store(numbers_ptr + row * size + lane, x.to(numbers_ptr.dtype.element_ty), mask=inside)
 

@@ -262,7 +262,9 @@ def single_tiling(contexts: int, head_dim: int, dtype: torch.dtype, *, shared: b
 
 
 def can_begin_fresh(head_dim: int, fresh: Fresh) -> bool:
-    """Whether the kernel sums the squares of a head in the order of `rotate_and_store_`."""
+    """Whether the kernel computes all that `rotate_and_store_` does, and sums the squares of a head in its order."""
+    if fresh.v_norm:
+        return False
     if fresh.q_norm is None:
         return True
     return next_power_of_2(head_dim) == head_dim and (fresh.cos is None or 2 * fresh.cos.shape[-1] == head_dim)
@@ -302,7 +304,7 @@ def invariant_decode(
     programs = programs or scratch.programs(rows)
     assert programs == 1 or rows * kv_heads <= len(scratch.arrived)
     tiling = tiling or single_tiling(rows * kv_heads, dim, q.dtype, shared=programs > 1)
-    q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
+    q_norm, k_norm, eps, cos, sin, *_ = fresh or Fresh(None, None, 0.0, None, None)
     prefetches = dim * keys.element_size() % 16 == 0  # needs 16-byte alignment
     # Heads of one row are neighbours in the grid, since their keys are neighbours in memory.
     invariant_decode_kernel[(kv_heads, rows, programs)](

@@ -11,70 +11,6 @@ from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, o
 
 
 @triton.jit
-def _add_norm_kernel(
-    x_ptr,  # [T, size]: the residual stream, changed in place if there is a delta
-    delta_ptr,
-    weight_ptr,
-    out_ptr,
-    size,
-    x_stride,
-    eps,
-    HAS_DELTA: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * x_stride + column, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    tl.store(out_ptr + row * size + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of x [T, size], whose rows may lie within longer ones."""
-    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, weight, out, eps)
-    return out
-
-
-def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta` to the residual stream `x` in place and return the norm of the sum."""
-    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, delta, weight, out, eps)
-    return out
-
-
-def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
-    assert x.stride(1) == 1
-    assert delta is None or delta.is_contiguous()
-    size = x.shape[1]
-    block = next_power_of_2(size)
-    _add_norm_kernel[(len(x),)](
-        x,
-        x if delta is None else delta,
-        weight,
-        out,
-        size,
-        x.stride(0),
-        eps,
-        HAS_DELTA=delta is not None,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **overlapping(x.device),
-    )
-
-
-@triton.jit
 def _rotation_kernel(
     positions_ptr,
     inv_freq_ptr,
@@ -199,30 +135,6 @@ def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + (row * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
-    # Round the gate before the product, as the other backends do.
-    gate = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [T, size] of gate_up [T, 2 * size], the gate's columns first."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(next_power_of_2(size), 1024)
-    _silu_mul_kernel[(rows, cdiv(size, block))](gate_up, out, size, BLOCK=block, **overlapping(gate_up.device))
-    return out
-
-
-@triton.jit
 def _add_gated_kernel(
     total_ptr,  # [T, size]
     x_ptr,  # [T, size]: what is added
@@ -271,7 +183,7 @@ def add_gated_(total: Tensor, x: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv_ptr,  # [T, (heads + 2 * kv_heads) * D]: queries are rotated in place
+    qkv_ptr,  # [T, (heads + NEW * kv_heads) * D]: queries are rotated in place
     keys_ptr,  # [blocks, block_size, kv_heads, D]
     values_ptr,
     q_norm_ptr,  # [D]
@@ -293,6 +205,8 @@ def _rotate_and_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     H_TILE: tl.constexpr,
     KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
+    NEW: tl.constexpr,  # heads behind the queries for each key head; 1: the value is the key; 0: the cache has both
+    V_NORM: tl.constexpr,  # with HAS_NORM only
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -312,8 +226,8 @@ def _rotate_and_store_kernel(
     # Load a head as two halves: the rotation pairs their elements.
     half: tl.constexpr = PAIRS if HAS_ROPE else D // 2
     rest: tl.constexpr = D - 2 * half
-    row_at = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D
-    exists = (head < HEADS + 2 * KV_HEADS)[:, None]
+    row_at = qkv_ptr + row * (HEADS + NEW * KV_HEADS) * D + head[:, None] * D
+    exists = (head < HEADS + NEW * KV_HEADS)[:, None]
     in_half = exists & (i < half)[None, :]
     first = tl.load(row_at + i[None, :], mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(row_at + half + i[None, :], mask=in_half, other=0.0).to(tl.float32)
@@ -322,12 +236,22 @@ def _rotate_and_store_kernel(
         third = tl.load(row_at + 2 * half + i[None, :], mask=in_rest, other=0.0).to(tl.float32)
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     is_query = (head < HEADS)[:, None]
+    v_first, v_second = first, second  # with NEW 1, values are the keys before their norm and rotation
+    if rest > 0:
+        v_third = third
     if HAS_NORM:
         squares = pairwise_sum(first * first) + pairwise_sum(second * second)
         if rest > 0:
             squares += pairwise_sum(third * third)
-        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / D + eps)[:, None])
+        unit = tl.rsqrt(squares / D + eps)[:, None]
         kind = qkv_ptr.dtype.element_ty
+        if V_NORM and NEW == 1:
+            v_first, v_second = (first * unit).to(kind).to(tl.float32), (second * unit).to(kind).to(tl.float32)
+            if rest > 0:
+                v_third = (third * unit).to(kind).to(tl.float32)
+        scale = unit
+        if not V_NORM:
+            scale = tl.where(is_value, 1.0, unit)
         first *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, i, half, is_query, is_value)
         first = first.to(kind).to(tl.float32)
         second *= scale * _norm_weight(q_norm_ptr + half, k_norm_ptr + half, i, half, is_query, is_value)
@@ -347,23 +271,38 @@ def _rotate_and_store_kernel(
     tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
     if rest > 0:
         tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
-    if KV_LIMIT > 0:  # keep NaN: clamping would turn it into a number
-        first = tl.clamp(first, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        second = tl.clamp(second, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        if rest > 0:
-            third = tl.clamp(third, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    first, second = _clamped(first, KV_LIMIT), _clamped(second, KV_LIMIT)
+    if rest > 0:
+        third = _clamped(third, KV_LIMIT)
     place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
     kv_type = keys_ptr.dtype.element_ty
     key_at = keys_ptr + place + (head - HEADS)[:, None] * D
-    value_at = values_ptr + place + (head - HEADS - KV_HEADS)[:, None] * D
     to_key = in_half & (is_query == 0) & (is_value == 0)
     tl.store(key_at + i[None, :], first.to(kv_type), mask=to_key)
     tl.store(key_at + half + i[None, :], second.to(kv_type), mask=to_key)
-    tl.store(value_at + i[None, :], first.to(kv_type), mask=in_half & is_value)
-    tl.store(value_at + half + i[None, :], second.to(kv_type), mask=in_half & is_value)
     if rest > 0:
         tl.store(key_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & (is_query == 0) & (is_value == 0))
-        tl.store(value_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & is_value)
+    has_value = is_value
+    value_head = head - HEADS - KV_HEADS
+    if NEW == 1:
+        has_value = is_query == 0
+        value_head = head - HEADS
+        first, second = _clamped(v_first, KV_LIMIT), _clamped(v_second, KV_LIMIT)
+        if rest > 0:
+            third = _clamped(v_third, KV_LIMIT)
+    value_at = values_ptr + place + value_head[:, None] * D
+    tl.store(value_at + i[None, :], first.to(kv_type), mask=in_half & has_value)
+    tl.store(value_at + half + i[None, :], second.to(kv_type), mask=in_half & has_value)
+    if rest > 0:
+        tl.store(value_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & has_value)
+
+
+@triton.jit
+def _clamped(x, KV_LIMIT: tl.constexpr):
+    """What the cache can hold; NaN stays: clamping would turn it into a number."""
+    if KV_LIMIT > 0:
+        x = tl.clamp(x, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit
@@ -387,18 +326,23 @@ def rotate_and_store_(
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,
+    v_norm: bool = False,
 ) -> None:
     """Normalise and rotate queries and keys; queries stay in `qkv`, keys and values are stored in the cache.
 
     qkv [T, (heads + 2 * kv_heads) * D]; keys, values [blocks, block_size, kv_heads, D]; cos, sin [T, pairs];
-    slots, positions [T] int32 (-1: a padding row); tables [slots, blocks] int32.
+    slots, positions [T] int32 (-1: a padding row); tables [slots, blocks] int32. `v_norm`: values are normalised, too.
+    If qkv has only one head for each key head behind the queries, values are the keys as they are in it; if it has
+    none, the cache has them already.
     """
     _, block_size, kv_heads, dim = keys.shape
+    new = (qkv.shape[1] // dim - num_heads) // kv_heads
     pairs = 0 if cos is None else cos.shape[-1]
     half = pairs if cos is not None else dim // 2
-    total = num_heads + 2 * kv_heads
+    total = num_heads + new * kv_heads
     h_tile = min(next_power_of_2(total), 8)
     assert dim % 2 == 0 or cos is not None
+    assert q_norm is not None or not v_norm
     _rotate_and_store_kernel[(len(qkv), cdiv(total, h_tile))](
         qkv,
         keys,
@@ -422,6 +366,8 @@ def rotate_and_store_(
         BLOCK_SIZE=block_size,
         H_TILE=h_tile,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
+        NEW=new,
+        V_NORM=v_norm,
         HAS_NORM=q_norm is not None,
         HAS_ROPE=cos is not None,
         num_warps=2,

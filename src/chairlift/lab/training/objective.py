@@ -78,7 +78,7 @@ class DraftObjective:
         with torch.inference_mode():
             hidden, taps = self._target.hidden_states(flat, positions, WholeTextAttention(length))
             # Scaled to one size, because the residual stream grows from layer to layer.
-            features = hidden if taps is None else torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
+            features = hidden if not taps else torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
             found = hidden, features, self._target.embed(flat)
         hidden, features, embedded = (copied(states).view(texts, length, -1) for states in found)
         return hidden, features, embedded

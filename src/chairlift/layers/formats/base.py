@@ -184,8 +184,20 @@ class WeightFormat(ABC):
         return False
 
     def gates_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x` and the gate behind it: `fused` with `gated`."""
+        """Whether one kernel does the product with `x` and the gate behind it."""
         return False
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """activation(first half of the product) * second half, where `gates_in_place` allows it."""
+        raise NotImplementedError
+
+    def activates_in_place(self, x: Tensor) -> bool:
+        """Whether one kernel does the product with `x`, an activation, and a product of numbers with its result."""
+        return False
+
+    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
+        """activation(product) * times [T, out_features], where `activates_in_place` allows it."""
+        raise NotImplementedError
 
     def scale_columns(self, factors: Tensor) -> bool:
         """Multiply each input column by a factor, before `pack`; False if that is not possible."""

@@ -77,10 +77,10 @@ class PlainWeight(WeightFormat):
         assert self.plain is not None
         if self.batch_invariant:
             return self._multiply_invariantly(x, bias=bias)
-        if bias is None and self._own_kernel_is_faster(x):
+        if self._own_kernel_is_faster(x):
             from chairlift.kernels.triton.products.product import product
 
-            return product(x, self.plain)[0]
+            return product(x, self.plain, bias=bias)[0]
         return F.linear(x, self.plain, bias)
 
     def _multiply_invariantly(self, x: Tensor, *, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
@@ -101,6 +101,21 @@ class PlainWeight(WeightFormat):
 
     def gates_in_place(self, x: Tensor) -> bool:
         return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        from chairlift.kernels.triton.products.product import product
+
+        assert self.plain is not None
+        return product(x, self.plain, gated=True, activation=activation, invariant=self.batch_invariant)[0]
+
+    def activates_in_place(self, x: Tensor) -> bool:
+        return self._own_kernel_is_faster(x)
+
+    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
+        from chairlift.kernels.triton.products.product import product
+
+        assert self.plain is not None
+        return product(x, self.plain, activation=activation, times=times, invariant=self.batch_invariant)[0]
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         assert self.plain is not None

@@ -20,6 +20,8 @@ from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
 
+MANY_ROWS = 256  # on a GPU, computing a row more in one layer takes less time than dropping it, up to so many rows
+
 
 @dataclass(frozen=True, slots=True)
 class StackParts:

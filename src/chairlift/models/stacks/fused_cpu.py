@@ -251,11 +251,11 @@ class FusedCPULayers:
         attend: HostAttend,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Run all layers on the embedded tokens x [T, hidden], which are overwritten.
 
         Returns [T, hidden] after the final norm, or only `rows` of it, and the inputs of the layers `taps`
-        [taps, T, hidden].
+        [T, hidden] each.
         """
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
         cos, sin = self._rotary(positions.numpy())
@@ -278,7 +278,7 @@ class FusedCPULayers:
             self.network.taps[:] = -1
             self.network.taps[list(taps)] = range(len(taps))
         self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
-        return out, torch.from_numpy(step.tapped) if taps else None
+        return out, torch.from_numpy(step.tapped).unbind()
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values of the first layer and all behind it."""

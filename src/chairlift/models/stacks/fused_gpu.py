@@ -128,8 +128,7 @@ class FusedGPUStack(LayerStack):
             else:
                 assert isinstance(mlp, GatedMLP)
                 stream.add_gated_products(layer.before_mlp, mlp, self._norm_after(index))
-        tapped = torch.stack([inputs[index] for index in taps]) if taps else None
-        return HiddenStates(stream.normed(self.parts.norm), tapped)
+        return HiddenStates(stream.normed(self.parts.norm), [inputs[index] for index in taps])
 
     def _norm_after(self, index: int) -> Norm | None:
         """The norm that follows a layer; of the last layer any, since the final norm reads the stream itself."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
-from chairlift.models.decoder_layer import DecoderLayer, add_
+from chairlift.models.decoder_layer import DecoderLayer, Delta, add_
 from chairlift.models.self_attention import KeptKV
-from chairlift.models.stacks.base import LayerStack, StackParts, picked
+from chairlift.models.stacks.base import MANY_ROWS, LayerStack, StackParts, picked
 
 
 def _in_blocks(layer: DecoderLayer) -> bool:
@@ -51,27 +51,29 @@ class PlainStack(LayerStack):
     ) -> HiddenStates:
         """In the last layer, rows that are not sampled only need K and V: the rest is computed for `rows` only.
 
-        In a prompt that is one row, which saves 3% of its prefill in a model of 30 layers.
+        In a prompt that is one row, which saves 3% of its prefill in a model of 30 layers. Small steps on a GPU drop
+        rows at the end instead, by one kernel.
         """
+        late_rows = rows if on_gpu(tokens.device) and len(tokens) <= MANY_ROWS else None
+        rows = rows if late_rows is None else None
         layers = self.parts.layers
         rotations = self.parts.rotations(positions)
         x = self.parts.embedding(tokens)
         per_layer = self.parts.per_layer
         all_inputs = None if per_layer is None else per_layer(tokens, x)
         kept: KeptKV = {}
-        delta: Tensor | None = None
+        delta: Delta | None = None
         inputs = {}
         for index, layer in enumerate(layers):
             if index in taps:
-                inputs[index] = x.clone() if delta is None else x + delta
+                inputs[index] = add_(x.clone(), delta, None)
             rotation = None if layer.rope is None else rotations[layer.rope]
             mixed = layer.mixed(x, delta, rotation, attend, recurrent, kept)
             own_inputs = None if all_inputs is None else all_inputs[:, index]
-            if layer is layers[-1]:
+            if layer is layers[-1] and rows is not None:
                 x, positions = picked(x, rows), picked(positions, rows)
                 mixed = tuple(picked(each, rows) for each in mixed)
                 own_inputs = None if own_inputs is None else picked(own_inputs, rows)
             delta = layer.rest(x, mixed, positions, own_inputs) if len(x) else None  # a step may sample no row
-        return HiddenStates(
-            add_(x, delta, self.parts.norm), torch.stack([inputs[index] for index in taps]) if taps else None
-        )
+        hidden = picked(add_(x, delta, self.parts.norm), late_rows)
+        return HiddenStates(hidden, [inputs[index] for index in taps])

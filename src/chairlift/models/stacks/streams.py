@@ -13,9 +13,7 @@ from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
-from chairlift.models.stacks.base import picked
-
-MANY_ROWS = 256  # more than decode steps have
+from chairlift.models.stacks.base import MANY_ROWS, picked
 
 
 class Stream(ABC):
@@ -181,6 +179,7 @@ class RoundedStream(Stream):
     def __init__(self, x: Tensor) -> None:
         super().__init__(x)
         self._delta: Tensor | None = None  # still to be added
+        self._picked: Tensor | None = None
 
     def value(self) -> Tensor:
         return self.x if self._delta is None else self.x + self._delta
@@ -208,11 +207,16 @@ class RoundedStream(Stream):
         self._add(linear, round_rows(y))
 
     def pick(self, rows: Tensor, y: Tensor) -> Tensor:
-        self.x, self._delta = picked(self.value(), rows), None
-        return picked(y, rows)
+        if len(self.x) > MANY_ROWS:
+            self.x, self._delta = picked(self.value(), rows), None
+            return picked(y, rows)
+        self._picked = rows  # computing a few rows more takes less time than dropping them
+        return y
 
     def normed(self, norm: Norm) -> Tensor:
-        return norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
+        if self._picked is not None or self._delta is None:
+            return norm(picked(self.value(), self._picked))
+        return norm.add_(self.x, self._delta)
 
     def _rounded(self, norm: Norm | None) -> ScaledRows:
         from chairlift.layers.formats.fp8 import norm_rounded

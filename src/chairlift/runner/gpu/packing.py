@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
+from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.runner.gpu.slots import Slot, Slots
 from chairlift.runner.gpu.staging import Staging
@@ -40,21 +41,28 @@ class _Pieces:
     pieces    a            | b   b'  b''         | c
     rows      4            | 0   1   2           | 3          single tokens come first in the batch
 
+    A step that verifies drafts is a decode step with more rows, computed by the same kernels: the keys and values of
+    all are written before any is read. Those kernels read a context once for each of its tokens, but cut it into as
+    many parts as the device has room for.
+
     The arrays are in the order of the pieces; those of `in_order` are in the order of the batch.
     """
 
     def __init__(self, chunks: Sequence[Chunk], slots: Sequence[Slot]) -> None:
         owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
         of_piece = np.repeat(np.arange(len(chunks)), owned)
-        pieces = [piece for chunk in chunks for piece in _apart(chunk)] if owned.sum() > len(chunks) else chunks
         self.firsts = np.cumsum(owned) - owned  # the first piece of each chunk
+        places = np.arange(len(of_piece)) - self.firsts[of_piece]  # of each piece in its chunk
+        chunk_starts = np.array([chunk.start for chunk in chunks], np.int32)
+        chunk_counts = np.array([1 if chunk.drafts else chunk.count for chunk in chunks], np.int32)
         self.slots = np.array([slot.index for slot in slots], np.int32)[of_piece]
-        self.counts = np.array([piece.count for piece in pieces], np.int32)
-        self.starts = np.array([piece.start for piece in pieces], np.int32)
-        self.order = _order(self.counts, np.array([chunk.start for chunk in chunks])[of_piece])
+        self.counts = chunk_counts[of_piece]
+        self.starts = chunk_starts[of_piece] + places.astype(np.int32)
+        self.order = _order(self.counts, chunk_starts[of_piece])
         self.rows = np.empty_like(self.counts)  # the first of each piece
         self.rows[self.order] = np.cumsum(self.counts[self.order]) - self.counts[self.order]
-        self.in_order = [pieces[index] for index in self.order.tolist()]
+        owners, ranks = of_piece[self.order].tolist(), places[self.order].tolist()
+        self.in_order = [(chunks[owner], rank) for owner, rank in zip(owners, ranks, strict=True)]  # and its place
         self.num_single = int((self.counts == 1).sum())
         self.chunk_samples = np.array([chunk.samples for chunk in chunks], np.bool_)
         self.sampling = np.flatnonzero(self.chunk_samples[of_piece])  # pieces
@@ -62,13 +70,16 @@ class _Pieces:
     def tiles(self, queries: int) -> list[tuple[int, int]]:
         """(piece in the batch's order, its first query) of all tiles of the longer chunks."""
         longer = range(self.num_single, len(self.in_order))
-        return [(index, at) for index in longer for at in range(0, self.in_order[index].count, queries)]
+        return [(index, at) for index in longer for at in range(0, self.in_order[index][0].count, queries)]
 
 
 class Packer:
     """Turns plans into inputs of the device, of which block tables are sent only as far as they changed."""
 
-    def __init__(self, slots: Slots, shapes: Shapes, tables: Tensor, tile_queries: int) -> None:
+    def __init__(
+        self, slots: Slots, shapes: Shapes, tables: Tensor, tile_queries: int, recent: RecentStates | None = None
+    ) -> None:
+        self._recent = recent
         self._slots = slots
         self._shapes = shapes
         self._tables = tables  # [slots + 1, blocks] int32, on the device
@@ -76,7 +87,7 @@ class Packer:
 
     def pack(self, plan: StepPlan, staging: Staging) -> PackedStep:
         """Write the step into the staging buffer: single tokens first, then the longer chunks."""
-        slots = [self._slots.of(chunk) for chunk in plan.chunks]
+        slots = [self._slots.of(chunk.request) for chunk in plan.chunks]
         cells: list[int] = []
         blocks: list[int] = []
         for slot, chunk in zip(slots, plan.chunks, strict=True):
@@ -108,13 +119,16 @@ class Packer:
             views["update_block"][: len(cells)] = blocks
         if len(pieces.sampling):
             self._pack_sampling(views, pieces)
+        first_rows = pieces.rows[pieces.firsts]
+        if self._recent is not None and tiles:
+            self._recent.pack(views, plan.chunks, slots, first_rows)
         return PackedStep(
             shape,
             capturable,
             [chunk for chunk in plan.chunks if chunk.samples],
             pieces.slots[pieces.firsts[pieces.chunk_samples]],
             len(pieces.sampling),
-            pieces.rows[pieces.firsts],
+            first_rows,
         )
 
     def _send_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
@@ -152,23 +166,6 @@ def _pack_rows(views: dict[str, np.ndarray], pieces: _Pieces) -> None:
         views[f"chunk_{name}"][: len(order)] = values
 
 
-def _apart(chunk: Chunk) -> list[Chunk]:
-    """A chunk with drafts as single tokens of one slot, whose keys and values are all written before any is read.
-
-    So a step that verifies drafts is a decode step with more rows, computed by the same kernels. Those read a context
-    once for each of its tokens, but cut it into as many parts as the device has room for.
-    """
-    if not chunk.drafts:
-        return [chunk]
-    assert chunk.decodes
-    request, start, table, samples = chunk.request, chunk.start, chunk.table, chunk.samples
-    drafts = enumerate(chunk.drafts, start + 1)
-    return [
-        Chunk(request, start, 1, table, samples),
-        *(Chunk(request, place, 1, table, samples, drafts=(token,)) for place, token in drafts),
-    ]
-
-
 def _order(counts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
     """Single tokens first, those with the longest contexts at the front: the last ones to finish are then short.
 
@@ -179,15 +176,16 @@ def _order(counts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
     return order
 
 
-def _tokens(in_order: Sequence[Chunk]) -> list[int]:
+def _tokens(in_order: Sequence[tuple[Chunk, int]]) -> list[int]:
     """The input tokens; -1 where the token is on the device only, because its step has not been read yet."""
     tokens: list[int] = []
-    for piece in in_order:
-        known = piece.request.tokens
-        if piece.count > 1:
-            tokens.extend(known[piece.start : piece.end])
-        elif piece.drafts:
-            tokens.append(piece.drafts[0])
+    for chunk, place in in_order:
+        if place:
+            tokens.append(chunk.drafts[place - 1])
+            continue
+        known, start = chunk.request.tokens, chunk.start
+        if chunk.count > 1 and not chunk.drafts:
+            tokens.extend(known[start : start + chunk.count])
         else:
-            tokens.append(known[piece.start] if piece.start < len(known) else -1)
+            tokens.append(known[start] if start < len(known) else -1)
     return tokens

@@ -118,11 +118,12 @@ class StepPreparation:
             self.graphs.capture(shape)
 
     def capture_missed(self) -> None:
-        """Compile and capture the steps whose shapes occurred."""
+        """Compile and capture the steps whose shapes occurred, and compile what others beside prompts need."""
         if self.graphs is None:
             return
         missed = self.graphs.missed
         self.kernels.wait(missed)
+        self.kernels.wait_for_requested()
         for shape in missed:
             self.graphs.capture(shape)
 

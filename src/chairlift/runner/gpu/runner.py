@@ -32,6 +32,7 @@ from chairlift.runner.gpu.graphs import can_capture, has_room
 from chairlift.runner.gpu.host_sampling import HostSampling
 from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
+from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.recurrent_inputs import RecurrentInputs
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
 from chairlift.runner.gpu.slots import Slots
@@ -40,6 +41,7 @@ from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
 from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.runner.host_blocks import HostBlocks, make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
+from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_network import ModelProposer
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.structured.output import StructuredOutput
@@ -105,9 +107,12 @@ class GPURunner(ModelRunner):
         self._inputs = self._zeros(self.largest_shape.size)
         self._staging = [Staging(self.largest_shape, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
-        self._packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
+        self._recent = self._keep_states()
+        self._packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries, self._recent)
         self._host_sampling = HostSampling(self.slots, self.sampler, self.last_token, structured, drafter)
-        self.draft_observer = None if drafter is None else DraftObserver(drafter, storage, self._inputs_of)
+        self.draft_observer: DraftObserver | None = None
+        if drafter is not None and self._recent is None:
+            self.draft_observer = DraftObserver(drafter, storage, self._inputs_of)
         self._recurrent: RecurrentInputs | None = None
         if states is not None:
             largest, rows = self.largest_shape, 1 + drafts_per_request
@@ -127,6 +132,16 @@ class GPURunner(ModelRunner):
         if use_graphs and draft_graphs:
             self.draft_passes = self._capture_drafts(drafts_per_request, step_bytes)
 
+    def _keep_states(self) -> RecentStates | None:
+        """Let steps keep their states on the device if a draft head reads them."""
+        drafter = self.drafter
+        if not isinstance(drafter, DraftModelProposer) or not isinstance(drafter.network, HeadNetwork):
+            return None
+        network = drafter.network
+        network.states = network.kept_states()  # frees what another runner, which measured steps, had
+        network.states = recent = RecentStates(network, self.slots, self.model.dtype, self.device)
+        return recent
+
     def _capture_drafts(self, drafts_per_request: int, step_bytes: int) -> DraftPasses | None:
         """Let the drafter replay its passes, if it has a network that runs on this attention."""
         drafter = self.drafter
@@ -139,7 +154,7 @@ class GPURunner(ModelRunner):
             self.slots,
             self.tables,
             self.last_token,
-            dtype=self.model.dtype,
+            recent=self._recent,
             max_requests=self.max_batch_requests,
             places=min(drafts_per_request, drafter.max_length),
             has_room=lambda taken: has_room(self.device, step_bytes, taken),
@@ -165,9 +180,11 @@ class GPURunner(ModelRunner):
         staging = self._staging[buffer]
         self._num_steps += 1
         packed = self._packer.pack(plan, staging)
+        if self._recent is not None:
+            self._recent.note(plan, computes_prompts=bool(packed.shape.tiles))
         reads = plan.reads
         # Captured steps keep the hidden states of all rows only for a draft network.
-        capturable = packed.capturable and (not reads or self.draft_observer is not None)
+        capturable = packed.capturable and (not reads or self._keeps_all_rows)
         graphs = self.preparation.graphs if capturable else None
         typical = graphs is None or graphs.is_typical(packed.shape)
         graph = None if graphs is None else graphs.find(packed.shape)
@@ -195,6 +212,11 @@ class GPURunner(ModelRunner):
             self.draft_observer.observe(launched, step)
         return launched
 
+    @property
+    def _keeps_all_rows(self) -> bool:
+        """Whether every step has the hidden states of all rows, for a draft network."""
+        return self.draft_observer is not None or self._recent is not None
+
     def _read_prompts(self, plan: StepPlan, packed: PackedStep, step: ComputedStep) -> PromptOutputs:
         assert step.output is not None
         first_rows = packed.first_rows.tolist()
@@ -221,11 +243,13 @@ class GPURunner(ModelRunner):
         )
         recurrent = None if self._recurrent is None else self._recurrent.step(shape)
         rows = view["sample_row"]
-        if self.draft_observer is None and not all_rows:
+        if not self._keeps_all_rows and not all_rows:
             output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows, recurrent).last
         else:
             hidden = self.model.hidden_states(tokens, view["position"], attend, recurrent=recurrent)
             output = ModelOutput(tokens, hidden)
+            if self._recent is not None:
+                self._recent.store(tokens, view, attend, hidden)
             kept = picked_rows(output.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
@@ -290,11 +314,11 @@ class GPURunner(ModelRunner):
             table = [self.storage.scratch_block] * (start + count)
             self.run(StepPlan(step=0, chunks=(Chunk(request, start=start, count=count, table=table, samples=True),)))
             request.append(0)
-        self.forget(request.id)
         drafter = self.drafter
         if drafter is not None:  # it is two tokens behind: one pass is over a chunk, and one over a single token
             self.preparation.kernels.wait_for_walk(lambda: drafter.warm_up(request))
         self._warm_up_drafter(request)
+        self.forget(request.id)
 
     @torch.inference_mode()
     def measure_largest_step(self) -> int:

@@ -73,6 +73,7 @@ def _sections(shape: BatchShape) -> dict[str, slice]:
         | dict.fromkeys(("tile_chunk", "tile_offset"), shape.tiles)
         | dict.fromkeys(("sample_row", "sample_slot", "top_k", *FLOATS), shape.samples)
         | dict.fromkeys(("update_cell", "update_block"), shape.updates)
+        | dict.fromkeys(("state_row", "state_to"), shape.chunks if shape.tiles else 0)
     )
     found, at = {}, 0
     for name, size in sizes.items():
@@ -92,6 +93,8 @@ def fill_padding(views: dict[str, np.ndarray], padding_cell: int) -> None:
     views["top_p"][:] = 1
     views["update_cell"][:] = padding_cell
     views["update_block"][:] = 0
+    views["state_row"][:] = 0
+    views["state_to"][:] = len(views["token"])
 
 
 class Shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ class Slot:
     index: int
     generation: int = -1  # that of the request when its table was sent
     blocks_sent: int = 0
+    first: int = 0  # the first position that was computed since then
 
 
 class Slots:
@@ -44,9 +46,8 @@ class Slots:
         self.num_prompt = np.zeros(self.count, np.int32)
         self.on_host = np.zeros(self.count, np.bool_)
 
-    def of(self, chunk: Chunk) -> Slot:
-        """The slot of a chunk's request, assigned if it has none."""
-        request = chunk.request
+    def of(self, request: Request) -> Slot:
+        """The slot of a request, assigned if it has none."""
         slot = self._held.get(request.id)
         if slot is None:
             slot = Slot(self._free.pop() if self._free else self._held.popitem(last=False)[1].index)
@@ -55,6 +56,11 @@ class Slots:
         else:
             self._held.move_to_end(request.id)
         return slot
+
+    def held(self, request: Request) -> Slot | None:
+        """The slot that has what was computed for a request since it was last admitted; None if there is none."""
+        slot = self._held.get(request.id)
+        return slot if slot is not None and slot.generation == request.generation else None
 
     def release(self, request_id: str) -> None:
         slot = self._held.pop(request_id, None)
@@ -74,13 +80,27 @@ class Slots:
     def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
         """Append the entries of `chunk`'s block table that the device does not have yet."""
         table = chunk.table
-        if slot.generation != chunk.generation or chunk.copies:
-            slot.generation, slot.blocks_sent = chunk.generation, 0
+        if slot.generation != chunk.generation:
+            slot.generation, slot.blocks_sent, slot.first = chunk.generation, 0, chunk.start
+        elif chunk.copies:
+            slot.blocks_sent = 0
+        self._send_rest(slot, table, cells, blocks)
+        if chunk.drafts:  # blocks that only wrong drafts needed are given back, and may be other blocks next time
+            slot.blocks_sent = min(len(table), -(-chunk.known_end // self.block_size))
+
+    def draft_changes(
+        self, slot: Slot, request: Request, table: Sequence[int], cells: list[int], blocks: list[int]
+    ) -> None:
+        """The same before a step, for a request whose block table has room for draft tokens."""
+        if slot.generation != request.generation:
+            slot.generation, slot.blocks_sent, slot.first = request.generation, 0, request.num_known - 1
+        self._send_rest(slot, table, cells, blocks)
+        slot.blocks_sent = min(len(table), -(-request.num_known // self.block_size))
+
+    def _send_rest(self, slot: Slot, table: Sequence[int], cells: list[int], blocks: list[int]) -> None:
         sent, count = slot.blocks_sent, len(table)
         if sent < count:
             first = slot.index * self.table_width
             cells.extend(range(first + sent, first + count))
             blocks.extend(table[sent:count])
             slot.blocks_sent = count
-        if chunk.drafts:  # blocks that only wrong drafts needed are given back, and may be other blocks next time
-            slot.blocks_sent = min(count, -(-chunk.known_end // self.block_size))

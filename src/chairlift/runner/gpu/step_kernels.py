@@ -66,6 +66,10 @@ class StepKernels(Generic[Shape]):
             if shape in self._needed:
                 _compiler().wait(self._needed[shape])
 
+    def wait_for_requested(self) -> None:
+        """Wait for all kernels that are being compiled."""
+        self.wait(list(self._needed))
+
     def wait_for_generic(self, shapes: Iterable[Shape]) -> None:
         """Compile the generic kernels, which these shapes stand for, and wait for them."""
         if self._enabled:

@@ -16,6 +16,10 @@ from chairlift.kernels.triton.launch import next_power_of_2
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens
+# Items per multiprocessor up to which the device hands them out: a free one gets the next item, which balances short
+# lists better than equal shares do. On an H200 334 instead of 290 TFLOP/s with a prompt of 1,024 tokens (32 heads, 8 of
+# keys), 468 instead of 438 with 2,048; with longer prompts it is slower, since a program's start is not hidden.
+SHORT_LIST = 5
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -45,6 +49,11 @@ def obstacles(
         "scores are soft-capped": softcap is None,
     }
     return [reason for reason, met in limits.items() if not met]
+
+
+def _num_programs(items: int, multiprocessors: int) -> int:
+    """One per item of work while they are few, else as many as run at once, which take one item after the other."""
+    return items if items <= SHORT_LIST * multiprocessors else multiprocessors
 
 
 def _either(numbers: Sequence[int]) -> str:
@@ -79,7 +88,7 @@ def hopper_prefill_attention(
         for side in (keys, values)
     )
     items = len(tile_chunk) * kv_heads
-    hopper_prefill_kernel[(min(items, num_multiprocessors(q.device)),)](
+    hopper_prefill_kernel[(_num_programs(items, num_multiprocessors(q.device)),)](
         q,
         *described,
         out,

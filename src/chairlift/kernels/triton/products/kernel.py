@@ -5,14 +5,16 @@ includes
 
     the norm before it      its weight is part of the matrix already (see `models/stacks/fused_gpu.py`), leaving one
                             factor per row; the kernel that wrote the rows provides their sums of squares
-    the activation after it gate and up are computed by the same program
+    the activation after it gate and up are computed by the same program, or the activation is multiplied by numbers
+                            that are there already
     the addition to the residual stream, and the sums of squares of the result, for the norm that comes next
 
 Weights in 8-bit floats have a scale per row. Activations that are rounded to 8 bits, too, are multiplied with them as
 they are. Other activations keep their precision: the weights are widened in registers, or, where gate and up would both
-have to be, each element of the normalised rows is replaced by the sum of two 8-bit numbers, which is as exact as
-bfloat16. Or the kernel before has split them (PAIRS): each row is the sum of two rows of e5m2 numbers, which have its
-range without a scale and six bits together; tensor cores multiply both with a row of weights as they are.
+have to be and activations are bfloat16, each element of the normalised rows is replaced by the sum of two 8-bit
+numbers, which is as exact as bfloat16. Or the kernel before has split them (PAIRS): each row is the sum of two rows of
+e5m2 numbers, which have its range without a scale and six bits together; tensor cores multiply both with a row of
+weights as they are.
 
 Outputs with few columns do not fill the GPU; their sum is split among several programs, and the last one to finish adds
 the parts, always in the same order. With many rows and a tiling that must not depend on their number (batch
@@ -28,6 +30,7 @@ import triton.language as tl
 
 from chairlift.kernels.triton.fp8 import split_terms
 from chairlift.kernels.triton.launch import pairwise_sum, parts_of_rows, prefetch_rows
+from chairlift.kernels.triton.products.activation import activated
 from chairlift.kernels.triton.widen import widened
 
 
@@ -133,6 +136,7 @@ def product_kernel(
     weight_scale_ptr,  # [N] or [2 * N] float32, with EIGHT_BITS
     x_scale_ptr,  # [M] float32, with ROUNDED
     bias_ptr,  # [N]
+    times_ptr,  # [M, N], rows `times_stride` apart, with TIMES
     out_ptr,  # [M, N]; with RESIDUAL the product is added to it
     pairs_ptr,  # e5m2 [2 * M, N]: the result as sums of two rows, with SPLIT
     squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
@@ -142,6 +146,7 @@ def product_kernel(
     M,
     N,
     K,
+    times_stride,
     per_split,  # columns of a split of the sum, a multiple of BK
     eps,
     reach,  # by how much normalised rows are scaled before they are replaced by 8-bit numbers
@@ -158,7 +163,9 @@ def product_kernel(
     ROUNDED: tl.constexpr,  # x is, too
     PAIRS: tl.constexpr,  # x is e5m2 [2 * M, K], two rows for each row
     SPLIT: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # the result is activation(gate) * up
+    TIMES: tl.constexpr,  # the result is activation(product) * times
+    ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -200,8 +207,10 @@ def product_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if SQUARES > 0 and not LATE:  # asked for here, needed at the end
         squares = parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
-    # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time.
-    TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and not PAIRS and GATED and SQUARES > 0
+    # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time. These have
+    # the precision of bfloat16 only, and tensor cores add products of 8-bit numbers with fewer bits than others.
+    BOTH_WIDE: tl.constexpr = EIGHT_BITS and not ROUNDED and not PAIRS and GATED
+    TWO_TERMS: tl.constexpr = BOTH_WIDE and SQUARES > 0 and x_ptr.dtype.element_ty == tl.bfloat16
     if TWO_TERMS:
         scale = tl.rsqrt(pairwise_sum(squares) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
@@ -278,9 +287,12 @@ def product_kernel(
             up *= factor[:, None]
         if EIGHT_BITS:
             up *= tl.load(weight_scale_ptr + N + n % N)[None, :]
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = activated(acc, ACTIVATION) * up
     out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     keep = (m < M)[:, None] & (n < N)[None, :]
+    if TIMES:
+        times_at = times_ptr + m.to(tl.int64)[:, None] * times_stride + n[None, :]
+        acc = activated(acc, ACTIVATION) * tl.load(times_at, mask=keep, other=0.0).to(tl.float32)
     if RESIDUAL:
         acc += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)

@@ -19,6 +19,7 @@ from chairlift.kernels.triton.launch import (
     reads_ahead,
     split_scratch,
 )
+from chairlift.kernels.triton.products.activation import ACTIVATIONS
 from chairlift.kernels.triton.products.invariant import invariant_tiling
 from chairlift.kernels.triton.products.kernel import product_kernel
 from chairlift.kernels.triton.products.tiling import (
@@ -43,6 +44,8 @@ def product(
     eps: float = 0.0,
     bias: Tensor | None = None,
     gated: bool = False,
+    times: Tensor | None = None,
+    activation: str = "silu",
     add_to: Tensor | None = None,
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
@@ -54,7 +57,9 @@ def product(
     """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows.
 
     `squares` [M, parts]: normalise each row of x by these partial sums of squares.
-    `gated`: weight is [2 N, K]; the result is silu(first half) * second half.
+    `gated`: weight is [2 N, K]; the result is activation(first half) * second half.
+    `times` [M, N], whose rows may lie within longer ones: the result is activation(product) * times.
+    `activation`: one of `activation.ACTIVATIONS`.
     `add_to` [M, N]: add the result to it in place.
     `weight_scales` [N] or [2 N]: the weight is in 8-bit floats, with a scale for each row.
     `x_scales` [M]: x is, too, and the result is of `out_dtype`.
@@ -62,6 +67,8 @@ def product(
         [2 M, K]; then the result is of `out_dtype`.
     `invariant`: a row of the result is bit for bit the same for any number of rows.
     """
+    assert activation in ACTIVATIONS
+    assert times is None or (times.stride(1) == 1 and not gated)
     pairs = x.dtype is PAIR
     x_rows, depth = x.shape
     rows = x_rows // 2 if pairs else x_rows
@@ -95,6 +102,7 @@ def product(
         partial if weight_scales is None else weight_scales,
         partial if x_scales is None else x_scales,
         weight if bias is None else bias,
+        x if times is None else times,
         out,
         out if pairs_out is None else pairs_out,
         partial if squares is None else squares,
@@ -104,6 +112,7 @@ def product(
         rows,
         columns,
         depth,
+        0 if times is None else times.stride(0),
         cdiv(depth, unit) * unit // tiling.splits,
         eps,
         _reach(depth),
@@ -121,6 +130,8 @@ def product(
         PAIRS=pairs,
         SPLIT=pairs_out is not None,
         GATED=gated,
+        TIMES=times is not None,
+        ACTIVATION=activation,
         RESIDUAL=add_to is not None,
         BIAS=bias is not None,
         EVEN_DEPTH=depth % tiling.depth == 0,

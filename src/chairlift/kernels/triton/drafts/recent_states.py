@@ -1,0 +1,64 @@
+"""Stores what a draft head reads of a step: the hidden states of each row, by request and position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import next_power_of_2, overlapping
+
+
+@triton.jit
+def _store_states_kernel(
+    states_ptr,  # [T, size]
+    slots_ptr,  # [T] int32
+    positions_ptr,  # [T] int32; -1: padding
+    out_ptr,  # [slots * LENGTH, width]
+    size,
+    width,
+    at,  # the first column
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + row)
+    # The rows of a request lie side by side: of a long chunk, only the last LENGTH rows are kept.
+    later = row + LENGTH
+    exists = later < tl.num_programs(0)
+    later_slot = tl.load(slots_ptr + later, mask=exists, other=-1)
+    later_position = tl.load(positions_ptr + later, mask=exists, other=-1)
+    replaced = (later_slot == slot) & (later_position == position + LENGTH)
+    kept = (column < size) & (position >= 0) & (replaced == 0)
+    state = tl.load(states_ptr + row.to(tl.int64) * size + column, mask=kept, other=0.0)
+    to = (slot.to(tl.int64) * LENGTH + position % LENGTH) * width + at + column
+    tl.store(out_ptr + to, state, mask=kept)
+
+
+def store_states(parts: Sequence[Tensor], slots: Tensor, positions: Tensor, out: Tensor, length: int) -> None:
+    """parts [T, size] each, slots and positions [T] int32 -> row `slot * length + position % length` of out
+    [..., parts * size]. Rows of padding have the position -1."""
+    for index, part in enumerate(parts):
+        size = part.shape[1]
+        block = next_power_of_2(size)
+        _store_states_kernel[(len(part),)](
+            part.contiguous(),
+            slots,
+            positions,
+            out,
+            size,
+            out.shape[1],
+            index * size,
+            LENGTH=length,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
+            **overlapping(out.device),
+        )

@@ -1,0 +1,148 @@
+"""Which of the target's hidden states a draft head keeps, and for how long."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.storage import sent
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request, Status
+from chairlift.speculation.draft_network import ComputedBatch
+
+MAX_PENDING_STATES = 64  # of a request, kept until its next draft
+
+
+class HeadStates(ABC):
+    """The target's features of the last tokens of each request, until the head has computed what follows them."""
+
+    @abstractmethod
+    def first_position(self, request: Request) -> int:
+        """The first of the request's tokens that the head has not computed and has a state for."""
+
+    @abstractmethod
+    def take(self, spans: Sequence[tuple[Request, int]]) -> Tensor:
+        """The features before the first `count` tokens of each request from its first position on, one behind the other
+        [tokens, features]; zeros where they are unknown. All but the last known token are going to be computed."""
+
+    @abstractmethod
+    def num_bytes(self, num_requests: int) -> int:
+        """Memory that it is going to take for these requests."""
+
+    @abstractmethod
+    def forget(self, request_id: str) -> None:
+        """Drop the states of a request."""
+
+
+class PendingStates:
+    """The tokens that a draft head has not computed yet: the first one's position, and for it and all later ones the
+    target's features before it."""
+
+    def __init__(self, request: Request, first: int, states: Tensor) -> None:
+        self.request = request
+        self.first = first
+        self.end = first + len(states)
+        # [tokens, features] each, one per step: joining them would copy all at every step.
+        self.parts = deque([states])
+
+    def states(self) -> Tensor:
+        """[end - first, features]."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat([*self.parts])
+
+    def append(self, states: Tensor) -> None:
+        """Add the states of a step; beyond MAX_PENDING_STATES the oldest are dropped, at the price of worse drafts."""
+        self.parts.append(states)
+        self.end += len(states)
+        while self.end - self.first > MAX_PENDING_STATES:
+            self.first += len(self.parts.popleft())
+
+
+class KeptStates(HeadStates):
+    """Slices of the steps that computed them."""
+
+    def __init__(self, feature_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._feature_size, self._dtype, self._device = feature_size, dtype, device
+        self.pending: dict[str, PendingStates] = {}  # by request id
+
+    def first_position(self, request: Request) -> int:
+        pending = self.pending.get(request.id)
+        if pending is None or pending.end != request.num_known:
+            return request.num_known - 1  # it was preempted: the head sees its last token only
+        return min(pending.first, request.num_known - 1)
+
+    def take(self, spans: Sequence[tuple[Request, int]]) -> Tensor:
+        taken: list[Tensor] = []
+        for request, count in spans:
+            start = self.first_position(request)
+            parts = self._take(request, start)
+            # A pass that only catches up leaves out the last token, which comes with the first draft token.
+            taken += parts if start + count == request.num_known else [torch.cat([*parts])[:count]]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def _take(self, request: Request, start: int) -> Sequence[Tensor]:
+        end, pending = request.num_known, self.pending.get(request.id)
+        if pending is not None and (pending.first, pending.end) == (start, end):
+            parts = pending.parts
+        else:
+            parts = deque([torch.zeros(end - start, self._feature_size, dtype=self._dtype, device=self._device)])
+        # The last token is computed again next time: a step with prompts may have computed it without its state.
+        self.pending[request.id] = PendingStates(request, end - 1, parts[-1][-1:])
+        return parts
+
+    def before(self, chunks: Sequence[Chunk], like: Tensor) -> Tensor:
+        """The features before the first token of each chunk [chunks, features], in the type of `like`; zeros where they
+        are unknown, such as after a prefix hit."""
+        unknown = torch.zeros_like(like[:1])
+        found = []
+        for chunk in chunks:
+            pending = self.pending.get(chunk.request.id)
+            known = pending is not None and (pending.first, pending.end) == (chunk.start, chunk.start + 1)
+            found.append(pending.states() if known and pending is not None else unknown)
+        return torch.cat(found)
+
+    def num_bytes(self, num_requests: int) -> int:
+        """States of decode steps are kept whole, padding rows included, which `num_requests` counts as well."""
+        return MAX_PENDING_STATES * num_requests * self._feature_size * self._dtype.itemsize
+
+    def keep(self, step: ComputedBatch, features: Tensor, has_prompts: bool) -> None:
+        """Keep the features of a step, whose prompts the head has computed."""
+        # States are slices of whole steps: those of preempted requests would keep the steps in memory.
+        for pending in [pending for pending in self.pending.values() if pending.request.status is not Status.RUNNING]:
+            self.forget(pending.request.id)
+        chunks, offsets = step.plan.chunks, step.batch.layout.offsets
+        rows = iter(step.kept)
+        taken: list[tuple[Chunk, int]] = []  # and the position of its next token
+        spans: list[range] = []  # their rows
+        for offset, chunk in zip(offsets, chunks, strict=False):
+            last = next(rows) if chunk.samples else offset + chunk.count - 1
+            first = offset if self._continues(chunk) else last
+            taken.append((chunk, chunk.start + last - offset + 1))
+            spans.append(range(first, last + 1))
+        # Only the last row of prompts and accepted draft tokens are kept: a copy frees the rest of the step.
+        copies = has_prompts or step.plan.num_drafts > 0
+        for (chunk, position), states in zip(taken, _cut(features, spans, copies), strict=True):
+            if self._continues(chunk):
+                self.pending[chunk.request.id].append(states)
+            else:
+                self.pending[chunk.request.id] = PendingStates(chunk.request, position, states)
+
+    def _continues(self, chunk: Chunk) -> bool:
+        """Whether its states follow those that are pending."""
+        pending = self.pending.get(chunk.request.id)
+        return chunk.decodes and pending is not None and pending.end == chunk.start + 1
+
+    def forget(self, request_id: str) -> None:
+        self.pending.pop(request_id, None)
+
+
+def _cut(features: Tensor, spans: Sequence[range], copies: bool) -> Sequence[Tensor]:
+    """These rows; with `copies`, in memory of their own, copied by one launch for all."""
+    if not copies:
+        return [features[span.start : span.stop] for span in spans]
+    rows = sent([row for span in spans for row in span], features.device)
+    copied: Sequence[Tensor] = features.index_select(0, rows).split([len(span) for span in spans])
+    return copied

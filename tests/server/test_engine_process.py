@@ -46,7 +46,8 @@ class EngineDriver:
 
     def send(self, message: ToEngine) -> None:
         self.commands.send(encode(message))
-        assert self.process.inbox.poll(10_000)  # wait for the message, so that timing does not matter
+        assert self.process.inbox.poll(10_000)  # wait for the message, so that timing does not matter,
+        self.process._receive_messages(0)  # and take it, so that the next message is waited for, too
 
     def turn(self) -> StepReport:
         self.process._turn()

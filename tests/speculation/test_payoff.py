@@ -158,3 +158,23 @@ def test_a_pace_is_all_time_by_all_tokens() -> None:
     for seconds, tokens in ((1.0, 1), (3.0, 5), (2.0, 2)):
         pace.add(seconds, tokens, gain=0.0)
     assert (pace.value, pace.count) == (pytest.approx(6 / 8), 3)
+
+
+def test_drafts_lose_whose_few_long_steps_cost_more_than_they_gain() -> None:
+    """Long steps with drafts are not interruptions: most of their draft tokens are verified in them."""
+    payoff, rng = DraftPayoff(), random.Random(0)
+    spent, tokens = 0.0, 0
+    for _ in range(3000):
+        seconds, accepted = (22.5, 5) if rng.random() < 0.2 else (8.1, 0)
+        drafted = step(payoff, 4, seconds, accepted, without=8.1)
+        spent += seconds if drafted else 8.1
+        tokens += 4 + accepted * drafted
+    assert spent / tokens < 1.02 * 8.1 / 4
+
+
+def test_an_interrupted_step_without_drafts_hardly_counts() -> None:
+    for interrupted in range(TUNING.enough_steps):
+        payoff = DraftPayoff()
+        for index in range(TUNING.enough_steps):
+            step(payoff, 1, 1.3, 0, without=8.0 if index == interrupted else 1.0)
+        assert sum(step(payoff, 1, 1.3, 0) for _ in range(100)) < 8

@@ -61,8 +61,9 @@ class RunnerFactory:
         # Steps on a GPU need memory too, and more of it the more requests they have.
         rows = max_requests + self._max_drafts
         self.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
-        step_bytes = self._measure_step(memory, max_requests) if _measures_steps(self.model.device) else 0
-        memory, limit = self._plan(step_bytes)
+        measures = _measures_steps(self.model.device)
+        step_bytes, state_bytes = self._measure_step(memory, max_requests) if measures else (0, 0)
+        memory, limit = self._plan(step_bytes + state_bytes)
         return self._build(memory, min(max_requests, limit), step_bytes)
 
     @property
@@ -126,15 +127,17 @@ class RunnerFactory:
         self.timeline.end("cache")
         return BuiltRunner(runner, memory, max_requests, proposer)
 
-    def _measure_step(self, memory: MemoryPlan, max_requests: int) -> int:
-        """Bytes of the largest step, computed with a cache of one block."""
+    def _measure_step(self, memory: MemoryPlan, max_requests: int) -> tuple[int, int]:
+        """Bytes of the largest step, computed with a cache of one block, and of the states for a draft head."""
         storage = self._allocate(replace(memory, num_blocks=1))
         states = self._allocate_states(MIN_SLOTS)
-        runner = self._gpu_runner(storage, states, max_requests, self._make_proposer(storage, repeatable=True))
         try:
+            runner = self._gpu_runner(storage, states, max_requests, self._make_proposer(storage, repeatable=True))
             runner.preparation.compile_generic()
             self.timeline.end("kernels")
-            return runner.measure_largest_step()
+            found = runner.measure_largest_step(), runner.num_state_bytes()
+            runner.release()
+            return found
         except torch.OutOfMemoryError:
             problem = "a step of this many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None

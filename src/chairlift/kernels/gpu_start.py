@@ -29,7 +29,8 @@ class GPUStart:
         self._begin(lambda: _start_cublas(device, dtype))
 
     def _begin(self, part: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=_attempt, args=(part,), daemon=True))
+        # Not a daemon: a process that ends early, because of its options, must not leave while a driver starts.
+        self._threads.append(threading.Thread(target=_attempt, args=(part,)))
         self._threads[-1].start()
 
     def wait(self) -> None:

@@ -22,6 +22,9 @@ class Embedding:
         """[T] -> [T, hidden]."""
         if on_gpu(tokens.device) and self.table.dtype is self._dtype:
             return self.with_squares(tokens)[0]
+        return self._scaled(tokens)
+
+    def _scaled(self, tokens: Tensor) -> Tensor:
         x = self._rows(tokens).to(self._dtype)
         return x if self.scale == 1.0 else x * self.scale
 
@@ -49,6 +52,9 @@ class StoredEmbedding(Embedding):
 
     def finalize(self) -> None:
         self.weight = self.weight.finalized()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self._scaled(tokens)
 
     def _rows(self, tokens: Tensor) -> Tensor:
         return self.weight.rows(tokens)

@@ -74,7 +74,8 @@ class SelfAttention:
         self._norms_after_rope = config.qk_norm_after_rope
         # What the kernels that start from the projection can do. They norm queries, and would undo a scaling before it.
         self._clip = config.qkv_clip
-        usual_kind = config.qk_norm != "each" and not (self._norms_all_heads and self._shares_kv)
+        in_shared = self._norms_all_heads and (self._shares_kv or self._keeps_kv)
+        usual_kind = config.qk_norm != "each" and not in_shared
         plain_norms = usual_kind and config.norm_kind == "rms" and not config.qk_norm_after_rope
         scales = rope is not None and rope.query_scaling is not None
         if self.q_norm is None:

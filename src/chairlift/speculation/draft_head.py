@@ -37,13 +37,9 @@ class HeadNetwork:
         self.feature_size = head.feature_size
         self.one_call = head.drafts_in_one_call  # whether it has `draft`
         self.head = head
-        self.states: HeadStates = self.kept_states()
+        self.states: HeadStates = KeptStates(self.feature_size, head.target.dtype, head.target.device)
         self.unwritten = UnwrittenBlocks()
         self._last_state: dict[str, Tensor] = {}  # by request id: the head's own state of the last draft token
-
-    def kept_states(self) -> KeptStates:
-        """States that have no memory of their own yet."""
-        return KeptStates(self.feature_size, self.head.target.dtype, self.head.target.device)
 
     def first_position(self, request: Request) -> int:
         return self.states.first_position(request)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from chairlift.core.plan import StepPlan
 
-MANY = 64  # blocks beyond which only those of the requests at hand are cleared
+MANY = 64  # blocks that are cleared at once beside those of the requests at hand
 
 
 class UnwrittenBlocks:
@@ -14,21 +15,23 @@ class UnwrittenBlocks:
 
     def __init__(self) -> None:
         self._first_place: dict[int, int] = {}  # by block
+        self._swapped: dict[int, int] = {}  # the same by slot in host memory
 
     def note(self, plan: StepPlan, block_size: int, *, computes_prompts: bool = False) -> None:
         """Note what a step begins. With `computes_prompts` the step has computed prompts for the head, too."""
         found = self._first_place
+        for swap in plan.swap_outs:
+            _copy(found, swap.block, self._swapped, swap.slot)
         for swap in plan.swap_ins:
-            found.pop(swap.block, None)
+            _copy(self._swapped, swap.slot, found, swap.block)
         for chunk in plan.chunks:
             for copy in chunk.copies:
-                found.pop(copy.target, None)
-                if copy.source in found:
-                    found[copy.target] = found[copy.source]
+                _copy(found, copy.source, found, copy.target)
             start, end = chunk.start, chunk.start + chunk.count
-            if chunk.count == 1 and start % block_size:  # most decodes
+            is_computed = computes_prompts and not chunk.decodes
+            if chunk.count == 1 and start % block_size and not is_computed:  # most decodes
                 continue
-            if computes_prompts and not chunk.decodes:
+            if is_computed:
                 for block in chunk.table[start // block_size : -(-end // block_size)]:
                     found.pop(block, None)
                 if end % block_size:
@@ -41,9 +44,18 @@ class UnwrittenBlocks:
         found = self._first_place
         if not found:
             return []
-        blocks = [*found] if len(found) <= MANY else [block for table in tables for block in table if block in found]
+        blocks = [*islice(found, MANY)]
+        if len(found) > MANY:
+            blocks += [block for block in chain.from_iterable(tables) if block in found]
         return [
             slot
             for block in dict.fromkeys(blocks)
             for slot in range(block * block_size + found.pop(block), (block + 1) * block_size)
         ]
+
+
+def _copy(source: dict[int, int], at: int, target: dict[int, int], to: int) -> None:
+    """Note of a copied block what is noted of its source."""
+    target.pop(to, None)
+    if at in source:
+        target[to] = source[at]

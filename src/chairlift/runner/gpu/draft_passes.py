@@ -67,7 +67,7 @@ class DraftPasses:
         shapes = [DraftShape(size, places) for size in self._sizes]
         largest, pinned = shapes[-1], device.type == "cuda"
         self._inputs = DraftInputs(network, slots, tables, largest, recent)
-        self._states = torch.zeros(1, 0, device=device) if recent is None else recent.ring
+        self._recent = recent
         self._rows = torch.arange(largest.rows, dtype=torch.int32, device=device)
         self._found = torch.zeros(2 * places * largest.padded_requests, dtype=torch.int32, pin_memory=pinned)
         self._finished = device_event(device)
@@ -127,7 +127,8 @@ class DraftPasses:
             view["token"], view["slot"], self._last_token, view["update_cell"], view["update_block"], self._tables
         )
         found = torch.empty(2, shape.places, shape.padded_requests, dtype=torch.int32, device=self._device)
-        features = self._states.index_select(0, view["state_row"])
+        states = torch.zeros(1, 0, device=self._device) if self._recent is None else self._recent.ring
+        features = states.index_select(0, view["state_row"])
         batch = self._batch(view["slot"], view["position"], view["start"], view["count"])
         attend = self._attention.attend(batch, self._storage)
         one = network.first_pass(tokens, features, view["position"], view["last_row"], attend)
@@ -172,6 +173,13 @@ class DraftPasses:
 
     def capture_all(self) -> None:
         """Capture all graphs now."""
-        self.kernels.wait(self.graphs.likely)
-        for shape in self.graphs.likely:
+        self._capture(self.graphs.likely)
+
+    def capture_missed(self) -> None:
+        """Capture the graphs of the numbers of requests that occurred."""
+        self._capture(self.graphs.missed)
+
+    def _capture(self, shapes: Sequence[DraftShape]) -> None:
+        self.kernels.wait(shapes)
+        for shape in shapes:
             self.graphs.capture(shape)

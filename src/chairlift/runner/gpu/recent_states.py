@@ -34,6 +34,7 @@ class RecentStates(HeadStates):
     """A ring of states for each slot."""
 
     def __init__(self, network: HeadNetwork, slots: Slots, dtype: torch.dtype, device: torch.device) -> None:
+        assert network.max_length < LENGTH - KEPT
         self._head, self._unwritten, self._slots = network.head, network.unwritten, slots
         self.zero_row = slots.count * LENGTH  # never written
         self.ring = torch.zeros(self.zero_row + 1, network.feature_size, dtype=dtype, device=device)
@@ -81,7 +82,7 @@ class RecentStates(HeadStates):
         slot, known = self._slots.held(request), request.num_known
         if slot is None:
             return known - 1  # it was preempted: the head sees its last token only
-        return min(max(self._num_computed(request), slot.first + 1, known - KEPT), known - 1)
+        return min(max(self._num_computed(request), slot.first, known - KEPT), known - 1)
 
     def _num_computed(self, request: Request) -> int:
         generation, count = self._computed.get(request.id, (-1, 0))
@@ -90,8 +91,11 @@ class RecentStates(HeadStates):
     def rows(self, request: Request, first: int, end: int) -> range | list[int]:
         """The rows of the ring with the features before the tokens from `first` to `end`."""
         slot = self._slots.held(request)
-        if slot is None or first <= slot.first:
+        if slot is None:
             return [self.zero_row] * (end - first)
+        if first <= slot.first:  # no state precedes the first token that was computed, as after a prefix hit
+            known = min(slot.first + 1, end)
+            return [*[self.zero_row] * (known - first), *self.rows(request, known, end)]
         start, at = slot.index * LENGTH, (first - 1) % LENGTH
         if at + end - first <= LENGTH:
             return range(start + at, start + at + end - first)
@@ -110,7 +114,11 @@ class RecentStates(HeadStates):
         return self.ring.index_select(0, sent(rows, self.ring.device))
 
     def num_bytes(self, num_requests: int) -> int:
-        return 0  # it has its memory from the start
+        return self.ring.nbytes
+
+    def release(self) -> None:
+        """Free the memory; no step may follow."""
+        self.ring = self.ring.new_empty(0)
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

@@ -137,9 +137,7 @@ class GPURunner(ModelRunner):
         drafter = self.drafter
         if not isinstance(drafter, DraftModelProposer) or not isinstance(drafter.network, HeadNetwork):
             return None
-        network = drafter.network
-        network.states = network.kept_states()  # frees what another runner, which measured steps, had
-        network.states = recent = RecentStates(network, self.slots, self.model.dtype, self.device)
+        drafter.network.states = recent = RecentStates(drafter.network, self.slots, self.model.dtype, self.device)
         return recent
 
     def _capture_drafts(self, drafts_per_request: int, step_bytes: int) -> DraftPasses | None:
@@ -303,6 +301,8 @@ class GPURunner(ModelRunner):
 
     def capture_missed(self) -> None:
         self.preparation.capture_missed()
+        if self.draft_passes is not None:
+            self.draft_passes.capture_missed()
 
     def warm_up(self) -> None:
         """Compile and load the kernels that serve all steps; start to compile those of the first steps."""
@@ -340,6 +340,17 @@ class GPURunner(ModelRunner):
 
         taken = memory_taken(compute, self.device)
         return taken + self._bytes_kept() + HOST_COPIES * largest.samples * self.model.vocab_size * 4
+
+    def num_state_bytes(self) -> int:
+        """Memory that the states which a draft head reads take from the start."""
+        return 0 if self._recent is None else self._recent.num_bytes(self.max_batch_requests)
+
+    def release(self) -> None:
+        """Free these states, if the runner was only made to measure a step."""
+        if self._recent is not None:
+            self._recent.release()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _bytes_kept(self) -> int:
         if self.draft_observer is None:

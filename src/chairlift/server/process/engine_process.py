@@ -206,19 +206,21 @@ def _read_settings(arguments: Sequence[str]) -> dict[str, Any]:
 def _import_engine(received: Sequence[dict[str, Any]]) -> None:
     """Import what loading needs. If the settings are there when torch is, a GPU's libraries start beside the rest."""
     with suppress(Exception), collection_paused():  # an error is reported when the model is loaded
-        import torch
+        import torch  # noqa: F401  (takes long: the settings may arrive meanwhile)
 
-        if received and torch.cuda.is_available():
+        if received:
             _start_libraries(**{name: received[0]["engine"].get(name, "auto") for name in ("device", "dtype")})
         import chairlift.engine.startup  # noqa: F401
 
 
 def _start_libraries(device: str, dtype: str) -> None:
-    """Start them as `load_engine` will, which then finds them started."""
+    """Start a GPU's libraries as `load_engine` will, which then finds them started."""
     import torch
 
     from chairlift.kernels.gpu_start import start_libraries
 
+    if device == "cpu" or not torch.cuda.is_available():
+        return
     chosen = torch.device("cuda" if device == "auto" else device)
     start_libraries(chosen, torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 

@@ -215,11 +215,13 @@ class SpeculationController:
             if chunk.drafts:
                 self._learn(chunk, result.accepted.get(chunk.request.id, 0), proposal)
         proposing = 0.0 if proposal is None else proposal.seconds
-        if all(chunk.decodes for chunk in plan.chunks):
+        extra = proposal is not None and proposal.did_extra_work
+        typical = typical and (proposal is None or proposal.was_prepared)
+        if typical and all(chunk.decodes for chunk in plan.chunks):
             accepted, drafted = sum(result.accepted.values()), waited or proposal is not None
-            if proposal is not None and (proposal.did_extra_work or not (typical and proposal.was_prepared)):
+            if extra:
                 self.payoff.observe_preparation(len(plan.chunks), accepted, seconds)
-            elif typical:
+            else:
                 self.payoff.observe(
                     len(plan.chunks), drafted, accepted, seconds, proposing=proposing, num_drafts=plan.num_drafts
                 )

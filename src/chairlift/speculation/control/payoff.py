@@ -19,30 +19,40 @@ INTERRUPTED = 1.5  # times as long as others: of a step that takes longer, only 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds per token of the last steps: their time by the mean of their tokens.
-
-    The time is a mean that begins with the median of the first steps: one that the machine interrupts would make drafts
-    seem to pay, or not, for hundreds of steps. On the virtual GPU of `bench speculation --ablate` drafts then cost at
-    most 2%; with a plain mean, single replays took 10 and 20% longer."""
+    """Seconds per token of the last steps: the mean of their time by the mean of their tokens."""
 
     seconds: float = 0.0  # per step
     tokens: float = 0.0  # per step
     count: int = 0
-    _first: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, tokens: int, gain: float) -> None:
         self.count += 1
         gain = max(gain, 1 / self.count)  # the first ones count equally
+        self.seconds += gain * (seconds - self.seconds)
         self.tokens += gain * (tokens - self.tokens)
-        if self.count <= FIRST_STEPS:
-            self._first.append(seconds)
-            self.seconds = median(self._first)
-        else:
-            self.seconds += gain * (min(seconds, INTERRUPTED * self.seconds) - self.seconds)
 
     @property
     def value(self) -> float:
         return self.seconds / self.tokens
+
+
+@dataclass(slots=True)
+class SteadyPace(Pace):
+    """The pace of steps that all take about as long: one that the machine interrupts counts for little.
+
+    Steps without drafts are measured anew from time to time. With a plain mean, one slow step among the first made
+    drafts seem to pay for hundreds of steps: on the virtual GPU of `bench speculation --ablate` single replays took 10
+    and 20% longer."""
+
+    _first: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, tokens: int, gain: float) -> None:
+        if self.count >= FIRST_STEPS:
+            seconds = min(seconds, INTERRUPTED * self.seconds)
+        Pace.add(self, seconds, tokens, gain)
+        if self.count <= FIRST_STEPS:
+            self._first.append(seconds)
+            self.seconds = median(self._first)
 
 
 @dataclass(slots=True)
@@ -76,7 +86,7 @@ class BatchPayoff:
     """Steps of one batch size."""
 
     next_pause: int
-    plain: Pace = field(default_factory=Pace)  # without drafts
+    plain: Pace = field(default_factory=SteadyPace)  # without drafts
     drafted: Pace = field(default_factory=Pace)
     slope: DraftSlope = field(default_factory=DraftSlope)
     pause: int = 0  # steps without drafts left
@@ -162,13 +172,12 @@ class DraftPayoff:
             self.pause(batch)
         else:
             # First measured again: the machine may have become slower.
-            batch.plain, batch.plain_is_new = Pace(), True
+            batch.plain, batch.plain_is_new = SteadyPace(), True
 
     def _risks_much(self, batch: BatchPayoff) -> bool:
-        """Whether a trial, with what prepared it, would lose more than it may by one more step that loses as much as
-        those before."""
+        """Whether a trial would lose more than it may by one more step that loses as much as those before."""
         another = batch.lost / max(1, batch.drafted.count)
-        return batch.lost > 0 and batch.preparing + batch.lost + another > self.tuning.trial_loss * batch.plain.seconds
+        return batch.lost + another > self.tuning.trial_loss * batch.plain.seconds
 
     def pause(self, batch: BatchPayoff) -> None:
         """Stop drafting for a while; a trial follows that measures drafts anew."""

@@ -22,7 +22,7 @@ PANEL = tl.constexpr(16)
 
 
 @triton.jit
-def _low_half(pair, HALF: tl.constexpr):
+def low_half(pair, HALF: tl.constexpr):
     """The float16 or bfloat16 in the low bits of an int32, as float32."""
     if HALF:
         number = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -32,7 +32,7 @@ def _low_half(pair, HALF: tl.constexpr):
 
 
 @triton.jit
-def _high_half(pair, HALF: tl.constexpr):
+def high_half(pair, HALF: tl.constexpr):
     if HALF:
         number = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -210,18 +210,18 @@ def plus_chunk(
     if OFFSETS:  # an int32 is the scale and the offset of a group
         p = tl.load(scales_at + group * N)
         q = tl.load(scales_at + (group + 1) * N)
-        s0, s1, t0, t1 = _low_half(p, HALF), _low_half(q, HALF), _high_half(p, HALF), _high_half(q, HALF)
+        s0, s1, t0, t1 = low_half(p, HALF), low_half(q, HALF), high_half(p, HALF), high_half(q, HALF)
         if GROUPS == 4:
             p = tl.load(scales_at + (group + 2) * N)
             q = tl.load(scales_at + (group + 3) * N)
-            s2, s3, t2, t3 = _low_half(p, HALF), _low_half(q, HALF), _high_half(p, HALF), _high_half(q, HALF)
+            s2, s3, t2, t3 = low_half(p, HALF), low_half(q, HALF), high_half(p, HALF), high_half(q, HALF)
     else:  # an int32 is the scales of two groups; their numbers are 0 to 15 for -8 to 7
         p = tl.load(scales_at + group // 2 * N)
-        s0, s1 = _low_half(p, HALF), _high_half(p, HALF)
+        s0, s1 = low_half(p, HALF), high_half(p, HALF)
         t0, t1 = -8.0 * s0, -8.0 * s1
         if GROUPS == 4:
             p = tl.load(scales_at + (group // 2 + 1) * N)
-            s2, s3 = _low_half(p, HALF), _high_half(p, HALF)
+            s2, s3 = low_half(p, HALF), high_half(p, HALF)
             t2, t3 = -8.0 * s2, -8.0 * s3
     if GROUPS == 2:
         s2, s3, t2, t3 = s1, s1, t1, t1
@@ -437,10 +437,10 @@ def dequantize_kernel(
         group = chunk * GROUPS + j * GROUPS // 4
         if OFFSETS:
             pair = tl.load(scales_ptr + group * N + n)
-            scale, offset = _low_half(pair, HALF), _high_half(pair, HALF)
+            scale, offset = low_half(pair, HALF), high_half(pair, HALF)
         else:
             pair = tl.load(scales_ptr + group // 2 * N + n)
-            scale = _high_half(pair, HALF) if (j * GROUPS // 4) % 2 == 1 else _low_half(pair, HALF)
+            scale = high_half(pair, HALF) if (j * GROUPS // 4) % 2 == 1 else low_half(pair, HALF)
             offset = -8.0 * scale
         weight = ((words >> (4 * j)) & 15).to(tl.float32) * scale[:, None] + offset[:, None]
         k = chunk * (4 * H) + j * H + e

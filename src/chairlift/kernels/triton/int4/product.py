@@ -10,12 +10,15 @@ from chairlift.kernels.triton.int4.matrix import Int4Matrix
 from chairlift.kernels.triton.int4.row import int4_row_kernel
 from chairlift.kernels.triton.int4.tiling import (
     Int4Tiling,
+    Int4VectorTiling,
     RowTiling,
     choose_int4_tiling,
+    choose_int4_vector_tiling,
     choose_row_tiling,
     fitting_int4,
     invariant_int4_tiling,
 )
+from chairlift.kernels.triton.int4.vector import int4_vector_kernel
 from chairlift.kernels.triton.launch import (
     cdiv,
     described_rows,
@@ -53,6 +56,13 @@ def int4_product(
     rows, depth = x.shape
     columns = weight.rows // (2 if gated else 1)
     assert x.is_contiguous()
+    if tiling is None and rows == 1 and not invariant and tuned() and x.element_size() == 2:
+        vector_tiling = choose_int4_vector_tiling(columns, depth, weight.group, gated)
+        if vector_tiling is not None and x.data_ptr() % 16 == 0:
+            return int4_vector_product(
+                x, weight, vector_tiling, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to,
+                next_norm=next_norm,
+            )  # fmt: skip
     is_added = add_to is not None and squares is None and not gated
     if tiling is None and rows == 1 and is_added and not invariant and tuned():
         assert add_to is not None
@@ -111,6 +121,68 @@ def int4_product(
         JOINT=joint,
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
+        ASM=has_asm(x.device),
+        num_warps=tiling.warps,
+        **overlapping(x.device),
+    )
+    return out, squares_out, scaled
+
+
+def int4_vector_product(
+    x: Tensor,
+    weight: Int4Matrix,
+    tiling: Int4VectorTiling,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    next_norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`int4_product` of a single row in a 16-bit type, whose columns are full chunks."""
+    depth = x.shape[1]
+    columns = weight.rows // (2 if gated else 1)
+    assert x.shape == (1, weight.columns)
+    assert depth % (4 * weight.run) == 0
+    assert columns % tiling.columns == 0
+    assert tiling.depth >= 1024 * tiling.warps  # the two elements of a thread have to be neighbours
+    assert x.data_ptr() % 16 == weight.words.data_ptr() % 16 == 0
+    out = add_to if add_to is not None else empty_rows(1, columns, dtype=x.dtype, device=x.device)
+    scaled = None if next_norm is None else empty_rows(1, columns, dtype=x.dtype, device=x.device)
+    across = columns // tiling.columns
+    squares_out = None if add_to is None else torch.empty(1, across, dtype=torch.float32, device=x.device)
+    num_squares = 0 if squares is None else squares.shape[1]
+    steps = cdiv(depth, tiling.depth)
+    int4_vector_kernel[(across,)](
+        x,
+        x.view(torch.int64),
+        weight.words.view(torch.int64),
+        weight.scales if weight.has_offsets else weight.scales.view(torch.int16),
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        out if scaled is None else scaled,
+        weight.scales if squares is None else squares,
+        weight.scales if squares_out is None else squares_out,
+        columns,
+        depth,
+        eps,
+        BN=tiling.columns,
+        BK=tiling.depth,
+        STEPS=steps,
+        AHEAD=min(tiling.ahead, steps),
+        H=weight.run,
+        GROUPS=4 * weight.run // weight.group,
+        OFFSETS=weight.has_offsets,
+        HALF=weight.half,
+        EVEN=depth % tiling.depth == 0,
+        SQUARES=num_squares,
+        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
+        GATED=gated,
+        RESIDUAL=add_to is not None,
+        SCALED=scaled is not None,
+        BIAS=bias is not None,
         ASM=has_asm(x.device),
         num_warps=tiling.warps,
         **overlapping(x.device),

@@ -39,6 +39,27 @@ class RowTiling(NamedTuple):
     prefetch: int  # chunks of each part
 
 
+class Int4VectorTiling(NamedTuple):
+    """Tile of one program of the product of a single row without tensor cores."""
+
+    columns: int
+    depth: int  # a thread reads 16 bytes of each row: at least 1,024 for each warp
+    warps: int
+    ahead: int  # tiles in flight, 1 or 2
+
+
+MOST_STEPS = 16  # tiles of a program; its loop is unrolled
+
+
+@cache
+def choose_int4_vector_tiling(columns: int, depth: int, group: int, gated: bool) -> Int4VectorTiling | None:
+    """The tile of a single row, or None where its kernel does not serve the shape; not measured yet."""
+    if depth % (4 * min(group, 64)) or columns % 16 or depth > MOST_STEPS * 4096:
+        return None
+    warps = 1 if depth <= 1024 else 2 if depth <= MOST_STEPS * 2048 else 4
+    return Int4VectorTiling(4 if gated else 8, 1024 * warps, warps, 2 if depth > 1024 * warps else 1)
+
+
 @cache
 def choose_row_tiling(columns: int, depth: int, group: int, has_offsets: bool) -> RowTiling | None:
     """The tiling of a single row that is added to the residual stream; None where the kernel of several rows is faster

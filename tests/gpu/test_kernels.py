@@ -16,6 +16,8 @@ from chairlift.layers.routing import Routing
 pytest.importorskip("triton", reason="the GPU kernels need triton")
 
 from chairlift.kernels.triton.decode import DecodeTiling, _decode_tiling
+from chairlift.kernels.triton.int4.product import int4_product
+from chairlift.kernels.triton.int4.tiling import choose_int4_vector_tiling
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.norms import add_rms_norm_
 from chairlift.kernels.triton.products.activation import gated_mul
@@ -31,6 +33,7 @@ from tests.kernels.attention_cases import (
     run_hopper_prefill,
     run_prefill,
 )
+from tests.kernels.test_triton_int4 import make
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed
 from tests.kernels.test_triton_layers import test_rotate_and_store as check_rotation
@@ -223,6 +226,34 @@ def test_products_with_8_bit_weights(columns: int, depth: int, dtype: torch.dtyp
         )
         # Tensor cores add products of 8-bit numbers with about 14 bits, whatever the type of the result.
         assert error(found, wide[:rows] @ exact.T) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(("columns", "depth"), [*PRODUCTS[2:5], (1536, 768), (1024, 512)])
+@pytest.mark.parametrize(("group", "offsets"), [(128, False), (128, True), (64, False), (32, False), (32, True)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_products_of_a_row_with_4_bit_weights(
+    columns: int, depth: int, group: int, offsets: bool, dtype: torch.dtype
+) -> None:
+    """With a few large activations, as real models have them."""
+    torch.manual_seed(depth)
+    matrix, values = make(columns, depth, group, offsets, dtype, DEVICE)
+    x = torch.randn(1, depth, device=DEVICE)
+    x[0, ::300] *= 1000.0
+    x, total = x.to(dtype), torch.randn(1, columns, device=DEVICE).to(dtype)
+    squares, norm = x.float().pow(2).sum(1, keepdim=True), torch.rand(columns, device=DEVICE).to(dtype)
+    assert choose_int4_vector_tiling(columns, depth, group, False) is not None
+    expected = x.double() @ values.T
+    assert error(int4_product(x, matrix)[0], expected) < 0.004
+    factor = torch.rsqrt(squares.double() / depth + 1e-6)
+    gate, up = (expected * factor).chunk(2, dim=1)
+    found = int4_product(x, matrix, squares=squares, eps=1e-6, gated=True)[0]
+    assert error(found, gate * gate.sigmoid() * up) < 0.006
+    added, sums, scaled = int4_product(x, matrix, add_to=total.clone(), next_norm=norm)
+    assert error(added, expected + total.double()) < 0.004
+    assert sums is not None
+    assert scaled is not None
+    assert error(sums.sum(1), added.double().square().sum(1)) < 1e-4
+    assert error(scaled, added.double() * norm.double()) < 0.004
 
 
 @pytest.mark.parametrize("size", [576, 4096, 14_336])

@@ -10,6 +10,7 @@ each choice of attention kernels in one combination instead of all.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,6 +223,17 @@ def compile_int4() -> None:
     x = torch.randn(1, HIDDEN).to(BF16)
     int4.row_product(x, weight, RowTiling(16, 4, 3, 4, 4), add_to=x.clone(), next_norm=norm)
     int4.int4_product(x, weight, add_to=x.clone(), next_norm=norm)
+    for kernel in int4.int4_vector_kernel.device_caches[0][0].values():
+        check_neighbours(kernel.asm["ttgir"])
+
+
+def check_neighbours(text: str) -> None:
+    """The PTX of `int4_vector_kernel` takes two elements of a thread for neighbours in a row."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg.blocked<\{sizePerThread = \[([\d, ]+)\]", text, re.MULTILINE))
+    pairs = [line for line in text.splitlines() if "elementwise_inline_asm" in line and "packed_element = 2" in line]
+    used = {layout for line in pairs for layout in re.findall(r"tensor<[^<>]*(#\w+)>", line)}
+    assert used
+    assert all(layouts[each].split(", ")[-1] == "2" for each in used)
 
 
 def compile_layers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,14 +80,12 @@ def _compute(name: str, values: Sequence[Words]) -> Words:
     return _on_floats(name, values)
 
 
-def execute(text: str, num_results: int, operands: Sequence[NDArray[np.uint32] | NDArray[np.uint64]]) -> list[Words]:
+def execute(text: str, num_results: int, operands: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """The results of a text of PTX, of operands $num_results and on, as many at once as the arrays have."""
-    registers: dict[str, NDArray[np.uint32] | NDArray[np.uint64]] = {
-        f"${num_results + i}": each for i, each in enumerate(operands)
-    }
+    registers: dict[str, NDArray[Any]] = {f"${num_results + i}": each for i, each in enumerate(operands)}
     shape = operands[0].shape
 
-    def value(name: str) -> NDArray[np.uint32]:
+    def value(name: str) -> NDArray[Any]:
         if name in registers:
             return registers[name]
         return np.full(shape, int(name, 0), np.uint32)

@@ -104,11 +104,11 @@ def _scaled(x: list[np.ndarray], half: bool) -> tuple[list[np.ndarray], np.ndarr
     peak = execute(text.value, 2, x)[0].astype(np.int64)
     if half:
         first, second = np.minimum(0xA800 - peak, 0x7800), np.maximum(0x3000 - peak, 0) + 0x3C00
-        factors = [(first, second - 0x1000 * (i // 2 % 2)) for i in range(8)]
+        factors = [[first, second - 0x1000 * (i // 2 % 2)] for i in range(8)]
         inverse = np.exp2((peak >> 10) - 27.0)
         text = vector.SCALE_HALVES
     else:
-        factors = [(0x8500 - 0x200 * (i // 2 % 2) - peak,) for i in range(8)]
+        factors = [[0x8500 - 0x200 * (i // 2 % 2) - peak] for i in range(8)]
         inverse = np.exp2((peak >> 7) - 139.0)
         text = vector.SCALE_BFLOATS
     pairs = [[(each * 0x10001).astype(np.uint32) for each in some] for some in factors]
@@ -116,7 +116,10 @@ def _scaled(x: list[np.ndarray], half: bool) -> tuple[list[np.ndarray], np.ndarr
 
 
 def _halves_added(sums: np.ndarray) -> np.ndarray:
-    return sums.view(np.float16).astype(np.float64).reshape(*sums.shape, 2).sum(-1)
+    low, high = (
+        each.view(np.float16).astype(np.float64) for each in (sums.astype(np.uint16), (sums >> 16).astype(np.uint16))
+    )
+    return np.add(low, high)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -3,9 +3,9 @@
     python -m tests.gpu.peers.int4_rows OUT.json            # about a minute on an H200 with 16 processors
     python -m tests.gpu.peers.int4_rows OUT.json --tiny     # a small shape, in Triton's interpreter if there is no GPU
 
-A step is a captured graph of several layers with attention, as the engine launches them. First every product is compared
-with float64, then one product after the other gets each of its tiles, the others being the kernels with tensor cores,
-then all get their best. A tile that fails is reported and left out.
+A step is a captured graph of several layers with attention, as the engine launches them. First every product is
+compared with float64, then one product after the other gets each of its tiles, the others being the kernels with tensor
+cores, then all get their best. A tile that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def _multiply(
     if add_to is not None and parts is not None:
         return row_product(x, weight, parts, add_to=add_to, next_norm=norm)
     before = choose_int4_tiling(1, columns, depth, gated, GROUP)
-    return int4_product(
-        x, weight, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm, tiling=before
-    )
+    return int4_product(x, weight, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm, tiling=before)
 
 
 def _num_squares(shape: Shape, name: str, tiling: Int4VectorTiling | None) -> int:

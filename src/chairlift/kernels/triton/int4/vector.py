@@ -6,13 +6,13 @@ waits for the previous kernel, and shares nothing with other threads until it ad
 A thread reads 16 bytes of a row of the weight, 32 numbers of one chunk. A word `w` of two 16-bit words is multiplied in
 pairs of float16, without a conversion:
 
-    w & 0x000f000f      n * 2^-24 as float16, since the numbers are the low bits of the mantissa and the exponent is zero
-    w & 0x00f000f0      n * 2^-20; the activations of these columns are divided by 16 before
-    w >> 8              the same for the other two numbers
+    w & 0x000f000f    n * 2^-24 as float16: its exponent is zero, and n is in the low bits of the mantissa
+    w & 0x00f000f0    n * 2^-20; the activations of these columns are divided by 16 before
+    w >> 8            the same for the other two numbers
 
 float16 has to hold the activations and short sums of them. So each thread multiplies its 32 by the power of two that
-brings the largest to between 2^12 and 2^13, and divides the sums by it. Sums of a group of columns have up to 8 products
-of each half of a pair; then they are float32.
+brings the largest to between 2^12 and 2^13, and divides the sums by it. A sum in float16 has up to 8 products, of one
+group of columns; then it is float32.
 """
 
 from __future__ import annotations

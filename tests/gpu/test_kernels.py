@@ -276,7 +276,8 @@ def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (32, 32, 96)])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
-    check_rotation(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
+    for new_heads in (0, 1, 2):
+        check_rotation(heads, kv_heads, dim, dim // 2, with_norm, with_norm, new_heads, DEVICE)
     for splits, window in ((1, None), (3, 20)):
         tiling = DecodeTiling(16, 16, 4, 2, early=with_norm)
         check_fused_decode(heads, kv_heads, dim, dim // 2, splits, window, tiling, DEVICE)

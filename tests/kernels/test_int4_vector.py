@@ -15,7 +15,9 @@ from chairlift.kernels.triton.launch import generic_kernels
 from tests.kernels.ptx import execute
 from tests.kernels.test_triton_int4 import EPS, error, make
 
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}  # the interpreter truncates to bfloat16
+# The interpreter truncates to bfloat16. GPUs add up to eight products in float16, which the interpreter does not: up to
+# 0.0019 with a gate, half of it without, on an H200.
+TOLERANCE = {torch.float16: 2.5e-3, torch.bfloat16: 5e-3}
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "added"])

@@ -1,7 +1,8 @@
 """Layers of the Llama-3-8B shape with 4-bit weights and one row, with other tiles for each product.
 
-    python -m tests.gpu.peers.int4_rows OUT.json            # about a minute on an H200 with 16 processors
-    python -m tests.gpu.peers.int4_rows OUT.json --tiny     # a small shape, in Triton's interpreter if there is no GPU
+    python -m tests.gpu.peers.int4_rows OUT.json               # half a minute on an H200 with 16 processors
+    python -m tests.gpu.peers.int4_rows OUT.json 32 --offsets  # groups of 32 numbers, with offsets
+    TRITON_INTERPRET=1 python -m tests.gpu.peers.int4_rows OUT.json --tiny     # a small shape where there is no GPU
 
 A step is a captured graph of several layers with attention, as the engine launches them. First every product is
 compared with float64, then one product after the other gets each of its tiles, the others being the kernels with tensor
@@ -25,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.triton.decode import Fresh, Scratch, decode_attention
-from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized
+from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized, store
 from chairlift.kernels.triton.int4.product import int4_product, int4_vector_product, row_product
 from chairlift.kernels.triton.int4.tiling import Int4VectorTiling, choose_int4_tiling, choose_row_tiling
 from chairlift.kernels.triton.launch import empty_rows
 from tests.gpu.peers.timing import Report, Step, captured, error, microseconds
 
-GROUP, EPS = 128, 1e-5
+EPS = 1e-5
 LARGEST_ERROR = 0.004
 COMPILE_SECONDS = 55  # what is not compiled by then is left out
 
@@ -47,6 +48,8 @@ class Shape(NamedTuple):
     context: int
     layers: int
     dtype: torch.dtype
+    group: int = 128
+    offsets: bool = False
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -95,10 +98,10 @@ def _multiply(
             x, weight, tiling, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm
         )
     columns, depth = weight.rows // (2 if gated else 1), weight.columns
-    parts = choose_row_tiling(columns, depth, GROUP, False)
+    parts = choose_row_tiling(columns, depth, weight.group, weight.has_offsets)
     if add_to is not None and parts is not None:
         return row_product(x, weight, parts, add_to=add_to, next_norm=norm)
-    before = choose_int4_tiling(1, columns, depth, gated, GROUP)
+    before = choose_int4_tiling(1, columns, depth, gated, weight.group)
     return int4_product(x, weight, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm, tiling=before)
 
 
@@ -107,15 +110,17 @@ def _num_squares(shape: Shape, name: str, tiling: Int4VectorTiling | None) -> in
     columns, depth = shape.matrices[name]
     if tiling is not None:
         return columns // tiling.columns
-    parts = choose_row_tiling(columns, depth, GROUP, False)
-    width = parts.columns if parts is not None else choose_int4_tiling(1, columns, depth, False, GROUP).columns
+    parts = choose_row_tiling(columns, depth, shape.group, shape.offsets)
+    width = parts.columns if parts is not None else choose_int4_tiling(1, columns, depth, False, shape.group).columns
     return -(-columns // width)
 
 
-def _random_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Int4Matrix:
-    words = torch.randint(-(2**15), 2**15, (rows // 16, columns // 256, 16, 64), dtype=torch.int16, device=device)
-    scales = (torch.rand(columns // GROUP // 2, rows, 2, device=device) + 0.5) * (columns**-0.5 / 4.6)
-    return Int4Matrix(words, scales.to(dtype).view(torch.int32)[..., 0], columns, GROUP, dtype is torch.float16, False)
+def _random_matrix(rows: int, columns: int, shape: Shape, device: torch.device) -> Int4Matrix:
+    """Numbers of a mean of about zero."""
+    numbers = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=device)
+    scales = (torch.rand(rows, columns // shape.group, device=device) + 0.5) * (columns**-0.5 / 4.6)
+    scales = scales.to(shape.dtype)
+    return store(numbers, scales, -8 * scales if shape.offsets else None, shape.group)
 
 
 class Layers:
@@ -125,7 +130,7 @@ class Layers:
         torch.manual_seed(0)
         self.shape, self.device = shape, device
         self.weights = [
-            {name: _random_matrix(*size, shape.dtype, device) for name, size in shape.matrices.items()}
+            {name: _random_matrix(*size, shape, device) for name, size in shape.matrices.items()}
             for _ in range(shape.layers)
         ]
         blocks = -(-(shape.context + 1) // 16)
@@ -218,9 +223,7 @@ def _compile(shape: Shape, name: str, tiling: Int4VectorTiling | None, num_squar
     device = torch.device("cuda")
     try:
         rows, columns = shape.matrices[name]
-        words = torch.zeros(rows // 16, columns // 256, 16, 64, dtype=torch.int16, device=device)
-        scales = torch.zeros(columns // GROUP // 2, rows, dtype=torch.int32, device=device)
-        weight = Int4Matrix(words, scales, columns, GROUP, shape.dtype is torch.float16, False)
+        weight = _random_matrix(rows, columns, shape, device)
         x = empty_rows(1, columns, dtype=shape.dtype, device=device).zero_()
         squares = torch.ones(1, num_squares, device=device) if num_squares else None
         total, norm = (torch.zeros(1, rows, dtype=shape.dtype, device=device) for _ in range(2))
@@ -308,6 +311,8 @@ def measure(shape: Shape, out: Path, device: torch.device, tilings: dict[str, li
 
 if __name__ == "__main__":
     is_tiny = "--tiny" in sys.argv
-    chosen, has_gpu = TINY if is_tiny else LLAMA, torch.cuda.is_available()
+    group = next((int(each) for each in sys.argv[2:] if each.isdecimal()), 128)
+    chosen = (TINY if is_tiny else LLAMA)._replace(group=group, offsets="--offsets" in sys.argv)
+    has_gpu = torch.cuda.is_available()
     tilings = compile_all(chosen) if has_gpu else {name: tiles[:2] for name, tiles in TILINGS.items()}
     measure(chosen, Path(sys.argv[1]), torch.device("cuda" if has_gpu else "cpu"), tilings)

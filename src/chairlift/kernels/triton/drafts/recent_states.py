@@ -10,16 +10,21 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import next_power_of_2, overlapping
 
+PARTS = 3  # stored by one launch
+
 
 @triton.jit
 def _store_states_kernel(
-    states_ptr,  # [T, size]
+    first_ptr,  # [T, size]
+    second_ptr,  # with COUNT above 1
+    third_ptr,  # with COUNT above 2
     slots_ptr,  # [T] int32
     positions_ptr,  # [T] int32; -1: padding
     out_ptr,  # [slots * LENGTH, width]
     size,
     width,
     at,  # the first column
+    COUNT: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -38,25 +43,31 @@ def _store_states_kernel(
     later_position = tl.load(positions_ptr + later, mask=exists, other=-1)
     replaced = (later_slot == slot) & (later_position == position + LENGTH)
     kept = (column < size) & (position >= 0) & (replaced == 0)
-    state = tl.load(states_ptr + row.to(tl.int64) * size + column, mask=kept, other=0.0)
-    to = (slot.to(tl.int64) * LENGTH + position % LENGTH) * width + at + column
-    tl.store(out_ptr + to, state, mask=kept)
+    source = row.to(tl.int64) * size + column
+    target = out_ptr + (slot.to(tl.int64) * LENGTH + position % LENGTH) * width + at + column
+    tl.store(target, tl.load(first_ptr + source, mask=kept, other=0.0), mask=kept)
+    if COUNT > 1:
+        tl.store(target + size, tl.load(second_ptr + source, mask=kept, other=0.0), mask=kept)
+    if COUNT > 2:
+        tl.store(target + 2 * size, tl.load(third_ptr + source, mask=kept, other=0.0), mask=kept)
 
 
 def store_states(parts: Sequence[Tensor], slots: Tensor, positions: Tensor, out: Tensor, length: int) -> None:
     """parts [T, size] each, slots and positions [T] int32 -> row `slot * length + position % length` of out
     [..., parts * size]. Rows of padding have the position -1."""
-    for index, part in enumerate(parts):
-        size = part.shape[1]
-        block = next_power_of_2(size)
-        _store_states_kernel[(len(part),)](
-            part.contiguous(),
+    size = parts[0].shape[1]
+    block = next_power_of_2(size)
+    for begin in range(0, len(parts), PARTS):
+        some = [part.contiguous() for part in parts[begin : begin + PARTS]]
+        _store_states_kernel[(len(some[0]),)](
+            *(some + some[-1:] * (PARTS - len(some))),
             slots,
             positions,
             out,
             size,
             out.shape[1],
-            index * size,
+            begin * size,
+            COUNT=len(some),
             LENGTH=length,
             BLOCK=block,
             num_warps=max(1, min(8, block // 512)),

@@ -66,7 +66,6 @@ from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, Shared
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
-from chairlift.kernels.triton.int4.tiling import RowTiling
 from chairlift.kernels.triton.invariant_decode import invariant_decode
 from chairlift.kernels.triton.latent import absorbed, hopper_decode
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
@@ -221,7 +220,6 @@ def compile_int4() -> None:
     scales, norm = torch.ones(HIDDEN, HIDDEN // 128).to(BF16), torch.ones(HIDDEN, dtype=BF16)
     weight = store(torch.ones(HIDDEN, HIDDEN, dtype=torch.uint8), scales, None, 128)
     x = torch.randn(1, HIDDEN).to(BF16)
-    int4.row_product(x, weight, RowTiling(16, 4, 3, 4, 4), add_to=x.clone(), next_norm=norm)
     int4.int4_product(x, weight, add_to=x.clone(), next_norm=norm)
     for kernel in int4.int4_vector_kernel.device_caches[0][0].values():
         check_neighbours(kernel.asm["ttgir"])

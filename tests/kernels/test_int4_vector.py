@@ -67,15 +67,17 @@ def test_a_few_large_activations(dtype: torch.dtype, device: torch.device) -> No
 
 
 def test_products_of_a_single_row_are_chosen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_int4_vector_tiling(80, 384, 128, False) is None  # a chunk is not full
-    assert choose_int4_vector_tiling(80, 384, 32, False) is not None
-    assert choose_int4_vector_tiling(8, 512, 128, True) is None  # gate and up share a panel
-    assert choose_int4_vector_tiling(4096, 2**17, 128, False) is None  # the loop would be too long
+    assert choose_int4_vector_tiling(80, 384, 128, False, False) is None  # a chunk is not full
+    assert choose_int4_vector_tiling(80, 384, 32, True, False) is not None
+    assert choose_int4_vector_tiling(8, 512, 128, False, True) is None  # gate and up share a panel
+    assert choose_int4_vector_tiling(4096, 2**17, 128, False, False) is None  # the loop would be too long
+    assert choose_int4_vector_tiling(14336, 4096, 32, True, True) is None  # slower than with tensor cores
     for depth in (512, 1024, 2048, 4096, 14336, 53248):
-        tiling = choose_int4_vector_tiling(4096, depth, 128, False)
-        assert tiling is not None
-        assert tiling.depth >= 1024 * tiling.warps
-        assert depth <= 16 * tiling.depth
+        for has_offsets in (False, True):
+            tiling = choose_int4_vector_tiling(4096, depth, 128, has_offsets, False)
+            assert tiling is not None
+            assert tiling.depth >= 1024 * tiling.warps
+            assert depth <= 16 * tiling.depth
     used: list[Int4VectorTiling] = []
 
     def recorded(*args: object, **options: object) -> tuple[Tensor, None, None]:
@@ -86,7 +88,7 @@ def test_products_of_a_single_row_are_chosen(device: torch.device, monkeypatch: 
     matrix, values = make(64, 1024, 128, False, torch.float16, device)
     x = torch.randn(2, 1024, device=device).half()
     int4_product(x[:1], matrix)
-    assert used == [choose_int4_vector_tiling(64, 1024, 128, False)]
+    assert used == [choose_int4_vector_tiling(64, 1024, 128, False, False)]
     with generic_kernels():
         assert error(int4_product(x[:1], matrix)[0], x[:1].double() @ values.T) < 1e-3
     int4_product(x[:1], matrix, invariant=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized, store
-from chairlift.kernels.triton.int4.product import dequantize, int4_product, row_product
-from chairlift.kernels.triton.int4.tiling import Int4Tiling, RowTiling, choose_int4_tiling, choose_row_tiling
+from chairlift.kernels.triton.int4.product import dequantize, int4_product
+from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling
 
 EPS = 1e-6
 
@@ -111,31 +111,8 @@ def test_every_chosen_tiling(rows: int, group: int, device: torch.device) -> Non
         if gated:
             gate, up = y.chunk(2, dim=1)
             y = torch.nn.functional.silu(gate) * up
-        assert error(int4_product(x, matrix, gated=gated)[0], y) < 1e-3
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
-@pytest.mark.parametrize(("group", "offsets"), [(128, False), (128, True), (64, False), (32, True)])
-def test_a_single_row_in_parts(parts: int, group: int, offsets: bool, device: torch.device) -> None:
-    torch.manual_seed(parts)
-    columns, depth = 80, 4 * min(group, 64) * 8
-    matrix, values = make(columns, depth, group, offsets, torch.bfloat16, device)
-    x, before = torch.randn(1, depth, device=device).half(), torch.randn(1, columns, device=device).half()
-    norm = torch.rand(columns, device=device).half()
-    for bias in (None, torch.randn(columns, device=device).half()):
-        tiling = RowTiling(32, parts, 3, 4, 2)
-        found, sums, scaled = row_product(x, matrix, tiling, add_to=before.clone(), bias=bias, next_norm=norm)
-        expected = x.double() @ values.T + before.double() + (0.0 if bias is None else bias.double())
-        assert error(found, expected) < 1e-3
-        assert scaled is not None
-        assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
-        assert error(scaled, found.double() * norm.double()) < 1e-3
-
-
-def test_parts_of_a_single_row_are_chosen_for_the_output_projection() -> None:
-    assert choose_row_tiling(4096, 4096, 128, False) == RowTiling(16, 4, 3, 4, 4)
-    assert choose_row_tiling(4096, 14336, 128, False) is None
-    assert choose_row_tiling(1024, 3072, 128, False) is None  # down, too
+        # A single row is added up in float16 for up to eight products on a GPU.
+        assert error(int4_product(x, matrix, gated=gated)[0], y) < (2.5e-3 if rows == 1 else 1e-3)
 
 
 def test_rows_do_not_depend_on_their_number(device: torch.device) -> None:

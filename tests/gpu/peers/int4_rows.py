@@ -27,8 +27,8 @@ from torch import Tensor
 
 from chairlift.kernels.triton.decode import Fresh, Scratch, decode_attention
 from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized, store
-from chairlift.kernels.triton.int4.product import int4_product, int4_vector_product, row_product
-from chairlift.kernels.triton.int4.tiling import Int4VectorTiling, choose_int4_tiling, choose_row_tiling
+from chairlift.kernels.triton.int4.product import int4_product, int4_vector_product
+from chairlift.kernels.triton.int4.tiling import Int4VectorTiling, choose_int4_tiling
 from chairlift.kernels.triton.launch import empty_rows
 from tests.gpu.peers.timing import Report, Step, captured, error, microseconds
 
@@ -98,9 +98,6 @@ def _multiply(
             x, weight, tiling, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm
         )
     columns, depth = weight.rows // (2 if gated else 1), weight.columns
-    parts = choose_row_tiling(columns, depth, weight.group, weight.has_offsets)
-    if add_to is not None and parts is not None:
-        return row_product(x, weight, parts, add_to=add_to, next_norm=norm)
     before = choose_int4_tiling(1, columns, depth, gated, weight.group)
     return int4_product(x, weight, squares=squares, eps=EPS, gated=gated, add_to=add_to, next_norm=norm, tiling=before)
 
@@ -110,9 +107,7 @@ def _num_squares(shape: Shape, name: str, tiling: Int4VectorTiling | None) -> in
     columns, depth = shape.matrices[name]
     if tiling is not None:
         return columns // tiling.columns
-    parts = choose_row_tiling(columns, depth, shape.group, shape.offsets)
-    width = parts.columns if parts is not None else choose_int4_tiling(1, columns, depth, False, shape.group).columns
-    return -(-columns // width)
+    return -(-columns // choose_int4_tiling(1, columns, depth, False, shape.group).columns)
 
 
 def _random_matrix(rows: int, columns: int, shape: Shape, device: torch.device) -> Int4Matrix:

@@ -7,14 +7,11 @@ from torch import Tensor
 
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
-from chairlift.kernels.triton.int4.row import int4_row_kernel
 from chairlift.kernels.triton.int4.tiling import (
     Int4Tiling,
     Int4VectorTiling,
-    RowTiling,
     choose_int4_tiling,
     choose_int4_vector_tiling,
-    choose_row_tiling,
     fitting_int4,
     invariant_int4_tiling,
 )
@@ -57,18 +54,12 @@ def int4_product(
     columns = weight.rows // (2 if gated else 1)
     assert x.is_contiguous()
     if tiling is None and rows == 1 and not invariant and tuned() and x.element_size() == 2:
-        vector_tiling = choose_int4_vector_tiling(columns, depth, weight.group, gated)
+        vector_tiling = choose_int4_vector_tiling(columns, depth, weight.group, weight.has_offsets, gated)
         if vector_tiling is not None and x.data_ptr() % 16 == 0:
             return int4_vector_product(
                 x, weight, vector_tiling, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to,
                 next_norm=next_norm,
             )  # fmt: skip
-    is_added = add_to is not None and squares is None and not gated
-    if tiling is None and rows == 1 and is_added and not invariant and tuned():
-        assert add_to is not None
-        row_tiling = choose_row_tiling(columns, depth, weight.group, weight.has_offsets)
-        if row_tiling is not None:
-            return row_product(x, weight, row_tiling, add_to=add_to, bias=bias, next_norm=next_norm)
     if tiling is None and (invariant or not tuned()):
         tiling = invariant_int4_tiling(columns, depth, weight.group)
     tiling = tiling or choose_int4_tiling(rows, columns, depth, gated, weight.group)
@@ -188,51 +179,6 @@ def int4_vector_product(
         **overlapping(x.device),
     )
     return out, squares_out, scaled
-
-
-def row_product(
-    x: Tensor,
-    weight: Int4Matrix,
-    tiling: RowTiling,
-    *,
-    add_to: Tensor,
-    bias: Tensor | None = None,
-    next_norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`int4_product` of a single row; its columns are chunks that are a multiple of the tiling's parts."""
-    columns, chunks = weight.rows, weight.words.shape[1]
-    assert len(x) == 1
-    assert x.shape[1] % (4 * weight.run * tiling.parts) == 0
-    scaled = None if next_norm is None else empty_rows(1, columns, dtype=x.dtype, device=x.device)
-    across = cdiv(columns, tiling.columns)
-    squares_out = torch.empty(1, across, dtype=torch.float32, device=x.device)
-    int4_row_kernel[(across,)](
-        x,
-        weight.words,
-        weight.scales,
-        x if bias is None else bias,
-        add_to,
-        x if next_norm is None else next_norm,
-        add_to if scaled is None else scaled,
-        squares_out,
-        columns,
-        chunks * weight.run,
-        ROWS=tiling.columns,
-        PARTS=tiling.parts,
-        H=weight.run,
-        GROUPS=4 * weight.run // weight.group,
-        OFFSETS=weight.has_offsets,
-        HALF=weight.half,
-        STAGES=tiling.stages,
-        SCALED=scaled is not None,
-        BIAS=bias is not None,
-        PREFETCH=tiling.prefetch,
-        THREADS=32 * tiling.warps,
-        ASM=has_asm(x.device),
-        num_warps=tiling.warps,
-        **overlapping(x.device),
-    )
-    return add_to, squares_out, scaled
 
 
 def dequantize(weight: Int4Matrix, dtype: torch.dtype) -> Tensor:

@@ -29,16 +29,6 @@ class Int4Tiling(NamedTuple):
     joint: bool = False  # half of the columns are the gate's
 
 
-class RowTiling(NamedTuple):
-    """Tile of one program of the product of a single row."""
-
-    columns: int
-    parts: int  # of the sum
-    stages: int
-    warps: int
-    prefetch: int  # chunks of each part
-
-
 class Int4VectorTiling(NamedTuple):
     """Tile of one program of the product of a single row without tensor cores."""
 
@@ -52,29 +42,26 @@ MOST_STEPS = 16  # tiles of a program; its loop is unrolled
 
 
 @cache
-def choose_int4_vector_tiling(columns: int, depth: int, group: int, gated: bool) -> Int4VectorTiling | None:
-    """The tile of a single row, or None where its kernel does not serve the shape.
+def choose_int4_vector_tiling(
+    columns: int, depth: int, group: int, has_offsets: bool, gated: bool
+) -> Int4VectorTiling | None:
+    """The tile of a single row; None where the kernel with tensor cores is faster or this one does not serve the shape.
 
-    On an H200 a layer of the Llama-3-8B shape takes 47.0 µs with the best of nine or ten tiles for each product, and
-    54.6 with tensor cores. Long sums have two tiles in flight, and few columns that each have a program's share."""
+    The best of nine or ten tiles for each product of the Llama-3-8B shape, within whole layers on an H200. A layer
+    takes 47 µs with groups of 128 (55 with tensor cores), 55 with groups of 128 and offsets (70), and 68 with groups of
+    32 and offsets (76), where gate and up keep tensor cores: 76 instead of 84. Smaller groups without offsets are not
+    measured."""
     if depth % (4 * min(group, 64)) or columns % 16 or depth > MOST_STEPS * 4096:
         return None
-    warps = 1 if depth <= 1024 else 2 if depth <= MOST_STEPS * 2048 else 4
-    is_long, is_square = depth > 2 * columns, depth >= columns
-    rows = 8 if is_square and not is_long and not gated else 4
-    return Int4VectorTiling(rows, 1024 * warps, warps, 2 if is_long and depth > 1024 * warps else 1)
-
-
-@cache
-def choose_row_tiling(columns: int, depth: int, group: int, has_offsets: bool) -> RowTiling | None:
-    """The tiling of a single row that is added to the residual stream; None where the kernel of several rows is faster
-    or this one was not measured. On an H200 the output projection of the Llama-3-8B shape (4,096 of 4,096) gains 1.6 µs
-    of a layer's 53, down (4,096 of 14,336) loses 1.4."""
-    parts = 4
-    is_measured = group == 128 and not has_offsets and depth <= columns <= 4096
-    if not is_measured or depth % (4 * 64 * parts):
+    if gated and group < 128:
         return None
-    return RowTiling(16, parts, 3, 4, 4)
+    is_long = depth > 2 * columns
+    if is_long and has_offsets and group == 128 and depth >= 4096:
+        return Int4VectorTiling(8, 4096, 4, 1)
+    warps = 1 if depth <= 1024 else 2 if depth <= MOST_STEPS * 2048 else 4
+    many_columns = gated or is_long or depth < columns
+    ahead = 2 if is_long and not has_offsets and depth > 1024 * warps else 1
+    return Int4VectorTiling(4 if many_columns else 8, 1024 * warps, warps, ahead)
 
 
 def _splits(tiles: int, programs: int, depth: int, group: int, least: int = 4) -> int:

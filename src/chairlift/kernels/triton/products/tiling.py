@@ -12,6 +12,7 @@ from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory
 SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
 SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
 MANY_COLUMNS = 32768  # more than any layer has, fewer than a vocabulary
+MOST_SPLITS = 8  # of a sum: one program adds the parts
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
 
 
@@ -89,7 +90,7 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
         if rows <= 128:
             return ProductTiling(128, 32, 128, 1, 5, described=True)
         return ProductTiling(128, 64, 128, 1, 4, described=True)
-    splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
+    splits = _splits(min(cdiv(columns, 64), PROGRAMS), depth)
     if rows <= 16:
         if gated:
             return ProductTiling(16, 64, 128, 1, 3, prefetch=256, described=True)
@@ -162,4 +163,4 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
 
 def _splits(programs: int, depth: int) -> int:
     """Splits of the sum that give every multiprocessor work, with at least 512 elements each."""
-    return last_power_of_2(min(PROGRAMS // programs, depth // 512))
+    return last_power_of_2(min(PROGRAMS // programs, depth // 512, MOST_SPLITS))

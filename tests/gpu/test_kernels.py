@@ -241,7 +241,7 @@ def test_products_of_a_row_with_4_bit_weights(
     x[0, ::300] *= 1000.0
     x, total = x.to(dtype), torch.randn(1, columns, device=DEVICE).to(dtype)
     squares, norm = x.float().pow(2).sum(1, keepdim=True), torch.rand(columns, device=DEVICE).to(dtype)
-    assert choose_int4_vector_tiling(columns, depth, group, False) is not None
+    assert choose_int4_vector_tiling(columns, depth, group, offsets, False) is not None
     expected = x.double() @ values.T
     assert error(int4_product(x, matrix)[0], expected) < 0.004
     factor = torch.rsqrt(squares.double() / depth + 1e-6)

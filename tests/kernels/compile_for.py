@@ -217,10 +217,14 @@ def compile_int4() -> None:
             int4.int4_product(x, weight, squares=torch.ones(rows, 4), eps=1e-6, gated=True)
             total = launch.empty_rows(rows, 2 * INNER, dtype=dtype, device=CPU)
             int4.int4_product(x, weight, add_to=total, next_norm=torch.ones(2 * INNER, dtype=dtype))
-    scales, norm = torch.ones(HIDDEN, HIDDEN // 128).to(BF16), torch.ones(HIDDEN, dtype=BF16)
-    weight = store(torch.ones(HIDDEN, HIDDEN, dtype=torch.uint8), scales, None, 128)
-    x = torch.randn(1, HIDDEN).to(BF16)
-    int4.int4_product(x, weight, add_to=x.clone(), next_norm=norm)
+    for group, depth, has_offsets in ((128, HIDDEN, False), (128, 2304, False), (32, 2304, True)):
+        scales, norm = torch.ones(HIDDEN, depth // group).to(BF16), torch.ones(HIDDEN, dtype=BF16)
+        numbers = torch.ones(HIDDEN, depth, dtype=torch.uint8)
+        weight = store(numbers, scales, scales if has_offsets else None, group)
+        x, total = torch.randn(1, depth).to(BF16), torch.randn(1, HIDDEN).to(BF16)
+        int4.int4_product(x, weight, add_to=total, next_norm=norm)
+        if group == 128:
+            int4.int4_product(x, weight, gated=True)
     for kernel in int4.int4_vector_kernel.device_caches[0][0].values():
         check_neighbours(kernel.asm["ttgir"])
 

@@ -66,3 +66,12 @@ def test_blocks_of_finished_requests_are_cleared_little_by_little() -> None:
     last = 3 * MANY - 1
     counts = [len(cleared(unwritten, last)) // SIZE for _ in range(4)]
     assert counts == [MANY + 1, MANY, MANY - 1, 0]
+
+
+def test_places_before_a_computed_chunk_stay_unwritten() -> None:
+    """A prompt of one token beside single tokens is not computed for the head."""
+    unwritten = UnwrittenBlocks()
+    unwritten.note(plan_of(prompt_chunk(0, 1, [5])), SIZE, computes_prompts=True)
+    unwritten.note(plan_of(prompt_chunk(1, 1, [5])), SIZE)
+    unwritten.note(plan_of(prompt_chunk(2, 1, [5])), SIZE, computes_prompts=True)
+    assert cleared(unwritten, 5) == [21, 22, 23]

@@ -131,8 +131,13 @@ class RunnerFactory:
         """Bytes of the largest step, computed with a cache of one block, and of the states for a draft head."""
         storage = self._allocate(replace(memory, num_blocks=1))
         states = self._allocate_states(MIN_SLOTS)
+        proposer = self._make_proposer(storage, repeatable=True)
         try:
-            runner = self._gpu_runner(storage, states, max_requests, self._make_proposer(storage, repeatable=True))
+            runner = self._gpu_runner(storage, states, max_requests, proposer)
+        except torch.OutOfMemoryError:
+            problem = "the inputs of this many requests take more memory than the weights leave; lower it"
+            raise InvalidParameter("max_batch_requests", problem) from None
+        try:
             runner.preparation.compile_generic()
             self.timeline.end("kernels")
             found = runner.measure_largest_step(), runner.num_state_bytes()

@@ -32,12 +32,20 @@ class UnwrittenBlocks:
             if chunk.count == 1 and start % block_size and not is_computed:  # most decodes
                 continue
             if is_computed:
-                for block in chunk.table[start // block_size : -(-end // block_size)]:
-                    found.pop(block, None)
-                if end % block_size:
-                    found[chunk.table[end // block_size]] = end % block_size
+                self._note_computed(chunk.table, start, end, block_size)
             else:
                 found.update(dict.fromkeys(chunk.table[-(-start // block_size) : -(-end // block_size)], 0))
+
+    def _note_computed(self, table: Sequence[int], start: int, end: int, block_size: int) -> None:
+        """The head has computed the tokens from `start` to `end` of a request."""
+        found, begun = self._first_place, table[start // block_size]
+        before = found.get(begun, block_size)
+        for block in table[start // block_size : -(-end // block_size)]:
+            found.pop(block, None)
+        if end % block_size:
+            found[table[end // block_size]] = end % block_size
+        if before < start % block_size:  # it has not computed some places before; those after them are cleared, too
+            found[begun] = before
 
     def take(self, tables: Sequence[Sequence[int]], block_size: int) -> list[int]:
         """The slots (block * block_size + place) to clear in blocks of these tables, which then count as cleared."""
@@ -55,7 +63,7 @@ class UnwrittenBlocks:
 
 
 def _copy(source: dict[int, int], at: int, target: dict[int, int], to: int) -> None:
-    """Note of a copied block what is noted of its source."""
+    """Give a copied block the mark of its source."""
     target.pop(to, None)
     if at in source:
         target[to] = source[at]

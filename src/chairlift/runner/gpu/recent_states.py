@@ -95,7 +95,8 @@ class RecentStates(HeadStates):
             return [self.zero_row] * (end - first)
         if first <= slot.first:  # no state precedes the first token that was computed, as after a prefix hit
             known = min(slot.first + 1, end)
-            return [*[self.zero_row] * (known - first), *self.rows(request, known, end)]
+            rest = self.rows(request, known, end) if known < end else ()
+            return [*[self.zero_row] * (known - first), *rest]
         start, at = slot.index * LENGTH, (first - 1) % LENGTH
         if at + end - first <= LENGTH:
             return range(start + at, start + at + end - first)

@@ -346,7 +346,7 @@ class GPURunner(ModelRunner):
         return 0 if self._recent is None else self._recent.num_bytes(self.max_batch_requests)
 
     def release(self) -> None:
-        """Free these states, if the runner was only made to measure a step."""
+        """Free the states for a draft head: the runner was only made to measure a step."""
         if self._recent is not None:
             self._recent.release()
             if self.device.type == "cuda":

@@ -14,7 +14,7 @@ from statistics import median
 from chairlift.speculation.control.tuning import SpeculationTuning
 
 FIRST_STEPS = 5  # their median counts
-INTERRUPTED = 1.5  # times as long as others: of a step that takes longer, only that counts
+INTERRUPTED = 1.5  # times the mean, as which longer steps count
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ def int4_product(
     assert x.is_contiguous()
     if tiling is None and rows == 1 and not invariant and tuned() and x.element_size() == 2:
         vector_tiling = choose_int4_vector_tiling(columns, depth, weight.group, weight.has_offsets, gated)
-        if vector_tiling is not None and x.data_ptr() % 16 == 0:
+        if vector_tiling is not None and x.data_ptr() % 16 == weight.words.data_ptr() % 16 == 0:
             return int4_vector_product(
                 x, weight, vector_tiling, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to,
                 next_norm=next_norm,
@@ -147,7 +147,7 @@ def int4_vector_product(
     steps = cdiv(depth, tiling.depth)
     int4_vector_kernel[(across,)](
         x,
-        x.view(torch.int64),
+        x.flatten().view(torch.int64),
         weight.words.view(torch.int64),
         weight.scales if weight.has_offsets else weight.scales.view(torch.int16),
         x if bias is None else bias,

@@ -36,7 +36,7 @@ def _text(lines: list[str]) -> tl.constexpr:
 
 
 def _peak_text(pair: str, exponent: str, least: str) -> tl.constexpr:
-    """The exponent of the largest magnitude, by the largest and the least number: an instruction compares three."""
+    """The exponent of the largest magnitude, found as the larger of the maximum and the negated minimum."""
     lines = [".reg .b32 a<16>, b<8>, t;", *_registers("a", 2, 8)]
     lines += [f"min.{pair} b{i}, a{i}, a{i + 8}; max.{pair} a{i}, a{i}, a{i + 8};" for i in range(8)]
     for step in (4, 2, 1):
@@ -102,9 +102,10 @@ SCALE_HALVES = _text(
 
 @triton.jit
 def _scaled_halves(x0, x1, x2, x3):
-    """The activations of a thread in float16 times a power of two, divided by 16 in two of the runs; and its inverse.
+    """The activations of a thread in float16 times a power of two, divided by 16 in two of the runs; and the inverse of
+    that power.
 
-    The power of two is the product of two, since float16 does not have all of them."""
+    It is applied as two factors, because float16 cannot represent all powers of two that are needed."""
     peak = tl.inline_asm_elementwise(
         PEAK_OF_HALVES, "=r,=r,l,l,l,l,l,l,l,l", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=2
     )
@@ -339,7 +340,7 @@ def _load_run(x_ptr, q, row_size, j: tl.constexpr, H: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def int4_vector_kernel(
-    x_ptr,  # [K], for its type
+    x_ptr,  # [K]; only its element type is used
     x_words_ptr,  # int64 [K / 4], the same
     words_ptr,  # int64 [N / PANEL, CHUNKS, PANEL, H / 4]; GATED: 2 N rows, the gate's first
     scales_ptr,  # [groups, N] int32, or [pairs of groups, N, 2] int16 without OFFSETS; 2 N with GATED

@@ -21,9 +21,8 @@ from chairlift.lab.training.train_draft import TrainSettings, train_draft
 from chairlift.lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation import draft_head, draft_proposer
-from chairlift.speculation.control.proposer import Draft, DraftTerms
+from chairlift.speculation.control.proposer import A_FEW, Draft, DraftTerms
 from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.draft_network import A_FEW
 from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.first_layers import FirstLayers
 from chairlift.speculation.head_config import HeadConfig

@@ -54,14 +54,6 @@ class RMSNorm:
         rows = x.to(self.weight.dtype)
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
-    def add_(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
-        if on_gpu(x.device):
-            from chairlift.kernels.triton.norms import add_rms_norm_
-
-            return add_rms_norm_(x, delta, self.weight, self.eps)
-        return self(x.add_(delta))
-
 
 class LayerNorm:
     """Shifts each row to zero mean and scales it to unit variance, then applies a learned weight and bias.
@@ -112,15 +104,13 @@ class LayerNorm:
         normed = F.layer_norm(rows, rows.shape[-1:], eps=self.eps) * self.weight
         return (normed if self.bias is None else normed + self.bias).to(x.dtype)
 
-    def add_(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
-        return self(x.add_(delta))
-
 
 Norm = RMSNorm | LayerNorm
 
 
-def add_normed_(x: Tensor, delta: Tensor, after: Norm | None, scalar: Tensor | None, norm: Norm | None) -> Tensor:
+def add_normed_(
+    x: Tensor, delta: Tensor, norm: Norm | None, *, after: Norm | None = None, scalar: Tensor | None = None
+) -> Tensor:
     """(x + after(delta)) * scalar, in place of the residual stream `x` [T, size]; returns its norm, or without one `x`.
 
     `after`: a norm of what is added. `scalar` [1]: a factor of the sum.

@@ -206,7 +206,7 @@ def add_(x: Tensor, delta: Delta | None, norm: Norm | None) -> Tensor:
     """Add `delta` to `x` in place; return the sum, normed if there is a norm."""
     if delta is None:
         return x if norm is None else norm(x)
-    return add_normed_(x, delta.output, delta.norm, delta.scalar, norm)
+    return add_normed_(x, delta.output, norm, after=delta.norm, scalar=delta.scalar)
 
 
 def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Delta | None:

@@ -12,8 +12,8 @@ from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.speculation.control.proposer import Draft
-from chairlift.speculation.draft_network import A_FEW, ComputedBatch, DraftPass
+from chairlift.speculation.control.proposer import A_FEW, Draft
+from chairlift.speculation.draft_network import ComputedBatch, DraftPass
 from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.head_config import MAX_LENGTH
 from chairlift.speculation.head_layers import DraftHead

@@ -25,8 +25,6 @@ from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.control.proposer import Proposer
 
-A_FEW = 8  # tokens that a draft model is behind a request after most steps
-
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:

@@ -22,8 +22,8 @@ from chairlift.models.base import CausalLM
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.sampling.draw import draw
 from chairlift.sampling.filters import filter_probabilities, filters_of
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, is_greedy
-from chairlift.speculation.draft_network import A_FEW, ComputedBatch, DraftNetwork, ModelProposer
+from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, is_greedy
+from chairlift.speculation.draft_network import ComputedBatch, DraftNetwork, ModelProposer
 
 MAX_LENGTH = A_FEW - 1
 MAX_CATCH_UP_TOKENS = 256  # of requests further behind, in one step

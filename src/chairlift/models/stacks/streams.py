@@ -12,7 +12,7 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate
 from chairlift.layers.moe import MixtureOfExperts
-from chairlift.layers.norm import Norm
+from chairlift.layers.norm import Norm, add_normed_
 from chairlift.models.stacks.base import MANY_ROWS, picked
 
 
@@ -90,7 +90,7 @@ class FusedStream(Stream):
             self._squares = experts.add_few_rows(self.x, RowNorm(self._squares, norm.weight, norm.eps), positions)
         else:
             rows = norm(self.x) if self._normed is None else self._normed
-            self._squares, self._normed = None, next_norm.add_(self.x, experts(rows, positions))
+            self._squares, self._normed = None, add_normed_(self.x, experts(rows, positions), next_norm)
 
     def _adds_experts(self, experts: MixtureOfExperts) -> bool:
         """Whether the kernels of experts add to the stream."""
@@ -102,7 +102,7 @@ class FusedStream(Stream):
         if linear.weight.fuses_rows(len(y), gated=False):
             self._squares = linear.weight.fused(y, add_to=self.x, bias=linear.bias)[1]
         else:  # all norms inside the layers have weights of one by now
-            self._normed = next_norm.add_(self.x, linear(y))
+            self._normed = add_normed_(self.x, linear(y), next_norm)
 
     def pick(self, rows: Tensor, y: Tensor) -> Tensor:
         if len(self.x) > MANY_ROWS:
@@ -147,7 +147,7 @@ class ScaledStream(FusedStream):
         if linear.bias is None and linear.weight.fuses_rows(len(y), gated=False):
             self._squares, self._scaled = linear.weight.fused_scaled(y, add_to=self.x, next_norm=next_norm.weight)
         else:
-            self._normed = next_norm.add_(self.x, linear(y))
+            self._normed = add_normed_(self.x, linear(y), next_norm)
 
 
 class PairedStream(FusedStream):
@@ -198,7 +198,7 @@ class RoundedStream(Stream):
         self, norm: Norm | None, experts: MixtureOfExperts, positions: Tensor, next_norm: Norm | None
     ) -> None:
         assert norm is not None
-        rows = norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
+        rows = norm(self.x) if self._delta is None else add_normed_(self.x, self._delta, norm)
         self._delta = experts(rows, positions)
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
@@ -216,7 +216,7 @@ class RoundedStream(Stream):
     def normed(self, norm: Norm) -> Tensor:
         if self._picked is not None or self._delta is None:
             return norm(picked(self.value(), self._picked))
-        return norm.add_(self.x, self._delta)
+        return add_normed_(self.x, self._delta, norm)
 
     def _rounded(self, norm: Norm | None) -> ScaledRows:
         from chairlift.layers.formats.fp8 import norm_rounded

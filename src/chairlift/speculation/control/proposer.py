@@ -10,6 +10,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import MIN_TEMPERATURE
 
 LEVELS = 10  # of confidence
+A_FEW = 8  # tokens that a draft model is behind a request after most steps; more are computed by a pass of their own
 
 
 @dataclass(frozen=True, slots=True)

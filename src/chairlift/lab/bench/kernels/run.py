@@ -33,6 +33,7 @@ from chairlift.lab.report.progress import Note
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.norm import add_normed_
 from chairlift.models.decoder import Decoder
 from chairlift.models.self_attention import SelfAttention
 from chairlift.runner.kv_storage import allocate_storage
@@ -303,7 +304,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
 
         def run(x: Tensor = x, delta: Tensor = delta) -> None:
             for norm in norms:
-                norm.add_(x, delta)
+                add_normed_(x, delta, norm)
 
         # The residual is read and written, the delta read, and the norm written.
         yield KernelCase("add and norm", f"{count} rows", run, len(norms), KernelWork(4.0 * x.numel(), 4.0 * x.nbytes))

@@ -24,7 +24,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, Proposer
 from chairlift.speculation.control.tuning import SpeculationTuning
 from chairlift.speculation.proposers.ngram import NgramProposer
 
@@ -58,8 +58,6 @@ class Costs:
 
 
 FEW_ROWS = 8
-# Tokens that the draft head takes in with a draft: more are computed by a pass of their own.
-A_FEW = 8
 
 # 2 cores of an AMD EPYC with AVX-512 VNNI, with 8-bit weights. Those of a step fit three measurements in
 # docs/notes/speculation.md: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1. All

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,9 +99,9 @@ def stream(*events: str, ends: bool = True, then: Answer | None = None) -> Answe
 
 @contextmanager
 def ingress(
-    *replicas: FakeReplica, config: ServerConfig | None = None, policy: str = "round-robin"
+    *replicas: FakeReplica, servers: Sequence[str] = (), config: ServerConfig | None = None, policy: str = "round-robin"
 ) -> Iterator[tuple[str, RoutingTable]]:
-    """Run an ingress before these replicas; yields its address and its table."""
+    """Run an ingress before these replicas and `servers`, which are addresses; yields its address and its table."""
     config = config or ServerConfig("tiny")
     table = RoutingTable(policy)
     started: Future[tuple[str, Callable[[], object]]] = Future()  # the address, and what ends the ingress
@@ -110,10 +110,10 @@ def ingress(
         return None
 
     async def run() -> None:
-        servers = [await replica.start() for replica in replicas]
+        started_here = [await replica.start() for replica in replicas]
         table.update(
-            (str(index), ReplicaInfo(replica.address, KEY, 10_000, "1", 1, "node"), ReplicaLoad())
-            for index, replica in enumerate(replicas)
+            (str(index), ReplicaInfo(address, KEY, 10_000, "1", 1, "node"), ReplicaLoad())
+            for index, address in enumerate([*(replica.address for replica in replicas), *servers])
         )
         relay = Relay(table, no_replica, isolate_keys=config.isolate_keys)
         keys = KeyTable(config.keys.read())
@@ -130,7 +130,7 @@ def ingress(
         server.should_exit = True
         await serving
         await relay.close()
-        for one in servers:
+        for one in started_here:
             one.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))

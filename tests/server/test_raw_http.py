@@ -1,4 +1,5 @@
-"""Malformed HTTP on bare sockets: each probe gets an error or a closed connection, and others are served."""
+"""Malformed HTTP on bare sockets, to a server and to the ingress of a fleet: each probe gets an error or a closed
+connection, and others are served."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import pytest
 
+from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.config import ServerConfig
 from chairlift.server.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
-from tests.server.running_server import HTTP
+from tests.server.running_server import HTTP, WAIT_SECONDS
 
 BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
 HOST = b"host: localhost\r\n"
@@ -79,6 +84,22 @@ TARGETS = [
     b"/health/",
     b"/%2e%2e/%2e%2e",
     b"\\health",
+    b"%2F@127.0.0.1:9/x",
+    b"%2f:99999/",
+    b"%2f[",
+    b"%68ealth",
+    b"@127.0.0.1:9/x",
+    b"/@127.0.0.1:9/x",
+    b"/%2F@127.0.0.1:9/x",
+    b"//127.0.0.1:9/x",
+    b"/[",
+    b"/:99999/",
+    b"/%23",
+    b"#",
+    b"/health#x",
+    b"/v1/models?x#y",
+    b"?",
+    b"/v1/models/",
 ]
 HEADERS = [
     b"",
@@ -194,16 +215,33 @@ PROBES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def front() -> Iterator[FrontEnd]:
-    with front_end(limits=LIMITS) as running:
-        yield running
+@dataclass
+class Target:
+    """What the probes are sent to, and the front end that answers."""
+
+    url: str
+    front: FrontEnd
 
 
-def probe(front: FrontEnd, sent: bytes) -> tuple[list[int], bytes]:
+@pytest.fixture(scope="module", params=["server", "ingress"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    if request.param == "server":
+        with front_end(limits=LIMITS) as running:
+            yield Target(running.url, running)
+        return
+    pytest.importorskip("aiohttp", reason="needs Ray: pip install 'chairlift[ray]'")
+    from tests.cluster.fake_replica import KEY, ingress
+
+    proxied = KeyTable(KeySources(proxy=KEY).read())
+    config = ServerConfig(NAME, limits=LIMITS)
+    with front_end(keys=proxied) as running, ingress(servers=[running.url], config=config) as (url, _):
+        yield Target(url, running)
+
+
+def probe(target: Target, sent: bytes) -> tuple[list[int], bytes]:
     """Send a probe; return the statuses and the whole reply, read until the server closes the connection."""
-    reply = b""
-    with front.connect() as connection:
+    reply, address = b"", urlsplit(target.url)
+    with socket.create_connection((address.hostname, address.port), timeout=WAIT_SECONDS) as connection:
         try:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -214,10 +252,10 @@ def probe(front: FrontEnd, sent: bytes) -> tuple[list[int], bytes]:
     return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", reply)], reply
 
 
-def test_no_probe_makes_the_server_fail_or_hang(front: FrontEnd) -> None:
+def test_no_probe_makes_the_server_fail_or_hang(target: Target) -> None:
     assert len(PROBES) >= 130
     with ThreadPoolExecutor(16) as pool:
-        replies = list(pool.map(lambda sent: probe(front, sent), PROBES))
+        replies = list(pool.map(lambda sent: probe(target, sent), PROBES))
     for sent, (statuses, reply) in zip(PROBES, replies, strict=True):
         assert all(status < 500 for status in statuses), (sent[:200], reply[:500])
         assert reply == b"" or statuses, (sent[:200], reply[:500])
@@ -226,6 +264,19 @@ def test_no_probe_makes_the_server_fail_or_hang(front: FrontEnd) -> None:
             assert error.keys() == {"message", "type", "param", "code"}, (sent[:200], reply[:500])
     refused = sum(bool(statuses) and statuses[-1] >= 400 for statuses, _ in replies)
     assert refused > len(PROBES) // 2
-    answer = HTTP.post(front.url + "/v1/completions", content=BODY, headers={"Content-Type": "application/json"})
+    answer = HTTP.post(target.url + "/v1/completions", content=BODY, headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["text"] == "ok"
-    assert front.engine.num_open == 0
+    assert target.front.engine.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "sent", [b"%2F@HOST/x", b"%2f:99999/", b"%2f[", b"@HOST/x", b"http://HOST/x", b"/x#", b"/?#", b"*"]
+)
+def test_a_target_that_is_no_path_is_refused(target: Target, sent: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0)
+        statuses, reply = probe(target, get(sent.replace(b"HOST", b"127.0.0.1:%d" % other.getsockname()[1])))
+        with pytest.raises(BlockingIOError):  # no connection waits to be accepted
+            other.accept()
+    assert statuses == [400], reply
+    assert b"must begin with '/'" in reply

@@ -101,7 +101,7 @@ class FleetStream:
         opening = b'data: {"t":"replica","id":%b,"frame":' % json.dumps(replica.id).encode()
         while True:
             with suppress(aiohttp.ClientError, OSError):
-                async with session.get(f"{replica.info.address}{PATH}/stream", headers=headers) as response:
+                async with session.get(replica.info.url(f"{PATH}/stream"), headers=headers) as response:
                     rest = b""
                     async for piece in response.content.iter_any():
                         *events, rest = (rest + piece).split(EVENT_END)

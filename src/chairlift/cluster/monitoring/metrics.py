@@ -52,7 +52,7 @@ async def _read(session: aiohttp.ClientSession, free: asyncio.Semaphore, replica
     """Return the text of a replica's /metrics; None if it does not answer."""
     async with free:
         try:
-            async with session.get(f"{replica.info.address}/metrics", headers={"x-api-key": replica.info.key}) as found:
+            async with session.get(replica.info.url("/metrics"), headers={"x-api-key": replica.info.key}) as found:
                 text = await found.content.read(MAX_BYTES + 1)
                 while len(text) <= MAX_BYTES and (more := await found.content.read(MAX_BYTES + 1)):
                     text += more

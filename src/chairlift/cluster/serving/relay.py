@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
 
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route
@@ -59,7 +58,9 @@ class _Failed(Exception):
 @dataclass(slots=True)
 class _Request:
     method: str
-    target: str  # path and query
+    path: str  # decoded; routes and error events depend on it
+    raw_path: str  # as the client wrote it
+    query: str
     headers: list[tuple[str, str]]
     body: bytes
     key: APIKey | None
@@ -124,12 +125,13 @@ class Relay:
         body, path, key = b"".join(pieces), scope["path"], scope["state"].get("api_key")
         generates = scope["method"] == "POST" and bool(_GENERATION.match(path))
         salt = key.digest.hex() if self._isolate_keys and key is not None else ""
-        query = scope["query_string"].decode("latin-1")
         parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and generates, salt=salt)
         found: RoutedBody = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)
         return _Request(
             method=scope["method"],
-            target=scope["raw_path"].decode("latin-1") + (f"?{query}" if query else ""),
+            path=path,
+            raw_path=scope["raw_path"].decode("latin-1"),
+            query=scope["query_string"].decode("latin-1"),
             headers=_request_headers(scope),
             body=body,
             key=key,
@@ -203,7 +205,7 @@ class _Exchange:
         try:
             response = await session.request(
                 request.method,
-                URL(replica.address + request.target, encoded=True),  # as the client wrote it
+                replica.url(request.raw_path, request.query),
                 headers=[*request.headers, *_credentials(replica.key, request.key)],
                 data=request.body or None,
                 allow_redirects=False,
@@ -255,7 +257,7 @@ class _Exchange:
         self._table.failed(self._replica.id)
         if response.content_type != "text/event-stream":
             raise ConnectionError("the replica died during the response")
-        events = b"" if self._end.endswith(DONE) else error_events(self._request.target, self._end)
+        events = b"" if self._end.endswith(DONE) else error_events(self._request.path, self._end)
         await self._send({"type": "http.response.body", "body": events})
 
     def usage(self) -> RelayedUsage | None:

@@ -6,12 +6,15 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 import chairlift
 from chairlift.cluster.routing.router import OUTPUT_COST
+
+if TYPE_CHECKING:
+    from yarl import URL
 
 REPLICAS = "replica"  # name of the deployment
 
@@ -26,6 +29,15 @@ class ReplicaInfo:
     version: str  # of Chairlift, with a digest of the server's configuration
     pid: int  # of its HTTP server
     node: str  # Ray's id of its node
+
+    def url(self, path: str, query: str = "") -> URL:
+        """Return the URL of a path as it is written in a request. No path can change the host or the port."""
+        from yarl import URL
+
+        server = URL(self.address)
+        return URL.build(
+            scheme=server.scheme, authority=server.raw_authority, path=path, query_string=query, encoded=True
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class RequestGuard:
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if refused := _bad_target(scope):
+            return refused
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)
         if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
@@ -154,6 +156,15 @@ def client_headers(key: APIKey) -> dict[str, str]:
 
 def _is_upload(scope: Scope) -> bool:
     return bool(scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
+
+
+def _bad_target(scope: Scope) -> APIError | None:
+    """Return the refusal of a target that is no path: "%2F@HOST" decodes to one, but names a host where it is appended
+    to an address. No client sends a fragment."""
+    if scope["raw_path"].startswith(b"/") and b"#" not in scope["raw_path"] + scope["query_string"]:
+        return None
+    problem = "the target of a request must begin with '/' and have no '#'"
+    return APIError(400, problem, code="bad_http", headers=CLOSE)
 
 
 def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:

@@ -81,4 +81,6 @@ def make_ingress_app(
         *(dashboard_routes(fleet, config.model_name) if config.dashboard else ()),
         Mount("/", relay),
     ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={APIError: on_error})
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={APIError: on_error})
+    app.router.redirect_slashes = False
+    return app

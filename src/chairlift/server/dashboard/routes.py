@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import Request
 
 from chairlift.core.policies.base import make_policy
@@ -32,10 +32,6 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
     @app.get(PATH, include_in_schema=False)
     async def dashboard() -> Response:
         return HTMLResponse(page, headers=headers)
-
-    @app.get(f"{PATH}/", include_in_schema=False)
-    async def dashboard_with_slash() -> Response:
-        return RedirectResponse(PATH)
 
     @app.get(f"{PATH}/stream", include_in_schema=False)
     async def stream(http: Request) -> Response:

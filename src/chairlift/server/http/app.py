@@ -72,7 +72,15 @@ def make_app(
         if tracer_provider is not None:
             await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
 
-    app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    # A redirect for a trailing slash would name the address of this server, which clients of a proxy must not learn.
+    app = FastAPI(
+        title="Chairlift",
+        version=chairlift.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     hosts = hosts or HostNames()
     app.router.route_class = threaded_body_route(service.admission)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
@@ -111,7 +119,7 @@ def make_app(
 def make_internal_app(service: Service) -> FastAPI:
     """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
     keys apply."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(OutermostMiddleware)
     _add_error_handlers(app)

@@ -68,10 +68,12 @@ class FakeReplica:
         self.closed.set()
 
 
-def whole(status: int, body: str = '{"ok": true}') -> Answer:
+def whole(status: int, body: str = '{"ok": true}', **headers: str) -> Answer:
+    more = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+
     async def answer(writer: asyncio.StreamWriter) -> None:
         head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
+        writer.write(f"{head}{more}connection: close\r\n\r\n{body}".encode())
 
     return answer
 

@@ -69,6 +69,11 @@ def test_headers_of_a_connection_and_the_path_are_relayed_as_a_proxy_should() ->
     assert request.head.lower().count("accept-encoding: identity") == request.head.lower().count("accept-encoding") == 1
 
 
+def test_the_names_of_ignored_fields_are_relayed() -> None:
+    with ingress(FakeReplica(whole(200, x_chairlift_ignored_fields="colour, messages[0].mood"))) as (url, _):
+        assert post(url).headers["x-chairlift-ignored-fields"] == "colour, messages[0].mood"
+
+
 def test_only_generated_responses_count_for_the_expected_output() -> None:
     answer = '{"usage": {"prompt_tokens": 2, "completion_tokens": 1000}}'
     with ingress(FakeReplica(whole(200, answer))) as (url, table):

@@ -186,7 +186,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x", "contents": "y"}]}, "messages[0].contents"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop": ["x"]}, "stop"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -200,7 +200,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
-    ({"surprise": 1}, "surprise"),
+    ({"max_token": 1}, "max_token"),
 ]
 
 

@@ -168,7 +168,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "json_object"}, "response_format", "invalid_type"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value"),
-    ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "unknown_parameter"),
+    ({"response_format": {"type": "json_object", "typ": 1}}, "response_format.typ", "unknown_parameter"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -223,7 +223,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "invalid_value"),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "unknown_parameter"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": "json"}, "structured_outputs", "invalid_type"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),
     ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "invalid_value"),

@@ -27,7 +27,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [function(name=None)]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [function(description="\ud800")]}, "tools", "invalid_value"),
     ({"tools": [function(strict=1)]}, "tools[0].function.strict", "invalid_type"),
-    ({"tools": [function(colour=1)]}, "tools[0].function.colour", "unknown_parameter"),
+    ({"tools": [function(descripton=1)]}, "tools[0].function.descripton", "unknown_parameter"),
     ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters", "invalid_value"),
     (
         {"tools": [function(parameters={"description": "x" * 70_000})]},

@@ -9,6 +9,7 @@ from typing import Any
 
 from chairlift.server.access.keys import KeySources
 from chairlift.server.http.listener import Certificate
+from chairlift.server.http.unknown_fields import UnknownFieldsRule
 from chairlift.server.limits import Limits
 from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_client import Supervision
@@ -38,6 +39,7 @@ class ServerConfig:
     engine_module: str = ENGINE_MODULE  # run as the engine process; tests and benchmarks run others
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
+    unknown_fields: UnknownFieldsRule = "ignore"  # what happens to fields of requests that are not known
     tool_format: str | None = None  # tool-call format; None: detected from the chat template
     dashboard: bool = True  # whether to serve /dashboard
     public_metrics: bool = False  # whether /metrics needs no key

@@ -82,6 +82,7 @@ class HTTPServer:
             hosts=HostNames(config.host, config.allowed_hosts),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
+            unknown_fields=config.unknown_fields,
             files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),
             tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )

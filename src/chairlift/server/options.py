@@ -57,6 +57,13 @@ class ServerOptions:
         choices=TOOL_FORMATS.names(),
         default_text="from its chat template",
     )
+    unknown_fields: str = option(
+        "ignore",
+        help="What happens to fields of a request that are not known: ignore names them in the response's header "
+        "x-chairlift-ignored-fields. Misspelled parameters are always refused.",
+        group=SERVER,
+        choices=("ignore", "refuse"),
+    )
     dashboard: bool = option(True, help="Serve the live page at /dashboard.", group=SERVER)
     policy_switch: bool | None = option(
         None,

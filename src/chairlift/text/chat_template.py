@@ -43,6 +43,8 @@ class ChatTemplate:
             self.strings = frozenset(
                 node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
             )
+            fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+            self.names = self.strings | fields  # under which messages may be read
         except Exception as error:  # also what Python raises when it compiles the generated code
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 

@@ -117,6 +117,11 @@ class Tokenizer:
         return frozenset() if self._template is None else self._template.strings
 
     @property
+    def template_names(self) -> frozenset[str]:
+        """The names of fields that the chat template may read in a message."""
+        return frozenset() if self._template is None else self._template.names
+
+    @property
     def template_shows_tools(self) -> bool:
         return self._template is not None and self._template.shows_tools
 

@@ -270,11 +270,11 @@ def test_a_trace_is_replayed(server: LocalServer, tmp_path: Path) -> None:
 
 
 def test_refusals_are_counted(server: LocalServer, tmp_path: Path) -> None:
-    extra = ["--extra-body", '{"frobnicate": 1}', "--warmup", "0", "--num-requests", "4", "--concurrency", "2"]
+    extra = ["--extra-body", '{"temprature": 1}', "--warmup", "0", "--num-requests", "4", "--concurrency", "2"]
     options = ["--url", server.url, "--token-ids", "10:300", *LENGTHS]
     [row] = bench(*options, *extra, report=tmp_path / "report.json")["rows"]
     assert row["errors"] == {"HTTP 400 unknown_parameter": 4}
-    result = CliRunner().invoke(app, ["bench", "serve", *options, "--extra-body", '{"frobnicate": 1}'])
+    result = CliRunner().invoke(app, ["bench", "serve", *options, "--extra-body", '{"temprature": 1}'])
     assert result.exit_code == 2
     assert "does not answer as it should: HTTP 400" in result.stderr
 

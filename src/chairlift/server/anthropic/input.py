@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import CacheControl, TextBlock
+from chairlift.server.http.unknown_fields import check_unknown
 from chairlift.server.openai.strict import StrictModel, parse_at
 
 
@@ -83,8 +84,7 @@ class MessageInput:
         role, content = given.get("role"), given.get("content")
         if not isinstance(role, str) or role not in _BLOCKS:
             raise InvalidParameter(f"{location}.role", f"must be user or assistant, got {str(role)[:40]!r}")
-        if unknown := set(given) - {"role", "content"}:
-            raise InvalidParameter(f"{location}.{min(unknown)}", "unknown parameter", "unknown_parameter")
+        check_unknown(location, given, ("role", "content"))
         if isinstance(content, str):
             self._add(location, {"role": role, "content": content})
             return

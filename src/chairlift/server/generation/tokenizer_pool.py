@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 LONG_TEXT = 20_000  # characters or token ids
@@ -22,10 +23,13 @@ class TokenizerPool:
 
     async def run_text_job(self, size: int, work: Callable[[], T]) -> T:
         """Like `run`, for work that no completion needs."""
-        pool = self._text_jobs if size >= LONG_TEXT else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await _run_in(self._text_jobs if size >= LONG_TEXT else self._short, work)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` in a thread; `size` is the number of characters or tokens that it processes."""
-        pool = self._long if size >= LONG_TEXT else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await _run_in(self._long if size >= LONG_TEXT else self._short, work)
+
+
+async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Run `work` with the context of its request, which keeps the request's unknown fields."""
+    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)

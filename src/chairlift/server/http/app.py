@@ -31,6 +31,7 @@ from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.tracing import Tracing
+from chairlift.server.http.unknown_fields import HEADER, UnknownFieldsMiddleware, UnknownFieldsRule
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.service import Service
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _RATE_LIMIT_HEADERS = [
     f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 ]
-EXPOSED_HEADERS = ["x-request-id", "retry-after", *_RATE_LIMIT_HEADERS]  # that scripts of other origins may read
+# That scripts of other origins may read.
+EXPOSED_HEADERS = ["x-request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
 # Codes of the errors that the web framework raises: a body nested too deeply, a path or method without a route.
 _FRAMEWORK_CODES = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
 
@@ -56,6 +58,7 @@ def make_app(
     access_log: Path | None = None,
     tracer_provider: TracerProvider | None = None,
     files: FilesFolder | None = None,
+    unknown_fields: UnknownFieldsRule = "ignore",
 ) -> FastAPI:
     table = KeyTable() if keys is None else keys
 
@@ -64,7 +67,8 @@ def make_app(
         await service.engine.start()
         tasks = [asyncio.create_task(_ping(service))]
         if files is not None:
-            tasks.append(asyncio.create_task(BatchRunner(files, service, make_internal_app(service), table).run()))
+            internal = make_internal_app(service, unknown_fields)
+            tasks.append(asyncio.create_task(BatchRunner(files, service, internal, table).run()))
         yield
         for task in tasks:
             task.cancel()
@@ -83,6 +87,7 @@ def make_app(
     )
     hosts = hosts or HostNames()
     app.router.route_class = threaded_body_route(service.admission)
+    app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(
         RequestGuard,
@@ -116,10 +121,11 @@ def make_app(
     return app
 
 
-def make_internal_app(service: Service) -> FastAPI:
+def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> FastAPI:
     """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
     keys apply."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(OutermostMiddleware)
     _add_error_handlers(app)

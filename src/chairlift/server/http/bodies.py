@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,8 @@ class _ThreadedBody(Request):
         if len(body) < LARGE_BODY:
             return await super().json()
         await self._reserve()
-        parsing = asyncio.get_running_loop().run_in_executor(self._threads, partial(_parse, self._body_type, body))
+        parse = partial(copy_context().run, _parse, self._body_type, body)
+        parsing = asyncio.get_running_loop().run_in_executor(self._threads, parse)
         return await unless_disconnected(self, parsing)
 
     async def _reserve(self) -> None:

@@ -19,6 +19,7 @@ from chairlift.server.generation.admission import end_admission_for_parsing
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import unavailable
 from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.openai.chat_fields import check_message_fields, known_tools
 from chairlift.server.openai.completions import TextGeneration
 from chairlift.server.openai.types import (
     ChatRequest,
@@ -149,7 +150,8 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
         return model.tokenizer.encode(body.prompt, add_special_tokens=special)
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
-    tools = ToolUse.of(model.tool_format, body.tools, None, None)
+    check_message_fields(body.messages or [], model.tokenizer.template_names)
+    tools = ToolUse.of(model.tool_format, known_tools(body.tools), None, None)
     messages = known_roles(body.messages or [], model.tokenizer.template_strings)
     return tools.encode(
         model.tokenizer,

@@ -9,6 +9,7 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.chat_fields import check_message_fields, known_choice, known_tools
 from chairlift.server.openai.parsed_responses import ParsedChoiceFormat
 from chairlift.server.openai.response_builder import ChatChoiceFormat, CompletionResponseBuilder
 from chairlift.server.openai.types import ChatRequest
@@ -43,9 +44,11 @@ class ChatGeneration(GenerationRequest):
     def tools(self) -> ToolUse:
         """The tool settings, validated on first use, which is in a thread since schemas may be large."""
         body = self._body
-        return ToolUse.of(self._model.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
+        tools, choice = known_tools(body.tools), known_choice(body.tool_choice)
+        return ToolUse.of(self._model.tool_format, tools, choice, body.parallel_tool_calls)
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+        check_message_fields(self._body.messages, self._model.tokenizer.template_names)
         return self.tokenize_messages(self._body.messages, max_tokens)
 
     def tokenize_messages(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.http.unknown_fields import check_unknown
 
 MAX_PARAMETERS = 256
 MAX_PATH = 300  # characters of a field's path in an error
@@ -17,7 +18,6 @@ MAX_PATH = 300  # characters of a field's path in an error
 _CODES = {
     "missing": "missing_required_parameter",
     "union_tag_not_found": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
 }
 
 
@@ -37,14 +37,15 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidPara
     """Convert pydantic's errors about the first invalid field of `data`. The name is the path of the field, such as
     `stop[2]` or `response_format.json_schema.name`; an error of the whole body has no name."""
     error = _best_match([one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]], data)
+    if isinstance(refusal := error.get("ctx", {}).get("error"), InvalidParameter):
+        return refusal
     kind, steps = error["type"], list(_steps_in_data(error["loc"], data))
     if kind == "missing" and error["loc"]:  # otherwise the whole body is missing
         steps.append(error["loc"][-1])
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         steps.append(error["ctx"]["discriminator"].strip("'"))
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    problem = "unknown parameter" if kind == "extra_forbidden" else str(error["msg"])
-    return InvalidParameter(path[1:][:MAX_PATH], problem, _code(kind))
+    return InvalidParameter(path[1:][:MAX_PATH], str(error["msg"]), _code(kind))
 
 
 def _best_match(errors: Sequence[Mapping[str, Any]], data: Any) -> Mapping[str, Any]:
@@ -72,14 +73,59 @@ def _code(kind: str) -> str:
 
 
 class StrictModel(BaseModel):
-    """A model without type coercion ("3" is not 3) that refuses unknown parameters."""
+    """A model without type coercion ("3" is not 3). What else it is given is kept until `check_unknown_fields`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _limit_parameters(cls, data: Any) -> Any:
         return _check_count(data, MAX_PARAMETERS, "parameters")
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        """The names of all fields as a client writes them."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    def check_unknown_fields(self, location: str) -> None:
+        """Apply the rule for unknown fields to this object at `location` and to all objects in it."""
+        if self.__pydantic_extra__:
+            self.check_unknown_names(location, self.__pydantic_extra__)
+            self.__pydantic_extra__.clear()
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            field = type(self).model_fields[name].alias or name
+            _check_value(f"{location}.{field}" if location else field, getattr(self, name))
+
+    def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
+        check_unknown(location, given, self.known_fields())
+
+
+def _check_value(location: str, value: Any) -> None:
+    if isinstance(value, StrictModel):
+        value.check_unknown_fields(location)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, StrictModel):
+                item.check_unknown_fields(f"{location}[{index}]")
+
+
+class RequestBody(StrictModel):
+    """The whole body of a request."""
+
+    # Parameters of other endpoints that would change the answer here; they are refused.
+    refused_names: ClassVar[Collection[str]] = ()
+
+    @model_validator(mode="after")
+    def _check_unknown_fields(self) -> Self:
+        self.check_unknown_fields("")
+        return self
+
+    def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
+        for name in self.refused_names:
+            if given.get(name) is not None:
+                problem = "unknown parameter: it belongs to another endpoint, and would change the answer"
+                raise InvalidParameter(name, problem, "unknown_parameter")
+        super().check_unknown_names(location, given)
 
 
 Model = TypeVar("Model", bound=StrictModel)
@@ -88,10 +134,12 @@ Model = TypeVar("Model", bound=StrictModel)
 def parse_at(location: str, model: type[Model], given: Any) -> Model:
     """Validate a part of a body; errors name the field below `location`, which is empty for the whole body."""
     try:
-        return model.model_validate(given)
+        found = model.model_validate(given)
     except ValidationError as error:
         field = invalid_field(error.errors(include_url=False), given)
         raise field.renamed(".".join(filter(None, (location, field.parameter)))) from error
+    found.check_unknown_fields(location)
+    return found
 
 
 def renamed_parameter(parameter: str, names: Mapping[str, str]) -> str:

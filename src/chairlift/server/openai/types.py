@@ -1,10 +1,10 @@
-"""Request bodies. A null means absent; unknown parameters are refused by name."""
+"""Request bodies. A null means absent; for unknown parameters see `server/http/unknown_fields.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
@@ -12,7 +12,7 @@ from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel, max_entries
+from chairlift.server.openai.strict import RequestBody, StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
 
 MAX_PROMPTS = 256
@@ -24,12 +24,20 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
+# Parameters that have this name, or a meaning, on some generation endpoints only.
+GENERATION_NAMES = (
+    *("messages", "prompt", "input", "instructions", "system", "suffix", "tools", "tool_choice", "response_format"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tokens_to_sample", "stop_sequences"),
+    *("n", "best_of", "use_beam_search", "beam_width", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+)
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class EngineBody(StrictModel):
+class EngineBody(RequestBody):
     """Parameters of every endpoint that uses the engine."""
 
     model: str
@@ -49,6 +57,8 @@ class GenerationBody(EngineBody):
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
     priority (lower is sooner), thinking_token_budget, and for structured output guided_json, guided_regex,
     guided_choice, guided_grammar and structured_outputs."""
+
+    refused_names: ClassVar[Collection[str]] = GENERATION_NAMES
 
     stream: bool | None = None
     temperature: float | None = None
@@ -81,6 +91,10 @@ class GenerationBody(EngineBody):
         body = handler({name: value for name, value in data.items() if name not in names} if names else data)
         body._extra_args = {name: data[name] for name in names if data[name] is not None}
         return body
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return {*super().known_fields(), *extra_parameter_names()}
 
     @property
     def streams(self) -> bool:
@@ -244,7 +258,7 @@ class ChatRequest(CompletionBody):
         return self.sampling_params(max_tokens=limit, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RequestBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
@@ -254,7 +268,7 @@ class TokenizeRequest(StrictModel):
     continue_final_message: bool | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestBody):
     model: str | None = None
     tokens: TokenIds
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.http.unknown_fields import without_unknown
 from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 
@@ -114,6 +115,7 @@ class ResponsesRequest(GenerationBody):
 
 def _response_format(given: dict[str, Any]) -> Any:
     """Convert {type, name, schema, strict} to {type, json_schema: {name, schema, strict}}."""
+    given = without_unknown("text.format", given, ("type", "name", "description", "schema", "strict"))
     if given == {"type": "text"}:
         return None
     if given.get("type") != "json_schema":
@@ -127,7 +129,8 @@ def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     if kind != "function":
         problem = f"only function tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
         raise InvalidParameter(f"tools[{index}].type", problem)
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    known = without_unknown(f"tools[{index}]", tool, ("type", "name", "description", "parameters", "strict"))
+    return {"type": "function", "function": {name: value for name, value in known.items() if name != "type"}}
 
 
 def _chat_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> Any:
@@ -137,4 +140,5 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> A
     if kind != "function":
         problem = f"must be none, auto, required or one function, got {str(kind)[:40]!r}"
         raise InvalidParameter("tool_choice.type", problem)
-    return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}
+    known = without_unknown("tool_choice", choice, ("type", "name"))
+    return {"type": "function", "function": {name: value for name, value in known.items() if name != "type"}}

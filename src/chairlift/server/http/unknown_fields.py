@@ -1,0 +1,155 @@
+"""The rule for fields of a request that no reader of it knows.
+
+A name that resembles one of ours is a typing error and is refused. Any other is ignored and said: the response names it
+in a header, and the log names it once per client. With `--unknown-fields refuse` all of them are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.errors import InvalidParameter
+
+log = logging.getLogger("chairlift.server")
+
+HEADER = "x-chairlift-ignored-fields"
+MAX_HEADER = 1000  # characters of its value
+MAX_NAME = 100  # characters of a field's path in it
+MAX_IGNORED = 256  # different fields of one request; others that only differ by an index count as the same
+MAX_CLIENTS = 1024  # whose fields were logged; the oldest one is forgotten
+MAX_KNOWN_NAME = 64  # characters; no parameter is longer, so longer names resemble none
+
+UnknownFieldsRule = Literal["ignore", "refuse"]
+
+
+class UnknownFields:
+    """What the readers of one request have ignored."""
+
+    def __init__(self, rule: UnknownFieldsRule) -> None:
+        self._refuses = rule == "refuse"
+        self._paths: dict[str, str] = {}  # of the ignored fields, by the path without indices
+
+    def add(self, path: str, name: str, known: Collection[str]) -> None:
+        """Ignore the field `name`, or refuse it if it resembles one of the `known`."""
+        shape = re.sub(r"\[\d+\]", "", path)
+        if shape in self._paths:
+            return
+        if meant := resembling(name, known):
+            raise InvalidParameter(path, f"unknown parameter; did you mean {meant!r}?", "unknown_parameter")
+        if self._refuses:
+            raise InvalidParameter(path, "unknown parameter", "unknown_parameter")
+        if len(self._paths) == MAX_IGNORED:
+            raise InvalidParameter(path, f"is one of more than {MAX_IGNORED} unknown parameters", "unknown_parameter")
+        self._paths[shape] = path
+
+    def header(self) -> str:
+        """Return the paths as the value of a header; other characters than those of names are percent-encoded."""
+        kept: list[str] = []
+        room = MAX_HEADER - len(", ...")
+        for path in self._paths.values():
+            name = quote(path[:MAX_NAME].encode("utf-8", "replace"), safe="[]")
+            room -= len(name) + len(", ")
+            if room < 0:
+                return ", ".join([*kept, "..."])
+            kept.append(name)
+        return ", ".join(kept)
+
+
+# Of the request that is being read. Outside of a server unknown fields are refused.
+_request: ContextVar[UnknownFields | None] = ContextVar("unknown_fields", default=None)
+
+
+def check_unknown(
+    location: str, given: Mapping[str, Any], known: Collection[str], also_known: Collection[str] = ()
+) -> None:
+    """Apply the rule to the fields of an object at `location`, which is empty for the whole body. A null is absent.
+
+    `also_known` are names that no misspelling is compared with, such as those in a chat template.
+    """
+    fields: UnknownFields | None = None
+    for name, value in given.items():
+        if value is not None and name not in known and name not in also_known:
+            fields = fields or _request.get() or UnknownFields("refuse")
+            fields.add(f"{location}.{name}" if location else name, name, known)
+
+
+def without_unknown(location: str, given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Apply the rule to an object and return its known fields."""
+    check_unknown(location, given, known)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def resembling(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name of which `name` is a misspelling: one with other case or punctuation, or that differs in
+    one letter, in two if it is long."""
+    if not 3 <= len(name) <= MAX_KNOWN_NAME:
+        return None
+    limit = 1 if len(name) < 8 else 2
+    near = [(_distance(name, one, limit), one) for one in known if len(one) >= 3]
+    return min((one for one in near if one[0] <= limit), default=(0, None))[1]
+
+
+def _distance(name: str, other: str, limit: int) -> int:
+    """Return the letters to insert, delete, replace or swap; more than `limit` if there are more of them."""
+    if _letters(name) == _letters(other):
+        return 0
+    if abs(len(name) - len(other)) > limit:
+        return limit + 1
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(name, start=1):
+        last, before, row = before, row, [i]
+        for j, wanted in enumerate(other, start=1):
+            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and (name[i - 2], letter) == (wanted, other[j - 2]):
+                least = min(least, last[j - 2] + 1)
+            row.append(least)
+    return row[-1]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower()
+
+
+class UnknownFieldsMiddleware:
+    """Keeps what the readers of each request ignore, and says it in the response and in the log."""
+
+    def __init__(self, app: ASGIApp, *, rule: UnknownFieldsRule) -> None:
+        self._app = app
+        self._rule = rule
+        self._logged: OrderedDict[str, None] = OrderedDict()  # clients
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        fields = UnknownFields(self._rule)
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and (names := fields.header()):
+                message["headers"] = [*message["headers"], (HEADER.encode(), names.encode("ascii"))]
+                self._log(scope, names)
+            await send(message)
+
+        token = _request.set(fields)
+        try:
+            await self._app(scope, receive, send_with_header)
+        finally:
+            _request.reset(token)
+
+    def _log(self, scope: Scope, names: str) -> None:
+        client = scope.get("state", {}).get("tenant") or (scope.get("client") or ("of a Unix socket",))[0]
+        if client in self._logged:
+            return
+        self._logged[client] = None
+        if len(self._logged) > MAX_CLIENTS:
+            self._logged.popitem(last=False)
+        log.info("the client %.100s sends fields that are ignored, which %s names: %s", client, HEADER, names)

@@ -86,3 +86,32 @@ def test_new_keys_and_certificates_in_the_same_files_need_new_ingresses(tmp_path
         versions.append(ingress_version(config, OPTIONS))
     assert versions[0] == versions[1]
     assert len(set(versions)) == 3
+
+
+def test_the_status_of_a_fleet_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from chairlift.cli.cluster.commands import cluster_app
+    from chairlift.cluster.serving.control import fleet_status
+
+    def application(**deployments: dict[str, int]) -> SimpleNamespace:
+        deploying = SimpleNamespace(value="DEPLOYING")
+        parts = {name: SimpleNamespace(status=deploying, replica_states=states) for name, states in deployments.items()}
+        return SimpleNamespace(status=deploying, message="", deployments=parts)
+
+    def no_handle(name: str, app: str) -> None:
+        raise KeyError(f"Deployment(name={name!r}, app={app!r}) does not exist.")
+
+    monkeypatch.setattr(serve, "get_deployment_handle", no_handle)
+    monkeypatch.setattr("chairlift.cluster.ray_runtime.connect", lambda *_, **__: False)
+    starting = {"a": application(replica={"STARTING": 2})}
+    for ingress in ({}, {"a-ingress": application(ingress={"STARTING": 1})}):
+        monkeypatch.setattr(serve, "status", lambda found=starting | ingress: SimpleNamespace(applications=found))
+        found = fleet_status("a")
+        assert (found["state"], found["address"], found["replicas"]) == ("deploying", None, [])
+        assert found["deployments"]["replica"]["replicas"] == {"STARTING": 2}
+        shown = CliRunner().invoke(cluster_app, ["status", "--name", "a"])
+        assert shown.exit_code == 0, shown.output
+        assert "a: deploying, no ingress is running" in shown.output
+    with pytest.raises(ChairliftError, match="no fleet 'b'"):
+        fleet_status("b")

@@ -102,6 +102,9 @@ def status(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
+    if found["address"] is None:
+        note(f"{name}: {found['state']}, no ingress is running. {found['problem']}".rstrip() + "\n")
+        return
     show_table(
         f"{name}: {found['state']} at {found['address']}, router {found['router']}",
         ("Replica", "State", "Address", "Running", "Waiting", "KV in use", "Hit rate", "Version"),

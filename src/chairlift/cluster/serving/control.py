@@ -100,7 +100,19 @@ def fleet_status(name: str) -> dict[str, Any]:
         part: {"state": str(one.status.value).lower(), "replicas": {str(k): v for k, v in one.replica_states.items()}}
         for part, one in app.deployments.items()
     }
-    return {**found, **_ingress_status(name if INGRESS in app.deployments else ingress_name(name))}
+    ingress_app = name if INGRESS in app.deployments else ingress_name(name)
+    if not _has_ingress(ingress_app):  # the fleet is starting, or its ingress is being replaced
+        return {**found, "address": None, "version": None, "router": None, "replicas": []}
+    return {**found, **_ingress_status(ingress_app)}
+
+
+def _has_ingress(app_name: str) -> bool:
+    """Whether an ingress runs, which can be asked."""
+    from ray import serve
+
+    app = serve.status().applications.get(app_name)
+    ingress = None if app is None else app.deployments.get(INGRESS)
+    return ingress is not None and ingress.replica_states.get("RUNNING", 0) > 0
 
 
 def _ingress_status(app: str) -> dict[str, Any]:
@@ -110,7 +122,7 @@ def _ingress_status(app: str) -> dict[str, Any]:
     try:
         handle = serve.get_deployment_handle(INGRESS, app)
         status: dict[str, Any] = handle.status.remote().result(timeout_s=STATUS_SECONDS)
-    except (TimeoutError, RayServeException) as error:
+    except (TimeoutError, KeyError, RayServeException) as error:  # KeyError: it is not deployed
         problem = f"the ingress {app!r} does not answer ({type(error).__name__})"
         raise ChairliftError(f"{problem}; see `serve status`, and start the fleet again") from None
     return status

@@ -17,6 +17,7 @@ import pytest
 
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
+from chairlift.server.limits import Limits
 from chairlift.server.workers.config_codec import encode_config
 from tests.cluster.fake_replica import KEY, FakeReplica, die, ingress, stream, whole
 from tests.server.running_server import HTTP, wait_for
@@ -307,3 +308,27 @@ def test_prompts_with_equal_prefixes_go_to_one_replica() -> None:
                 assert post(url, "/v1/chat/completions", {"messages": messages}).status_code == 200
     seen = [{json.loads(one.body)["messages"][0]["content"][0] for one in replica.requests} for replica in replicas]
     assert sorted(map(sorted, seen)) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1//files", "/v1/files/", "/v1/batches", COMPLETIONS, "/x", "/health", "/metrics"]
+)
+def test_every_path_has_the_limits_of_bodies(path: str) -> None:
+    replica = FakeReplica(whole(200))
+    config = ServerConfig("tiny", limits=Limits(max_body_bytes=1000, max_body_values=10))
+    with ingress(replica, config=config) as (url, _):
+        assert HTTP.post(url + path, content=b"x" * 1001).status_code == 413
+        pieces = HTTP.post(url + path, content=iter([b"x" * 400] * 3))  # without a length
+        assert pieces.status_code in (404, 413)
+        assert HTTP.post(url + path, content=b"," * 11).status_code in (400, 404)
+    assert replica.requests == []
+
+
+def test_a_fleet_has_no_files() -> None:
+    replica = FakeReplica(whole(200))
+    with ingress(replica) as (url, _):
+        for path in ("/v1/files", "/v1/files/x/content", "/v1/batches", "/v1/batches/x/cancel"):
+            for method in ("GET", "POST", "DELETE"):
+                refused = HTTP.request(method, url + path)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "files_disabled")
+    assert replica.requests == []

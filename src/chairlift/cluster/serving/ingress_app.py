@@ -28,6 +28,8 @@ from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.metrics import Metrics
 
+METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH")
+
 
 def make_ingress_app(
     config: ServerConfig, fleet: FleetView, relay: Relay, metrics: Metrics, keys: KeyTable
@@ -44,6 +46,10 @@ def make_ingress_app(
 
     async def metrics_page(_: Request) -> Response:
         return Response(await fleet_exposition(fleet, metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def files(_: Request) -> Response:
+        """Refuses uploads before their body is read."""
+        raise APIError(404, "a fleet keeps no files, and has no batches of files", code="files_disabled")
 
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -78,6 +84,8 @@ def make_ingress_app(
         Route("/ready", health),
         Route("/cluster/replicas", replicas),
         Route("/metrics", metrics_page),
+        *(Route(path, files, methods=METHODS) for path in ("/v1/files", "/v1/batches")),
+        *(Route(path, files, methods=METHODS) for path in ("/v1/files/{_:path}", "/v1/batches/{_:path}")),
         *(dashboard_routes(fleet, config.model_name) if config.dashboard else ()),
         Mount("/", relay),
     ]

@@ -96,6 +96,7 @@ def make_app(
         limits=service.limits,
         metrics=service.metrics,
         public_metrics=public_metrics,
+        uploads=files is not None,
     )
     if cors_origins:
         app.add_middleware(

@@ -79,8 +79,11 @@ class RequestGuard:
         limits: Limits,
         metrics: Metrics,
         public_metrics: bool = False,
+        uploads: bool = False,
     ) -> None:
+        """`uploads`: whether `app` keeps files, whose bodies are longer and are not held in memory."""
         self._app = app
+        self._uploads = uploads
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
         self._keyless_paths = self._any_host_paths | {"/dashboard"}  # the page asks for the key
         self._keys = keys
@@ -101,7 +104,7 @@ class RequestGuard:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        limited = _LimitedUpload if _is_upload(scope) else _LimitedBody
+        limited = _LimitedUpload if self._is_upload(scope) else _LimitedBody
         body = limited(receive, self._limits, self._held, self._metrics, state)
         try:
             await self._app(scope, body, send)
@@ -137,10 +140,13 @@ class RequestGuard:
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
         length = dict(headers).get(b"content-length", b"0")
-        most = self._limits.max_file_bytes if _is_upload(scope) else self._limits.max_body_bytes
+        most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
         if length.isdigit() and int(length) > most:
             return _too_large(most)
         return None
+
+    def _is_upload(self, scope: Scope) -> bool:
+        return bool(self._uploads and scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
 
 
 def client_key(proxy: APIKey, headers: Mapping[bytes, bytes]) -> APIKey:
@@ -152,10 +158,6 @@ def client_key(proxy: APIKey, headers: Mapping[bytes, bytes]) -> APIKey:
 def client_headers(key: APIKey) -> dict[str, str]:
     """Return the headers with which a proxy sends a client's key."""
     return {CLIENT_NAME_HEADER.decode(): quote(key.name), CLIENT_KEY_HEADER.decode(): key.digest.hex()}
-
-
-def _is_upload(scope: Scope) -> bool:
-    return bool(scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
 
 
 def _bad_target(scope: Scope) -> APIError | None:

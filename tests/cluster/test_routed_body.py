@@ -75,7 +75,29 @@ def test_limits_of_the_output(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b"null", b'{"prompt": 5}', b'{"prompt": [[], [-1], [true]]}', b"\xff"]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b'{"prompt": 5}',
+        b'{"prompt": [[-1], [true]]}',
+        b"\xff",
+        b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"prompt": %b}' % (b"9" * 5000),
+    ],
 )
 def test_bodies_that_a_replica_will_refuse_are_routed_too(body: bytes) -> None:
     assert read_body(TEXT, body, with_keys=True) == (RoutedRequest(0), False)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/messages", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("name", ["n", "max_tokens", "cache_salt", "model", "messages", "tools", "input", "prompt"])
+def test_no_value_of_a_field_stops_the_reading(path: str, name: str) -> None:
+    deep = b"[" * 900 + b"]" * 900
+    for value in (b"9" * 30, b"9" * 4000, b"9" * 5000, b"-1", b"1e999", deep, b'{"a":' * 900 + b"1" + b"}" * 900):
+        body = b'{"prompt": "hi", "%b": %b}' % (name.encode(), value)
+        found = read_body(path, body, with_keys=True).request
+        assert found.num_prompt >= 0
+        assert (found.max_output or 0) < 2**70

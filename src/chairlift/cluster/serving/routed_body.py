@@ -15,6 +15,7 @@ from chairlift.cluster.routing.prefix_keys import PrefixKey, prefix_keys
 from chairlift.cluster.routing.request import RoutedRequest
 
 TOKEN_BYTES = 4
+MAX_INTEGER = 2**31
 
 _json = msgspec.json.Encoder(order="deterministic")
 
@@ -25,10 +26,23 @@ class RoutedBody(NamedTuple):
 
 
 def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> RoutedBody:
-    """`salt` separates clients whose requests share no KV blocks."""
-    fields = _fields(body)
+    """`salt` separates clients whose requests share no KV blocks. A body that cannot be read has an empty prompt: the
+    replica will answer what is wrong with it."""
+    try:
+        fields = msgspec.json.decode(body)
+        return _read_fields(path, fields if isinstance(fields, dict) else {}, with_keys=with_keys, salt=salt)
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ):  # also values that cannot be written again
+        return RoutedBody(RoutedRequest(0, None, ()), streams=False)
+
+
+def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: str) -> RoutedBody:
     prompts = _prompts(path, fields)
-    count = _count(fields)
+    count = _integer(fields.get("n")) or 1
     keys: tuple[PrefixKey, ...] = ()
     if with_keys and prompts:
         salt += "" if fields.get("cache_salt") is None else f" {fields['cache_salt']}"
@@ -36,15 +50,6 @@ def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> Rou
     limit = _output_limit(fields)
     most = None if limit is None else limit * count * max(1, len(prompts))
     return RoutedBody(RoutedRequest(sum(map(len, prompts)), most, keys), fields.get("stream") is True)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    """The fields of a JSON body; none if it is malformed, which the replica will answer."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _prompts(path: str, fields: dict[str, Any]) -> list[Sequence[int]]:
@@ -62,13 +67,15 @@ def _prompts(path: str, fields: dict[str, Any]) -> list[Sequence[int]]:
 
 
 def _completion_prompts(prompt: Any) -> list[Sequence[int]]:
+    """The prompts of the field `prompt`: a text, tokens, or a list of either."""
+    several = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
+    return [found for one in several if (found := _one_prompt(one)) is not None]
+
+
+def _one_prompt(prompt: Any) -> Sequence[int] | None:
     if isinstance(prompt, str):
-        return [_pieces([prompt.encode("utf-8", "surrogatepass")])]
-    if not isinstance(prompt, list) or not prompt:
-        return []
-    if _are_tokens(prompt):
-        return [prompt]
-    return [found for one in prompt for found in _completion_prompts(one)]
+        return _pieces([prompt.encode("utf-8", "surrogatepass")])
+    return prompt if isinstance(prompt, list) and _are_tokens(prompt) else None
 
 
 def _are_tokens(prompt: list[Any]) -> bool:
@@ -89,13 +96,11 @@ def _pieces(parts: Iterable[bytes]) -> Sequence[int]:
     return memoryview(text[:whole]).cast("I")
 
 
-def _count(fields: dict[str, Any]) -> int:
-    n = fields.get("n")
-    return n if type(n) is int and n > 0 else 1
+def _integer(value: Any) -> int | None:
+    """A number of tokens or completions; larger ones are refused by the replica."""
+    return min(value, MAX_INTEGER) if type(value) is int and value >= 0 else None
 
 
 def _output_limit(fields: dict[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        if type(limit := fields.get(name)) is int and limit >= 0:
-            return limit
-    return None
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    return next((limit for name in names if (limit := _integer(fields.get(name))) is not None), None)

@@ -179,6 +179,23 @@ CHUNKS = [
     b"5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
     b"00000000000000000000005\r\nhello\r\n0\r\n\r\n",
 ]
+DEEP, DIGITS = b"[" * 900 + b"]" * 900, b"9" * 5000
+VALUES = [
+    *(
+        b'{"prompt": %b}' % value
+        for value in (DEEP, b"[%b]" % DIGITS, b"[[1], %b]" % DEEP, b'["a", 1]', b"NaN", b"-1e999")
+    ),
+    *(
+        b'{"prompt": "a", "%b": %b}' % (name, DIGITS)
+        for name in (b"n", b"max_tokens", b"cache_salt", b"model", b"user")
+    ),
+    *(b'{"prompt": "a", "%b": %b}' % (name, b"9" * 4000) for name in (b"n", b"max_tokens", b"cache_salt", b"model")),
+    b'{"prompt": "a", "n": 1000000000, "max_tokens": 9223372036854775807}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"}",
+    b"\xef\xbb\xbf{}",
+    BODY[:-1].decode().encode("utf-16"),
+]
 OTHERS = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"SSH-2.0-OpenSSH_9.0\r\n",
@@ -205,6 +222,9 @@ PROBES = [
     *(post(b"content-length: " + length + b"\r\n") for length in LENGTHS),
     *(post(b"transfer-encoding: " + coding + b"\r\n", b"0\r\n\r\n") for coding in CODINGS),
     *(post(CHUNKED, chunks) for chunks in CHUNKS),
+    *(post(b"content-length: %d\r\n" % len(value), value) for value in VALUES),
+    *(post(b"content-length: %d\r\n" % len(value), value, b"/v1/chat/completions") for value in VALUES),
+    post(b"content-length: %d\r\n" % len(BODY), BODY, b"/v1/files"),
     post(LENGTH + CHUNKED),
     post(LENGTH + b"content-length: 5\r\n"),
     post(LENGTH + b"content-encoding: br\r\n"),
@@ -231,11 +251,15 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
             yield Target(running.url, running)
         return
     pytest.importorskip("aiohttp", reason="needs Ray: pip install 'chairlift[ray]'")
+    from chairlift.cluster.serving.app import replica_config
     from tests.cluster.fake_replica import KEY, ingress
 
     proxied = KeyTable(KeySources(proxy=KEY).read())
     config = ServerConfig(NAME, limits=LIMITS)
-    with front_end(keys=proxied) as running, ingress(servers=[running.url], config=config) as (url, _):
+    with (
+        front_end(keys=proxied, limits=replica_config(config).limits) as running,
+        ingress(servers=[running.url], config=config) as (url, _),
+    ):
         yield Target(url, running)
 
 
@@ -290,3 +314,11 @@ def test_no_path_is_redirected(target: Target, path: bytes) -> None:
     assert statuses
     assert set(statuses) <= {404, 405}, reply
     assert b"location:" not in reply.lower()
+
+
+def test_the_headers_that_an_ingress_adds_do_not_count(target: Target) -> None:
+    """A client may send as many headers to an ingress as to a server."""
+    for count in (LIMITS.max_headers - 1, LIMITS.max_headers):
+        lines = b"".join(b"x-%d: y\r\n" % number for number in range(count - 1))
+        statuses, reply = probe(target, get(b"/v1/models", headers=HOST + lines + b"connection: close\r\n"))
+        assert statuses == [200 if count < LIMITS.max_headers else 431], reply

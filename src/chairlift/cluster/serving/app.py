@@ -24,6 +24,7 @@ ROUTER_CLASS = "chairlift.cluster.serving.request_router:FleetRequestRouter"
 STATS_SECONDS = 1.0  # between reports of a replica's load
 HEALTH_SECONDS = 2.0  # between health checks, which also find out about killed actors
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node
+INGRESS_HEADERS, INGRESS_HEADER_BYTES = 16, 8 * 2**10  # what an ingress may add to the headers of a client
 UNLIMITED = 1_000_000  # requests do not pass through Ray, so that its limits mean nothing
 
 
@@ -95,8 +96,21 @@ def _supervision(config: ServerConfig) -> dict[str, Any]:
 
 def replica_config(config: ServerConfig) -> ServerConfig:
     """What the servers of replicas need: not what only the ingress does, so that its changes do not restart them."""
+    limits = replace(
+        config.limits,
+        max_headers=config.limits.max_headers + INGRESS_HEADERS,
+        max_header_bytes=config.limits.max_header_bytes + INGRESS_HEADER_BYTES,
+    )
     return replace(
-        config, keys=KeySources(), certificate=None, cors_origins=(), allowed_hosts=(), access_log=None, host="", port=0
+        config,
+        keys=KeySources(),
+        certificate=None,
+        cors_origins=(),
+        allowed_hosts=(),
+        access_log=None,
+        host="",
+        port=0,
+        limits=limits,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.loading import tokenizer
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.tokenizer import TokenizerFiles, load_tokenizer
 
@@ -26,16 +28,20 @@ def _checkpoint(folder: Path) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def _load(folder: Path, settings: dict[str, Any] | None = None, *, adds_bos: bool = False) -> TokenizerFiles:
-    tokenizer = Tokenizer(BPE(VOCABULARY, [("a", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    if adds_bos:
-        tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+def _write(folder: Path, settings: dict[str, Any] | None, template: str | None) -> None:
+    backend = Tokenizer(BPE(VOCABULARY, [("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if template is not None:
+        backend.post_processor = TemplateProcessing(template, special_tokens=[("<s>", 0), ("</s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
     if settings is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _load(folder: Path, settings: dict[str, Any] | None = None, *, adds_bos: bool = False) -> TokenizerFiles:
+    _write(folder, settings, "<s> $A" if adds_bos else None)
     return load_tokenizer(_checkpoint(folder))
 
 
@@ -60,19 +66,56 @@ def test_special_tokens_map_fills_in(tmp_path: Path) -> None:
     assert files.template_variables == {"bos_token": "<s>", "unk_token": "<unk>"}
 
 
-@pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("add_bos_token", [True, False])
-def test_add_bos_token_overrides_the_post_processor(adds_bos: bool, add_bos_token: bool, tmp_path: Path) -> None:
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": add_bos_token}
-    files = _load(tmp_path, settings, adds_bos=adds_bos)
-    assert files.add_bos == add_bos_token
-    assert files.tokenizer.encode("a").ids == ([0, 2] if add_bos_token else [2])
+PROCESSORS = {"none": None, "bos": "<s> $A", "eos": "$A </s>", "both": "<s> $A </s>"}
+CLASSES = [
+    ("llama", "LlamaTokenizer"),
+    ("llama", "PreTrainedTokenizerFast"),
+    ("qwen3", "Qwen2Tokenizer"),
+    ("qwen2", None),
+    ("mistral", "LlamaTokenizerFast"),
+    ("gemma2", "GemmaTokenizer"),
+    ("gpt2", "GPT2Tokenizer"),
+    ("olmo2", "GPTNeoXTokenizer"),
+    ("olmoe", "GPTNeoXTokenizerFast"),
+    ("gpt_neox", None),
+    ("code_llama", "CodeLlamaTokenizer"),
+]
 
 
-def test_add_eos_token(tmp_path: Path) -> None:
-    files = _load(tmp_path, {"bos_token": "<s>", "eos_token": "</s>", "add_eos_token": True})
-    assert files.tokenizer.encode("a").ids == [2, 1]
-    assert not files.add_bos
+@pytest.mark.parametrize(("model_type", "tokenizer_class"), CLASSES)
+def test_bos_and_eos_are_those_of_transformers(model_type: str, tokenizer_class: str | None, tmp_path: Path) -> None:
+    """Over all combinations of what tokenizer.json and the two settings of tokenizer_config.json say."""
+    from transformers import AutoTokenizer
+
+    settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if tokenizer_class is not None:
+        settings["tokenizer_class"] = tokenizer_class
+    _checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for (named, template), add_bos, add_eos in product(PROCESSORS.items(), (None, True, False), (None, True, False)):
+        given = {"add_bos_token": add_bos, "add_eos_token": add_eos}
+        _write(tmp_path, settings | {name: value for name, value in given.items() if value is not None}, template)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)("ab")["input_ids"]
+        ours = load_tokenizer(open_checkpoint(tmp_path))
+        ids = ours.tokenizer.encode("ab").ids
+        assert (ids[0] == 0, ids[-1] == 1) == (theirs[0] == 0, theirs[-1] == 1), (named, add_bos, add_eos)
+        assert ours.add_bos == (ids[0] == 0)
+
+
+def test_model_types_of_classes_that_replace_the_post_processor() -> None:
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    for name, adds_bos in tokenizer._REPLACING_CLASSES.items():
+        of_class = {model_type for model_type, one in TOKENIZER_MAPPING_NAMES.items() if one == name}
+        assert of_class == tokenizer._MODEL_TYPES[adds_bos]
+
+
+@pytest.mark.parametrize("setting", ["add_bos_token", "add_eos_token"])
+def test_a_final_token_stays_where_only_the_other_setting_is_named(setting: str, tmp_path: Path) -> None:
+    """Qwen3-Embedding has add_bos_token: false, and its tokenizer.json adds the token whose state is the embedding."""
+    _checkpoint(tmp_path)
+    _write(tmp_path, {"bos_token": None, "eos_token": "</s>", setting: False}, "$A </s>")
+    assert load_tokenizer(open_checkpoint(tmp_path)).tokenizer.encode("a").ids == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,14 @@ MAX_TOKENIZER_BYTES = 1 << 28  # the largest known have about 35 MB
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+# Classes of transformers that replace the post-processor of tokenizer.json, and whether they add a beginning of text.
+_REPLACING_CLASSES = {"GPTNeoXTokenizer": False, "CodeLlamaTokenizer": True}
+# The model types that have these classes where a checkpoint names none.
+_MODEL_TYPES = {
+    False: {"falcon_mamba", "gpt_neox", "mamba", "mamba2", "mpt", "olmo", "olmoe", "rwkv", "xlstm"},
+    True: {"code_llama"},
+}
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -64,16 +72,31 @@ def _folder_tokenizer(folder: Path) -> TokenizerFiles:
     # The file may contain truncation and padding settings of the training, which would change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if isinstance(settings.get("add_bos_token"), bool) or isinstance(settings.get("add_eos_token"), bool):
-        # These settings override tokenizer.json, as in transformers.
-        add_special_tokens(
-            tokenizer,
-            bos=special.get("bos_token") if settings.get("add_bos_token") else None,
-            eos=special.get("eos_token") if settings.get("add_eos_token") else None,
-        )
+    adds_bos = _replaced_post_processor(folder, settings) if file.exists() else None
+    if adds_bos is not None:
+        add_special_tokens(tokenizer, bos=special.get("bos_token") if adds_bos else None, eos=None)
     template = _chat_template(folder, settings)
     with refuse_damage(file):  # damage may only show on use
         return tokenizer_files(tokenizer, template, special)
+
+
+def _replaced_post_processor(folder: Path, settings: dict[str, Any]) -> bool | None:
+    """Whether the class of the tokenizer adds a beginning of text itself; None if it does what tokenizer.json says.
+
+    The rule is that of transformers: what tokenizer.json says counts, and add_bos_token and add_eos_token of
+    tokenizer_config.json do not. Two classes replace it.
+    """
+    config = read_optional_json_object(folder / "config.json")
+    model_type, declared = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if declared is None:
+        return next((adds for adds, types in _MODEL_TYPES.items() if model_type in types), None)
+    adds_bos = _REPLACING_CLASSES.get(str(declared).removesuffix("Fast"))
+    if adds_bos is None:
+        return None
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    registered = TOKENIZER_MAPPING_NAMES.get(str(model_type))
+    return None if registered == "TokenizersBackend" else adds_bos  # then that class is taken, not the declared one
 
 
 def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None, special: dict[str, str]) -> TokenizerFiles:

@@ -45,6 +45,7 @@ _NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "ssm_state_size": 12,
     "chunk_size": 8,
+    "time_step_min": 1e-6,  # by which transformers limits time steps
     "n_routed_experts": 6,
     "moe_intermediate_size": 22,
     "moe_shared_expert_intermediate_size": 18,

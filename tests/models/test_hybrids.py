@@ -79,6 +79,12 @@ def test_time_step_limits(tmp_path: Path) -> None:
             describe(config | {"time_step_limit": bad})
 
 
+def test_time_steps_of_nemotron_h_are_limited_as_nvidia_limits_them() -> None:
+    config = HYBRID_CONFIGS["nemotron h"]().to_dict() | {"time_step_min": 0.001, "time_step_limit": [0.0, 2.5]}
+    shapes = [describe(each).layers[0].mixer for each in (config, config | {"time_step_limit": None})]  # type: ignore[attr-defined]
+    assert [shape.step_limits for shape in shapes] == [(0.0, 2.5), (0.0, float("inf"))]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "error", "match"),
     [

@@ -110,6 +110,7 @@ TINY: dict[str, Any] = {
     "state_size": 16,
     "chunk_size": 32,
     "time_step_rank": 8,
+    "time_step_min": 1e-6,  # by which transformers limits the time steps of Nemotron-H
     "lru_width": 64,
     # encoders
     "encoder_layers": 2,

@@ -179,7 +179,7 @@ def mamba2_of_hybrids(fields: Fields) -> Mamba2Shape:
 
 
 def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
-    """Nemotron-H: the config's smallest initial time step bounds all of them."""
+    """Nemotron-H. As in NVIDIA's code, `time_step_min` is only for starting a training, unlike in transformers."""
     return _mamba2(
         fields,
         heads=fields.integer("mamba_num_heads"),
@@ -188,7 +188,6 @@ def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
         state_size=fields.integer("ssm_state_size"),
         width="conv_kernel",
         biases=("use_conv_bias", "use_bias", "use_bias"),
-        limits=(fields.number("time_step_min"), math.inf),
     )
 
 
@@ -230,7 +229,6 @@ def _mamba2(
     state_size: int,
     width: str,
     biases: tuple[str, str, str],
-    limits: tuple[float, float] | None = None,
     order: GateOrder = GateOrder(first=True),
     scales: tuple[float, float, float, float, float] | None = None,
 ) -> Mamba2Shape:
@@ -246,7 +244,7 @@ def _mamba2(
         convolution_bias=convolution_bias,
         input_bias=input_bias,
         output_bias=output_bias,
-        step_limits=_step_limits(fields) if limits is None else limits,
+        step_limits=_step_limits(fields),
         order=order,
         scales=scales,
     )

@@ -201,7 +201,6 @@ FAMILIES |= {
             "ssm_state_size": 128,
             "conv_kernel": 4,
             "use_conv_bias": True,
-            "time_step_min": 0.001,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,

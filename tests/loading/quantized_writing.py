@@ -101,6 +101,12 @@ def scaled(dtype: torch.dtype, block: tuple[int, int], name: str, static: bool =
     return write
 
 
+def modelopt(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """8-bit floats with a scale per tensor, and the scales of an 8-bit KV cache."""
+    parts, out = scaled(FP8, (0, 0), "weight_scale", static=True)(weight, random)
+    return parts | {"k_scale": torch.tensor([0.5])}, out
+
+
 def awq(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
     numbers, scales, zeros = rounded(weight, 4, GROUP, symmetric=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -229,6 +235,15 @@ SCHEMES: dict[str, Scheme] = {
         {"quant_method": "fp8", "weight_block_size": [40, 40]}, scaled(FP8, (40, 40), "weight_scale_inv")
     ),
     "fp8 per tensor": Scheme({"quant_method": "fp8"}, scaled(FP8, (0, 0), "weight_scale", static=True)),
+    "fp8 as MiniMax names it": Scheme(
+        {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [40, 40]},
+        scaled(FP8, (40, 40), "weight_scale_inv"),
+    ),
+    "modelopt": Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, modelopt),
+    "modelopt, a scale per channel": Scheme(
+        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "producer": {"name": "modelopt"}},
+        scaled(FP8, (1, 0), "weight_scale"),
+    ),
     "bitsandbytes nf4": Scheme({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
     "bitsandbytes int8": Scheme({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
 }

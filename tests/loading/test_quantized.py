@@ -88,6 +88,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "settings of single modules"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "is not two positive integers"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "only e4m3 is supported"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt, but W4A8_AWQ is not read, only FP8"),
+    ({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}, "formats that differ between layers"),
+    ({"quant_algo": "nvfp4"}, "4-bit floats with an 8-bit scale per 16"),
     ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
     (COMPRESSED, "no config_groups"),
     (COMPRESSED | {"format": "nvfp4-pack-quantized", "config_groups": {"a": GROUP}}, "'nvfp4-pack-quantized'"),
@@ -174,6 +177,42 @@ def test_fp8_weights_keep_their_numbers(tmp_path: Path) -> None:
         assert isinstance(weight, FP8Weight)
         assert float((weight.dequantized().double() - values).norm() / values.norm()) < limit
         assert weight.plain is None
+
+
+def test_block_scales_may_be_as_many_as_rows() -> None:
+    """Four rows of 512 columns have four scales in blocks of 128: along the columns."""
+    reader = READERS.get("fp8")({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    numbers, scales = torch.ones(4, 512).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    weight = reader.read("w", {"weight": numbers, "weight_scale_inv": scales}).dequantized()
+    assert torch.equal(weight, scales.repeat_interleave(128, 1).expand(4, 512))
+    for per_row in (torch.arange(1.0, 5.0), torch.arange(1.0, 5.0)[:, None]):
+        weight = reader.read("w", {"weight": numbers, "weight_scale": per_row}).dequantized()
+        assert torch.equal(weight, torch.arange(1.0, 5.0)[:, None].expand(4, 512))
+
+
+def test_modelopt_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    """Checkpoints of NVIDIA have hf_quant_config.json beside a config.json that says nothing."""
+    folder = tmp_path / "model"
+    expected = write_quantized(folder, SCHEMES["modelopt"])
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    own = folder / "hf_quant_config.json"
+
+    def write(algorithm: str | None) -> None:
+        settings = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+        own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+
+    write("FP8")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.quantization == "ModelOpt FP8, 8-bit floats with a scale per tensor"
+    assert dict(checkpoint.tensors()).keys() == expected.keys()
+    write("NVFP4")
+    with pytest.raises(UnsupportedModel, match=r"NVFP4 \(4-bit floats with an 8-bit scale per 16\) is not read"):
+        open_checkpoint(folder)
+    for nothing in (None, "absent"):
+        write(None) if nothing is None else own.unlink()
+        assert open_checkpoint(folder).quantization is None
 
 
 def test_a_missing_scale_is_refused(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from chairlift.engine.memory_plan import bytes_per_token
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.model_config import ModelConfig, read_model_config
@@ -58,15 +57,18 @@ def check_model(name: str) -> ModelCheck:
     """Check a folder, a config.json, a GGUF file, a known model or an id of the Hugging Face hub; loads no weights."""
     try:
         found = read_model_config(name)
-    except UnsupportedModel as refusal:
+    except (UnsupportedModel, CorruptCheckpoint) as refusal:
         return ModelCheck(name, "unknown", REFUSED, _reason(refusal))
-    model_type = str(text_config(found.config).get("model_type", "unknown"))
+    model_type = str(found.config.get("model_type", "unknown"))
     try:
-        return _check(name, model_type, found)
-    except UnsupportedModel as refusal:
+        model_type = str(text_config(found.config).get("model_type", "unknown"))
+        checked = _check(name, model_type, found)
+    except (UnsupportedModel, CorruptCheckpoint) as refusal:
+        reasons = [_reason(refusal), *filter(None, [found.problem])]
         return ModelCheck(
-            name, model_type, REFUSED, _reason(refusal), stored=found.quantization, stored_bytes=found.num_bytes
+            name, model_type, REFUSED, "; ".join(reasons), stored=found.quantization, stored_bytes=found.num_bytes
         )
+    return checked if found.problem is None else replace(checked, path=REFUSED, reason=found.problem)
 
 
 def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
@@ -84,13 +86,14 @@ def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
             kind: weight_bytes(config, PlainWeight, dtype, "cpu" if kind == "float32" else "cuda")
             for kind, dtype in PLAIN_TYPES.items()
         },
-        formats=_formats(config),
+        formats=_formats(found),
         kv_bytes_per_token={kind: bytes_per_token(info.attention_layers, dtype) for kind, dtype in PLAIN_TYPES.items()},
         state_bytes_per_sequence=sum(layer.num_bytes for layer in info.recurrent_layers),
     )
 
 
-def _formats(config: Mapping[str, Any]) -> dict[str, FormatCheck]:
+def _formats(found: ModelConfig) -> dict[str, FormatCheck]:
+    config = found.config
     checks = {}
     for name in FORMATS.names():
         format = FORMATS.get(name)
@@ -101,11 +104,10 @@ def _formats(config: Mapping[str, Any]) -> dict[str, FormatCheck]:
         obstacles = tuple(model_obstacles(config, format, device))
         size = None if obstacles else weight_bytes(config, format, PLAIN_TYPES[kind], device)
         checks[name] = FormatCheck(title, size, obstacles)
-    reader = quantized_reader(config)
-    if reader is not None and reader.name == "mxfp4" and is_native(config):
+    if found.problem is None and is_native(config) and getattr(quantized_reader(config), "name", None) == "mxfp4":
         checks["checkpoint"] = FormatCheck("GPU", microscaled_bytes(config, torch.bfloat16))
     return checks
 
 
-def _reason(refusal: UnsupportedModel) -> str:
+def _reason(refusal: UnsupportedModel | CorruptCheckpoint) -> str:
     return str(refusal).partition(". Supported:")[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
-from chairlift.loading.json_file import read_json_object
+from chairlift.loading.json_file import read_config
 
 
 class ConfigCheckpoint:
@@ -21,7 +21,7 @@ class ConfigCheckpoint:
         if not file.is_file():
             raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
         self.path = file.parent
-        self.config: dict[str, Any] = read_json_object(file)
+        self.config: dict[str, Any] = read_config(file)
         if self.config.get("quantization_config") and not (self.has_4_bit_experts or self.has_4_bit_layers):
             raise UnsupportedModel(
                 f"{file}: has a quantization_config, but random weights are not quantized, except mxfp4 and symmetric "

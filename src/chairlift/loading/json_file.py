@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
 
+MODELOPT_FILE = "hf_quant_config.json"
 MAX_JSON_BYTES = 4 << 20  # the largest known files of settings have about one megabyte
 
 
@@ -25,6 +26,22 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
         raise CorruptCheckpoint(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     decoded: dict[str, Any] = decode_special_floats(value)
     return decoded
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json, where `quantization_config` also has what other places say about the weights.
+
+    These are the config of the text part of a larger model, and ModelOpt's own file beside config.json.
+    """
+    config = read_json_object(file)
+    nested = (part.get("quantization_config") for part in config.values() if isinstance(part, dict))
+    settings = config.get("quantization_config") or next(filter(None, nested), None) or _modelopt_settings(file)
+    return config | {"quantization_config": settings} if settings else config
+
+
+def _modelopt_settings(config: Path) -> dict[str, Any] | None:
+    own = read_optional_json_object(config.with_name(MODELOPT_FILE)).get("quantization")
+    return own | {"quant_method": "modelopt"} if isinstance(own, dict) and own.get("quant_algo") else None
 
 
 def read_optional_json_object(path: Path) -> dict[str, Any]:

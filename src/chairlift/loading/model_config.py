@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.errors import ModelNotFound
-from chairlift.loading.json_file import read_json_object
+from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.loading.json_file import read_config
 from chairlift.loading.known_models import known_models
 from chairlift.loading.resolve import config_from_hub, existing_path, is_hub_id, unknown_model
 
@@ -18,6 +18,7 @@ class ModelConfig:
 
     config: dict[str, Any]
     quantization: str | None = None  # what the weights are quantized by, in words
+    problem: str | None = None  # why quantized weights cannot be read
     num_bytes: int | None = None  # of the files with weights; None if they are not here
 
 
@@ -33,13 +34,16 @@ def read_model_config(name: str) -> ModelConfig:
         from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
 
         file = GGUFCheckpoint(path)  # reads only its head
-        return ModelConfig(file.config, file.quantization, file.num_bytes)
-    from chairlift.loading.quantized_checkpoint import quantized_reader
+        return ModelConfig(file.config, file.quantization, num_bytes=file.num_bytes)
+    from chairlift.loading.quantized_checkpoint import quantization_name, quantized_reader
 
-    config = read_json_object(path)
-    reader = quantized_reader(config)
-    weights = [file.stat().st_size for file in path.parent.glob("*.safetensors")]
-    return ModelConfig(config, None if reader is None else reader.description(), sum(weights) or None)
+    config = read_config(path)
+    weights = sum(file.stat().st_size for file in path.parent.glob("*.safetensors")) or None
+    try:
+        reader = quantized_reader(config)
+    except UnsupportedModel as refusal:
+        return ModelConfig(config, quantization_name(config), str(refusal), weights)
+    return ModelConfig(config, None if reader is None else reader.description(), num_bytes=weights)
 
 
 def _resolve(name: str) -> Path:

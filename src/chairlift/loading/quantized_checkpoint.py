@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from chairlift.loading.quantized.base import QuantizedReader
     from chairlift.loading.stored_weight import StoredWeight
 
+UNUSED_SCALES = (".k_scale", ".v_scale")  # of an 8-bit KV cache: ours holds 8-bit floats without scales
+
 
 class QuantizedCheckpoint:
     """Puts the parts of quantized weights together; all other tensors are passed on."""
@@ -37,12 +39,15 @@ class QuantizedCheckpoint:
 
     def names(self) -> list[str]:
         """The weights in the order in which their first parts are stored."""
-        return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in self._files.names()))
+        names = (name for name in self._files.names() if not name.endswith(UNUSED_SCALES))
+        return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in names))
 
     def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
         """Yield a weight when its last part is read."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._files.tensors():
+            if name.endswith(UNUSED_SCALES):
+                continue
             if name not in self._weight_of:
                 yield name, tensor
                 continue
@@ -77,10 +82,26 @@ def quantized_reader(config: Mapping[str, Any]) -> QuantizedReader | None:
     settings = config.get("quantization_config")
     if not settings:
         return None
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    method = _method(settings)
     if method not in READERS.names():
         supported = ", ".join(READERS.names())
         raise UnsupportedModel(
             f"the checkpoint is quantized by {method!r:.60}; supported are {supported} and GGUF files"
         )
     return READERS.get(method)(settings)
+
+
+def quantization_name(config: Mapping[str, Any]) -> str | None:
+    """What a checkpoint is quantized by, in a word or two, also if it cannot be read."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
+    return f"{_method(settings)!s:.60}" + (f" {algorithm!s:.60}" if algorithm else "")
+
+
+def _method(settings: Any) -> Any:
+    """ModelOpt's settings may name no method, or the one that comes closest to a part of the weights."""
+    if not isinstance(settings, Mapping):
+        return settings
+    return "modelopt" if settings.get("quant_algo") else settings.get("quant_method")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from chairlift.errors import CorruptCheckpoint
-from chairlift.loading.json_file import read_json_object, read_optional_json_object
+from chairlift.loading.json_file import read_config, read_json_object, read_optional_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = read_json_object(path / "config.json")
+        self.config = read_config(path / "config.json")
         self.generation_config = read_optional_json_object(path / "generation_config.json")
         self._shards = _shards(path)
         self.num_bytes = sum((path / shard).stat().st_size for shard in self._shards)

@@ -152,12 +152,12 @@ def fill(
 
 
 def _check(name: str, tensor: Tensor | StoredWeight, target: Target) -> None:
-    if tensor.shape != target.shape:
-        raise CorruptCheckpoint(f"tensor {name} has shape {_shape(tensor)}, but config.json implies {_shape(target)}")
     if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
         raise UnsupportedModel(
             f"tensor {name} holds {tensor.dtype}, but config.json has no quantization_config that explains it"
         )
+    if tensor.shape != target.shape:
+        raise CorruptCheckpoint(f"tensor {name} has shape {_shape(tensor)}, but config.json implies {_shape(target)}")
 
 
 def _shape(tensor: Target | StoredWeight) -> list[int]:

@@ -20,8 +20,9 @@ class FP8Reader(QuantizedReader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        if config.get("fmt", "e4m3") != "e4m3":
-            raise self.refuse(f"its 8-bit floats are {config['fmt']!r}, only e4m3 is supported")
+        fmt = config.get("fmt") or "e4m3"
+        if fmt not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
+            raise self.refuse(f"its 8-bit floats are {fmt!r:.60}, only e4m3 is supported")
         block = config.get("weight_block_size")
         whole = isinstance(block, (list, tuple)) and len(block) == 2 and all(type(side) is int for side in block)
         if block is not None and not (whole and min(block) > 0):
@@ -45,6 +46,6 @@ class FP8Reader(QuantizedReader):
         rows, columns = numbers.shape
         if scales.numel() == 1:
             return ScaledFloats(numbers, scales.reshape(1, 1), (rows, columns))
-        if scales.numel() == rows:
+        if scales.shape in ((rows,), (rows, 1)):
             return ScaledFloats(numbers, scales.reshape(rows, 1), (1, columns))
         return ScaledFloats(numbers, scales, self._block or (rows, columns))

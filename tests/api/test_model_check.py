@@ -12,6 +12,7 @@ import torch
 from chairlift.engine.model_check import check_model
 from tests.api.cli_runner import run
 from tests.loading.gguf_writing import write_gguf
+from tests.loading.stub_hub import stub_hub
 from tests.models.checkpoints import CPU, load, make_reference, save
 from tests.models.tiny_configs import tiny_config
 
@@ -126,17 +127,11 @@ def test_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_hub_id_fetches_only_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    asked: list[tuple[str, str]] = []
-
-    def download(repository: str, file: str) -> str:
-        asked.append((repository, file))
-        return str(write(tmp_path, "qwen3") / file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert check_model("someone/some-model").model_type == "qwen3"
-    assert asked == [("someone/some-model", "config.json")]
+    config = json.dumps(tiny_config("qwen3").to_dict()).encode()
+    files = {"config.json": config, "model.safetensors": b"", "tokenizer.json": b"{}"}
+    with stub_hub("someone/some-model", files, tmp_path, monkeypatch) as downloaded:
+        assert check_model("someone/some-model").model_type == "qwen3"
+    assert downloaded == ["config.json"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
+from chairlift.core.sampling.pooling import PoolingKind
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
 from chairlift.loading import fetch
 from chairlift.loading import known_models as known
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, cache_dir, known_models
+from chairlift.loading.model_config import read_model_config
 from chairlift.loading.resolve import resolve_model
+from tests.loading.stub_hub import stub_hub
 
 CONTENT = bytes(range(256)) * 400
 
@@ -173,7 +181,9 @@ _FETCH = """
 import sys
 from pathlib import Path
 from chairlift.loading import fetch, known_models as known
+from chairlift.loading.model_config import read_model_config
 from chairlift.loading.resolve import resolve_model
+from tests.loading.stub_hub import stub_hub
 
 log, settings = Path(sys.argv[1]), eval(sys.argv[2])
 original = fetch._download
@@ -261,6 +271,42 @@ def test_a_hub_id_fetches_weights_and_settings_but_never_code(tmp_path: Path, mo
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_model("org/name", progress=False) == tmp_path
+
+
+MODULES = [
+    {"type": "sentence_transformers.models.Transformer", "path": ""},
+    {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
+]
+
+
+def test_an_embedding_model_of_the_hub_comes_with_its_pooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "config.json": b'{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}',
+        "model.safetensors": save({"norm.weight": torch.ones(2)}),
+        "modules.json": json.dumps(MODULES).encode(),
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
+        "onnx/config.json": b"{}",
+        "modeling.py": b"",
+    }
+    with stub_hub("org/embedder", files, tmp_path, monkeypatch) as downloaded:
+        folder = resolve_model("org/embedder", progress=False)
+        assert resolve_model("org/embedder", progress=False) == folder  # from the cache
+    assert sorted(downloaded) == ["1_Pooling/config.json", "config.json", "model.safetensors", "modules.json"]
+    assert read_embedding_config(open_checkpoint(folder)).kind is PoolingKind.LAST
+
+
+@pytest.mark.parametrize("modelopt", [False, True])
+def test_a_config_of_the_hub_comes_with_what_says_how_weights_are_stored(
+    modelopt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": b""}
+    if modelopt:
+        files["hf_quant_config.json"] = b'{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}'
+    with stub_hub("org/name", files, tmp_path, monkeypatch) as downloaded:
+        found = read_model_config("org/name")
+    assert downloaded == [name for name in files if name != "model.safetensors"]
+    assert (found.quantization is not None) == modelopt
 
 
 def test_an_unreachable_hub_or_one_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

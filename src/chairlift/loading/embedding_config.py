@@ -54,7 +54,7 @@ def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str,
     modules = checkpoint.path / "modules.json"
     if not modules.exists():
         return EmbeddingConfig(answers=answers)
-    found = [(str(one.get("type")).rsplit(".", 1)[-1], str(one.get("path"))) for one in _read_list(modules)]
+    found = _modules(modules)
     others = sorted({name for name, _ in found} - {"Transformer", "Pooling", "Normalize"})
     if others:
         problem = f"its embeddings need modules that are not supported: {', '.join(others)}"
@@ -71,6 +71,18 @@ def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str,
         )
         return EmbeddingConfig(answers=answers, problem=problem)
     return EmbeddingConfig(kind, answers)
+
+
+def module_folders(folder: Path) -> list[str]:
+    """The folders in a checkpoint's folder that have the settings of the modules that make embeddings."""
+    modules = folder / "modules.json"
+    paths = [path for _, path in _modules(modules)] if modules.exists() else []
+    return [path for path in paths if path and Path(path).name == path]
+
+
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """The kinds and paths of the modules."""
+    return [(str(one.get("type")).rsplit(".", 1)[-1], str(one.get("path", ""))) for one in _read_list(file)]
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from chairlift.errors import ModelNotFound
+from chairlift.loading.embedding_config import module_folders
 from chairlift.loading.fetch import fetch
+from chairlift.loading.json_file import MODELOPT_FILE
 from chairlift.loading.known_models import known_models
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -60,6 +63,9 @@ def _from_hub(repository: str, progress: bool) -> Path:
         disable_progress_bars()
     try:
         folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES))
+        if modules := module_folders(folder):  # of the same commit, after which the folder is named
+            settings = [f"{each}/config.json" for each in modules]
+            snapshot_download(repository, revision=folder.name, allow_patterns=settings)
     except Exception as error:  # the hub's errors and those of its HTTP library
         raise _not_on_hub(repository, error) from error
     finally:
@@ -71,11 +77,15 @@ def _from_hub(repository: str, progress: bool) -> Path:
 
 
 def config_from_hub(repository: str) -> Path:
-    """The path of a model's config.json, which is all that is downloaded."""
+    """The path of a model's config.json; all that is downloaded is this and what else says how weights are stored."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, "config.json"))
+        config = Path(hf_hub_download(repository, "config.json"))
+        with suppress(EntryNotFoundError):
+            hf_hub_download(repository, MODELOPT_FILE, revision=config.parent.name)
+        return config
     except Exception as error:  # the hub's errors and those of its HTTP library
         raise _not_on_hub(repository, error) from error
 

@@ -1,0 +1,75 @@
+"""A Hugging Face hub with one model, on a socket of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def stub_hub(
+    repository: str, files: Mapping[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    """Serve the files of a repository to huggingface_hub; yields the paths that were downloaded, in order."""
+    from huggingface_hub import constants
+
+    downloaded: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            file = next((name for name in files if path.startswith(f"/{repository}/resolve/") and self._is(name)), None)
+            if path.startswith(f"/api/models/{repository}/tree/"):
+                self._answer(json.dumps([_entry(name, content) for name, content in files.items()]).encode())
+            elif path.startswith(f"/api/models/{repository}"):
+                self._answer(json.dumps({"id": repository, "sha": COMMIT}).encode())
+            elif file is not None:
+                downloaded.extend([file] if self.command == "GET" else [])
+                self._answer(files[file])
+            else:
+                self._answer(b"", 404)
+
+        def _is(self, name: str) -> bool:
+            return self.path.split("/resolve/")[1].partition("/")[2] == name
+
+        def _answer(self, body: bytes, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Write nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    try:
+        yield downloaded
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _entry(name: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}

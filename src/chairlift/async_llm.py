@@ -51,6 +51,7 @@ class AsyncLLM:
 
         loaded = load_engine(model, config, progress=progress)
         self.embedding = loaded.embedding
+        self.default_sampling = loaded.sampling
         self._tokenizer = loaded.engine.tokenizer
         self._reasoning_format = loaded.engine.reasoning_format
         self._router = _Router(loaded.engine)
@@ -62,20 +63,24 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any, as in `LLM`."""
+        return SamplingParams.with_defaults(self.default_sampling)
+
     # ---- generating ---------------------------------------------------------------------------------------------
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> RequestOutput:
         """Complete a prompt, in any form that `LLM.generate` accepts."""
-        async with self._submitted(prompt, sampling_params or SamplingParams(), timeout) as request:
+        async with self._submitted(prompt, sampling_params or self.get_default_sampling_params(), timeout) as request:
             return await request.finished()
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> AsyncIterator[StreamedText]:
         """Yield pieces of text as they are generated."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         params.check_streamable()
         async with self._submitted(prompt, params, timeout) as request:
             async for piece in request:
@@ -126,7 +131,8 @@ class AsyncLLM:
         return render_chat(messages, options, self._tokenizer)
 
     def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> SamplingParams:
-        return after_reasoning(prompt, params or SamplingParams(), self._reasoning_format, self._tokenizer)
+        params = params or self.get_default_sampling_params()
+        return after_reasoning(prompt, params, self._reasoning_format, self._tokenizer)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

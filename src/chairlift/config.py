@@ -16,6 +16,7 @@ from chairlift.core.policies.base import POLICIES, Policy, make_policy
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
+from chairlift.loading.recommended_sampling import check_source
 from chairlift.options.checks import above, at_least, strictly_between
 from chairlift.options.declaration import check_options, option
 from chairlift.speculation.control.option import check_speculate, proposer_factory, speculate_forms
@@ -72,6 +73,14 @@ class EngineConfig:
         group=MODEL,
         metavar="FOLDER",
         default_text="weights, in the folder for fetched models",
+    )
+    generation_config: str = option(
+        "auto",
+        help="Sampling parameters of requests that leave them out: what the model recommends (auto), none, or those in "
+        "a generation_config.json, named by its path or folder.",
+        group=MODEL,
+        check=check_source,
+        metavar="[auto|none|PATH]",
     )
     reasoning_parser: str | None = option(
         None,

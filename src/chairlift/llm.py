@@ -48,6 +48,9 @@ class LLM:
 
     Options are those of `EngineConfig` (max_model_len, max_batch_tokens, kv_memory, …; see docs/options.md). vLLM's
     names for them (max_num_seqs, enable_prefix_caching, …) are accepted too.
+
+    Calls without sampling parameters use those that the model recommends (`get_default_sampling_params`); parameters
+    that are given are used as they are.
     """
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
@@ -60,12 +63,17 @@ class LLM:
         self.runner = loaded.runner
         self.memory = loaded.memory
         self.embedding = loaded.embedding
+        self.default_sampling = loaded.sampling
         # One for each call in flight; a stream may be open while generate() runs.
         self._batches: list[ResultCollector] = []
         self.engine.subscribe(partial(_add_events_to_all, self._batches))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any: SamplingParams() with what the model recommends."""
+        return SamplingParams.with_defaults(self.default_sampling)
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -87,7 +95,7 @@ class LLM:
 
         inputs = parse_prompts(prompts, self.get_tokenizer())
         with (
-            self._submitted(inputs, params_of(inputs, sampling_params), timeout) as batch,
+            self._submitted(inputs, self._params_of(inputs, sampling_params), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
         ):
             while batch.num_open:
@@ -118,7 +126,7 @@ class LLM:
         prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
         params = [
             self._after_reasoning(prompt, one)
-            for prompt, one in zip(prompts, params_of(prompts, sampling_params), strict=True)
+            for prompt, one in zip(prompts, self._params_of(prompts, sampling_params), strict=True)
         ]
         return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
 
@@ -135,7 +143,7 @@ class LLM:
         cancels those that are still running.
         """
         inputs = parse_prompts(prompts, self.get_tokenizer())
-        params = params_of(inputs, sampling_params)
+        params = self._params_of(inputs, sampling_params)
         for one in params:
             one.check_streamable()
         self._check(inputs, params, timeout)
@@ -146,7 +154,13 @@ class LLM:
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
         prompt = render_chat(messages, {}, self.get_tokenizer())
-        return self.stream(prompt, self._after_reasoning(prompt, sampling_params or SamplingParams()), timeout=timeout)
+        params = sampling_params or self.get_default_sampling_params()
+        return self.stream(prompt, self._after_reasoning(prompt, params), timeout=timeout)
+
+    def _params_of(
+        self, inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        return params_of(inputs, params, self.get_default_sampling_params())
 
     def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
         return after_reasoning(prompt, params, self.engine.reasoning_format, self.get_tokenizer())

@@ -62,10 +62,11 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def params_of(
-    inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+    inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
 ) -> list[SamplingParams]:
+    """The parameters of each input; without any it is the default."""
     if params is None:
-        params = SamplingParams()
+        params = default
     if isinstance(params, SamplingParams):
         return [params] * len(inputs)
     if len(params) != len(inputs):

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.chat.command import _typed_lines
-from chairlift.loading.recommended_sampling import recommended_sampling
 from chairlift.terminal.keyboard import no_echo
 from tests.api.cli_runner import FAST, run, start
 from tests.tiny import write_tiny_checkpoint
@@ -104,19 +103,17 @@ def test_no_echo_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_sampling_of_a_chat_is_the_models(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny")
-    assert recommended_sampling("smollm2-135m") == {"temperature": 0.2, "top_p": 0.9}
-    for settings, expected in (
-        ({"temperature": 0.6, "top_k": 20, "top_p": "x", "eos_token_id": 3}, {"temperature": 0.6, "top_k": 20}),
-        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
-        ({}, {}),
-    ):
-        (folder / "generation_config.json").write_text(json.dumps(settings))
-        assert recommended_sampling(str(folder)) == expected
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
-    answers = {run("chat", "--model", str(folder), "--quiet", *FAST, stdin="hello\n").stdout for _ in range(3)}
+    chatting = ["chat", "--model", str(folder), "--quiet", "--max-tokens", "8", "--ignore-eos", *FAST]
+    answers = {run(*chatting, stdin="hello\n").stdout for _ in range(2)}
     assert len(answers) == 1  # greedy
+    completing = ["generate", "hello", *chatting[1:]]
+    assert len({run(*completing).stdout for _ in range(2)}) == 1
+    hot = {run(*chatting, stdin="hello\n", CHAIRLIFT_TEMPERATURE="100").stdout for _ in range(3)}
+    assert len(hot) > 1  # a variable counts as given, too
+    assert run("generate", "hello", "--beam-width", "2", *chatting[1:]).exit_code == 0
     (folder / "generation_config.json").write_text(json.dumps({"temperature": -7}))
-    assert run("chat", "--model", str(folder), "--max-tokens", "2", *FAST, stdin="hello\n").exit_code == 0
+    assert run(*chatting, stdin="hello\n").exit_code == 0
 
 
 @pytest.fixture

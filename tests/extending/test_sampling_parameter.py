@@ -144,12 +144,12 @@ def test_values_are_checked_when_the_parameters_are_created() -> None:
 
 def test_a_server_takes_it_as_a_field_of_the_body_and_sends_it_to_the_engine() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_p": 0.5, "top_a": 0.25})
-    params = body.params()
+    params = body.params({})
     assert (params.top_p, params.extra_args) == (0.5, {"top_a": 0.25})
     sent = decode_to_engine(encode(Submit("r", [1], params, None, "")))
     assert isinstance(sent, Submit)
     assert sent.params == params
     with pytest.raises(InvalidParameter, match="top_a: must be a number"):
-        CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_a": "much"}).params()
+        CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_a": "much"}).params({})
     with pytest.raises(ValueError, match="no_such_thing"):
         CompletionRequest.model_validate({"model": "m", "prompt": "p", "no_such_thing": 1})

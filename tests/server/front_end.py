@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,7 @@ def front_end(
     limits: Limits | None = None,
     tokenizer: Tokenizer | None = None,
     service_options: dict[str, Any] | None = None,
+    sampling: Mapping[str, float] | None = None,
     api_keys: Sequence[str] = (),
     keys: KeyTable | None = None,
     **options: Any,
@@ -112,7 +113,8 @@ def front_end(
     async def run() -> None:
         engine = ScriptedEngine(metrics, script)  # its sockets belong to this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
-        service = Service.local(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
+        model = ServedModel.create(NAME, text, sampling=sampling)
+        service = Service.local(model, engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
         server = uvicorn.Server(
             uvicorn_config(make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options), limits)

@@ -12,6 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.process.messages import Update
@@ -41,7 +42,7 @@ class ScriptedParser:
 
 def make_builder(parser: Any, **parameters: Any) -> ResponseObjectBuilder:
     request = ResponsesRequest(model="m", input="?", **parameters)
-    return ResponseObjectBuilder(request, MODEL, parser, "resp_1", Usage(prompt_tokens=3))
+    return ResponseObjectBuilder(request, SamplingParams(), MODEL, parser, "resp_1", Usage(prompt_tokens=3))
 
 
 def decoded(events: list[bytes]) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     ],
 )
 def generate(
+    context: typer.Context,
     engine: EngineOptions,
     sampling: SamplingOptions,
     search: SearchOptions,
@@ -49,11 +50,14 @@ def generate(
     """Complete prompts, all of them together in one continuous batch.
 
     A single prompt on a terminal is streamed. Otherwise results are printed
-    when all are finished, in the order of the prompts.
+    when all are finished, in the order of the prompts. Sampling options that are
+    not given are those that the model recommends, if it does.
     """
     params = search.params(sampling, n)
     inputs = _read_prompts(prompts or [], file)
     llm = engine.load()
+    if search.beam_width is None:
+        params = search.params(sampling.suited_to(llm.default_sampling, context), n)
     alone = len(inputs) == 1 and n == 1
     if alone and params.num_sequences == 1 and not as_json and sys.stdout.isatty():
         _stream(llm, inputs[0], params, engine.quiet)

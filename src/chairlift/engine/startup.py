@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
+from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
@@ -82,6 +83,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class StartedEngine:
     runner: ModelRunner
     memory: MemoryPlan
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_engine(
@@ -119,6 +122,7 @@ def load_model(
     timeline.end("device")
     checkpoint, tokenizer = _open(name, config, progress=progress)
     timeline.end("tokenizer")
+    sampling = default_sampling(checkpoint.path, checkpoint.generation_config, config.generation_config)
     embedding = read_embedding_config(checkpoint)
     if not embedding.generates:  # the head is not used; this one needs no weights
         checkpoint.config["tie_word_embeddings"] = True
@@ -139,7 +143,10 @@ def load_model(
         log.info(f"code       {NOTICE}")
     if checkpoint.quantization is not None:
         log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
-    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding)
+    if sampling and embedding.generates:
+        source = "the model" if config.generation_config == "auto" else config.generation_config
+        log.info(f"sampling   {describe_sampling(sampling)} where requests leave it out, from {source}")
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding, sampling)
 
 
 def _build(
@@ -294,7 +301,7 @@ def start_engine(
         f"step       {step} of {built.max_batch_requests} requests{_targets(config)}, {attention.name} attention",
     ):
         log.info(line)
-    return StartedEngine(engine, runner, memory, loaded.embedding)
+    return StartedEngine(engine, runner, memory, loaded.embedding, loaded.sampling)
 
 
 def _choose_attention(

@@ -1,21 +1,76 @@
-"""The sampling parameters that the makers of a model recommend."""
+"""The sampling parameters of requests that leave them out: those that the makers of a model recommend."""
 
 from __future__ import annotations
 
-from chairlift.loading.checkpoint import open_checkpoint
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.loading.json_file import read_json_object
 from chairlift.loading.known_models import known_models
-from chairlift.loading.resolve import resolve_model
 
-_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+log = logging.getLogger("chairlift")
+
+AUTO, NONE = "auto", "none"
+NONE_OF_VLLM = "vllm"  # vLLM's name for none
+FILE_NAME = "generation_config.json"
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def recommended_sampling(model: str) -> dict[str, float]:
-    """Return them by name, from the list of known models or from generation_config.json; empty if there are none."""
+def default_sampling(model: Path, generation_config: Mapping[str, Any], source: str = AUTO) -> dict[str, float]:
+    """The parameters by name: what the model recommends (auto), nothing (none), or what a file or its folder has.
+
+    A model may be wrong about its parameters, which is logged; in a file that the user names it is an error.
+    """
+    if source in (NONE, NONE_OF_VLLM):
+        return {}
+    if source != AUTO:
+        return _read("generation_config", source)
     for known in known_models():
-        if known.name == model:
+        if known.path == model:
             return dict(known.sampling)
-    settings = open_checkpoint(resolve_model(model)).generation_config
-    if settings.get("do_sample") is False:
-        return {"temperature": 0.0}
-    found = {name: settings.get(name) for name in _NAMES}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    recommended = _parameters(generation_config)
+    for name, value in list(recommended.items()):
+        try:
+            SamplingParams(**{name: value})
+        except InvalidParameter as problem:
+            log.warning(f"a sampling parameter that {model} recommends is not used: {problem}")
+            del recommended[name]
+    return recommended
+
+
+def check_source(parameter: str, source: str) -> None:
+    """Check the option: a file is read before anything is loaded."""
+    if source not in (AUTO, NONE, NONE_OF_VLLM):
+        _read(parameter, source)
+
+
+def _read(parameter: str, source: str) -> dict[str, float]:
+    path = Path(source).expanduser()
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        found = _parameters(read_json_object(path))
+    except CorruptCheckpoint as problem:
+        raise InvalidParameter(parameter, f"must be auto, none, or a file of parameters: {problem}") from None
+    try:
+        SamplingParams(**found)
+    except InvalidParameter as problem:
+        raise InvalidParameter(parameter, f"{path}: {problem}") from None
+    return found
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters in a generation config. Where it does not sample, only the penalty has an effect."""
+    found = {name: config[name] for name in NAMES if config.get(name) is not None}
+    if config.get("do_sample") is not False:
+        return found
+    greedy = {"temperature": 0.0}
+    return greedy | {name: found[name] for name in found if name == "repetition_penalty"}
+
+
+def describe_sampling(sampling: Mapping[str, float]) -> str:
+    """The parameters in words, for the startup log."""
+    return ", ".join(f"{name} {value:g}" for name, value in sampling.items())

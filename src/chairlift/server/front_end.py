@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.embedding_config import read_embedding_config
+from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.server.access.keys import APIKey, KeyTable
@@ -43,6 +44,7 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
     dummy = config.engine.get("load_format") == "dummy"
     checkpoint = ConfigCheckpoint(path) if dummy else open_checkpoint(path)
     tokenizer = make_tokenizer(checkpoint, chat_template)
+    source = config.engine.get("generation_config", AUTO)
     return ServedModel.create(
         config.model_name,
         tokenizer,
@@ -50,6 +52,7 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
         config.served_names[1:],
         reasoning_parser=config.engine.get("reasoning_parser"),
         embedding=read_embedding_config(checkpoint),
+        sampling=default_sampling(checkpoint.path, checkpoint.generation_config, source),
         engine=config.engine,
     )
 

@@ -27,6 +27,7 @@ class ServedModel:
     fingerprint: str  # changes with whatever may change the output of a seeded request
     reasoning_format: ReasoningFormat | None = None
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -39,6 +40,7 @@ class ServedModel:
         *,
         reasoning_parser: str | None = None,
         embedding: EmbeddingConfig | None = None,
+        sampling: Mapping[str, float] | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> ServedModel:
         """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
@@ -48,9 +50,10 @@ class ServedModel:
             (name, *aliases),
             tokenizer,
             tools,
-            _fingerprint(name, template, engine or {}),
+            _fingerprint(name, template, engine or {}, sampling or {}),
             choose_reasoning(template, reasoning_parser),
             embedding or EmbeddingConfig(),
+            sampling or {},
         )
 
     @property
@@ -65,8 +68,8 @@ class ServedModel:
             raise APIError(404, problem, param="model", code="model_not_found")
 
 
-def _fingerprint(name: str, template: str, engine: Mapping[str, Any]) -> str:
-    backend = repr((chairlift.__version__, name, template, sorted(engine.items())))
+def _fingerprint(name: str, template: str, engine: Mapping[str, Any], sampling: Mapping[str, float]) -> str:
+    backend = repr((chairlift.__version__, name, template, sorted(engine.items()), sorted(sampling.items())))
     return "fp_" + hashlib.sha256(backend.encode("utf-8", "replace")).hexdigest()[:12]
 
 

@@ -174,6 +174,11 @@ def given(context: typer.Context, name: str) -> bool:
     return source_of(context, name) in ("COMMANDLINE", "DEFAULT_MAP")
 
 
+def left_out(context: typer.Context, name: str) -> bool:
+    """Return whether an option has its default because nothing sets it: no command line, variable or file."""
+    return source_of(context, name) == "DEFAULT"
+
+
 def source_of(context: Any, name: str) -> str:
     """Return COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a config file), DEFAULT, or "" for an unknown option."""
     source = context.get_parameter_source(name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from chairlift.config import MODEL, EngineConfig
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.options.declaration import option
-from chairlift.terminal.option_groups import field_names, given, refuse_given, with_option_groups
+from chairlift.terminal.option_groups import field_names, given, left_out, refuse_given, with_option_groups
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
@@ -61,7 +62,7 @@ def refuse_engine_options(context: typer.Context) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling parameters, with defaults for interactive use."""
+    """Sampling parameters, with defaults for interactive use of models that recommend none."""
 
     temperature: float = option(0.7, help="Sampling temperature; 0 is greedy.", group=SAMPLING)
     top_k: int = option(0, help="Sample from the k most likely tokens; 0 means all.", group=SAMPLING)
@@ -88,3 +89,10 @@ class SamplingOptions:
 
     def params(self, n: int = 1) -> SamplingParams:
         return SamplingParams(n=n, **asdict(self))
+
+    def suited_to(self, recommended: Mapping[str, float], context: typer.Context) -> SamplingOptions:
+        """Replace what the user left out by what a model recommends; greedy decoding stays as it is."""
+        if self.temperature == 0:
+            return self
+        changes: dict[str, Any] = {name: recommended[name] for name in recommended if left_out(context, name)}
+        return replace(self, **changes)

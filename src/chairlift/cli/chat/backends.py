@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.client.blocking import BlockingClient
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 Messages = Sequence[Mapping[str, str]]
-# Every server supports these parameters. Others are sent only if they differ from their defaults.
-_STANDARD_PARAMETERS = ("temperature", "top_p", "max_tokens")
 
 
 class ChatBackend(Protocol):
@@ -54,10 +51,11 @@ class LocalChat:
 class RemoteChat:
     """Calls an OpenAI-compatible server."""
 
-    def __init__(self, client: BlockingClient, model: str, sampling: SamplingOptions) -> None:
+    def __init__(self, client: BlockingClient, model: str, sampling: Mapping[str, Any]) -> None:
+        """`sampling` are the parameters to send; the server decides about the others."""
         self._client = client
         self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._fields |= _fields_to_send(sampling)
+        self._fields |= sampling
         self._sent_at = 0.0
         self._times: list[float] = []
         self._usage: dict[str, Any] = {}
@@ -84,8 +82,3 @@ class RemoteChat:
             details.get("cached_tokens") or 0,
             cut_off=self._finish_reason == "length",
         )
-
-
-def _fields_to_send(sampling: SamplingOptions) -> dict[str, Any]:
-    given, default = asdict(sampling), asdict(SamplingOptions())
-    return {name: value for name, value in given.items() if name in _STANDARD_PARAMETERS or value != default[name]}

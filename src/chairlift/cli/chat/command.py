@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from chairlift.client.blocking import BlockingClient
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.keyboard import no_echo
+from chairlift.terminal.option_groups import left_out
 from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_engine_options
 
 _SERVER = "Server"
@@ -59,7 +60,7 @@ def chat(
     only the new part is computed. If standard input is not a terminal, each of
     its lines is a message, or a command with its slash. With --url, --model is
     the model's name there, by default the first one. Sampling options that are
-    not given are those that the model recommends, if it does.
+    not given are those that the model recommends, if it does, or the server's.
     """
     sampling.params()  # check the parameters before the model is loaded
     backend = (
@@ -80,25 +81,10 @@ def chat(
 
 
 def _local_chat(context: typer.Context, engine: EngineOptions, sampling: SamplingOptions) -> ChatBackend:
-    sampling = _suited_to_model(context, engine.model, sampling)
     llm = engine.load()
     if llm.get_tokenizer().chat_template is None:
         raise InvalidParameter("model", "it has no chat template, so it cannot chat; use `chairlift generate`")
-    return LocalChat(llm, sampling)
-
-
-def _suited_to_model(context: typer.Context, model: str, sampling: SamplingOptions) -> SamplingOptions:
-    """Replace defaults by what the makers of the model recommend; options that were given stay."""
-    from chairlift.loading.recommended_sampling import recommended_sampling
-
-    recommended = recommended_sampling(model)
-    changes: dict[str, Any] = {name: value for name, value in recommended.items() if not given(context, name)}
-    suited = replace(sampling, **changes)
-    try:
-        suited.params()
-    except InvalidParameter:  # the model's file is wrong about its own parameters
-        return sampling
-    return suited
+    return LocalChat(llm, sampling.suited_to(llm.default_sampling, context))
 
 
 def _remote_chat(
@@ -109,7 +95,8 @@ def _remote_chat(
     model = engine.model if given(context, "model") else str(client.served_model()["id"])
     if not engine.quiet:
         note(f"{model} at {client.address}")
-    return RemoteChat(client, model, sampling)
+    fields = {name: value for name, value in asdict(sampling).items() if not left_out(context, name)}
+    return RemoteChat(client, model, fields | {"max_tokens": sampling.max_tokens})
 
 
 def _typed_lines() -> Iterator[str]:

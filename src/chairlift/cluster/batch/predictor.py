@@ -36,7 +36,8 @@ class BatchPredictor:
     """Holds an engine, and answers a column of prompts in each batch of rows.
 
     `task` is what the column has: texts or token ids to continue (generate), messages or a user's text to answer
-    (chat), or texts to embed (embed). `sampling` are parameters of `SamplingParams`, other options those of `LLM`.
+    (chat), or texts to embed (embed). `sampling` are parameters of `SamplingParams`, where what is left out is what the
+    model recommends; other options are those of `LLM`.
 
     Added are the columns `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens`, or
     `embedding`, and `error`, which is null except in rows that cannot be answered, such as too long prompts.
@@ -65,7 +66,7 @@ class BatchPredictor:
         self._column = column
         self._is_chat = task == "chat"
         self._added = ANSWER_COLUMNS
-        self._params = params
+        self._params = SamplingParams.with_defaults(self._llm.default_sampling, **sampling or {})
         if task == "embed":
             self._llm.embedding.require()
             self._added = EMBEDDING_COLUMNS

@@ -131,6 +131,13 @@ class SamplingParams:
         self._check_beams()
         self._check_pooling()
 
+    @classmethod
+    def with_defaults(cls, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+        """Create parameters from those that a request gives and a model's defaults for the others. Defaults say how to
+        sample, so requests that do not sample get none: those with temperature 0 and beam searches."""
+        samples = given.get("temperature") != 0 and given.get("beam_width") is None
+        return cls(**{**defaults, **given}) if samples else cls(**given)
+
     def _check_pooling(self) -> None:
         if self.pooling is None:
             return

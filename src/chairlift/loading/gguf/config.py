@@ -25,6 +25,13 @@ _ENDS = frozenset(
 )
 _HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})  # of gpt-oss, where <|end|> only ends a message of the output
 _CONTROL = 3  # token type
+_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 def hf_config(file: GGUFFile) -> Config:
@@ -45,7 +52,7 @@ def hf_config(file: GGUFFile) -> Config:
 
 
 def hf_generation_config(file: GGUFFile) -> Config:
-    """The generation config: bos and eos ids, where `eos_token_id` lists every id that ends a text."""
+    """The generation config: recommended sampling, bos and eos ids; `eos_token_id` lists every id that ends a text."""
     metadata = Metadata(file)
     tokens = metadata.strings("tokenizer.ggml.tokens") or []
     types = metadata.numbers("tokenizer.ggml.token_type")
@@ -57,8 +64,14 @@ def hf_generation_config(file: GGUFFile) -> Config:
         ends += [special[token] for token in (_ENDS | _HARMONY_ENDS if is_harmony else _ENDS) if token in special]
         ends = [end for end in ends if not (is_harmony and end == special.get("<|end|>"))]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
-    ids = _token_ids(metadata) | {"eos_token_id": eos or None}
-    return {name: value for name, value in ids.items() if value is not None}
+    found = _token_ids(metadata) | {"eos_token_id": eos or None} | _sampling(metadata.below("general.sampling."))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _sampling(metadata: Metadata) -> Config:
+    """The recommended sampling parameters; floats of 32 bits are rounded to the decimals that were written."""
+    values = {name: metadata.value(key) for name, key in _SAMPLING_KEYS.items()}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _token_ids(metadata: Metadata) -> dict[str, int | None]:

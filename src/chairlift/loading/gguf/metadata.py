@@ -70,6 +70,10 @@ class Metadata:
             self._refuse(key, value, "a list of texts")
         return value
 
+    def value(self, key: str) -> Any:
+        """Read a value of any type, to be checked by the caller; None if it is absent."""
+        return self._get(key)
+
     def _get(self, key: str) -> Any:
         return self.file.metadata.get(self.prefix + key)
 

@@ -35,7 +35,7 @@ class ChatGeneration(GenerationRequest):
     prompt_parameter = "messages"
 
     def __init__(self, body: ChatRequest, model: ServedModel) -> None:
-        super().__init__(body, body.params(), body.given_max_tokens)
+        super().__init__(body, body.params(model.sampling), body.given_max_tokens)
         self._body = body
         self._model = model
         self.reasoning = ReasoningUse(None, model.tokenizer)  # replaced once the prompt is known

@@ -15,7 +15,7 @@ class TextGeneration(GenerationRequest):
     prompt_parameter = "prompt"
 
     def __init__(self, body: CompletionRequest, model: ServedModel) -> None:
-        super().__init__(body, body.params(), body.max_tokens)
+        super().__init__(body, body.params(model.sampling), body.max_tokens)
         self._body = body
         self._model = model
         self._prompts = body.prompts()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -119,14 +119,15 @@ class GenerationBody(EngineBody):
             *([self.structured_outputs.structure()] if self.structured_outputs else []),
         ]
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
-        """Return the sampling parameters; absent ones keep their defaults."""
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """Return the sampling parameters; absent ones are as in `defaults`, which are the model's."""
         shared = [field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields]
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         given |= {"logit_bias": _logit_bias(self.logit_bias)}
         check_unicode("user", [self.user or ""])
         check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
-        return SamplingParams(
+        return SamplingParams.with_defaults(
+            defaults,
             **given,
             structure=self.structure(),
             extra_args=self._extra_args,
@@ -152,14 +153,14 @@ class CompletionBody(GenerationBody):
         structure = self.response_format.structure() if self.response_format else None
         return [*([structure] if structure else []), *super().structures()]
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:
                 more[name] = getattr(self, name)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidParameter("stream", "cannot be true with prompt_logprobs")
         n = 1 if self.n is None else self.n
-        params = super().sampling_params(n=n, **self._selection(n), **more)
+        params = super().sampling_params(defaults, n=n, **self._selection(n), **more)
         if self.stream and (params.beam_width or params.best_of):
             problem = "cannot be true with best_of or beam search: the best completions are only known at the end"
             raise InvalidParameter("stream", problem)
@@ -203,7 +204,7 @@ class CompletionRequest(CompletionBody):
     echo: bool | None = None
     suffix: str | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         self.check_stream_options()
         if self.suffix is not None and self.echo:
             raise InvalidParameter("echo", "does not go with suffix: the completion is not at the prompt's end")
@@ -214,7 +215,7 @@ class CompletionRequest(CompletionBody):
         if self.echo and self.logprobs is not None:
             scored = max(self.logprobs, scored or 0)
         limit = 16 if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+        return self.sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
     def prompts(self) -> list[str | list[int]]:
         prompt: Any = self.prompt
@@ -242,7 +243,7 @@ class ChatRequest(CompletionBody):
     def given_max_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         self.check_stream_options()
         for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, old) is not None:
@@ -255,7 +256,8 @@ class ChatRequest(CompletionBody):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         check_max_tokens(name, limit, about_prompt=self.prompt_logprobs is not None)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_params(max_tokens=limit, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
+        scored = self.prompt_logprobs
+        return self.sampling_params(defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
 
 
 class TokenizeRequest(RequestBody):

@@ -47,7 +47,7 @@ class ResponsesGeneration(GenerationRequest):
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
         assert len(completion_ids) == 1  # this endpoint has no `n`
-        return ResponseObjectBuilder(self._body, self._model, self._chat.parser(), response_id, usage)
+        return ResponseObjectBuilder(self._body, self.params, self._model, self._chat.parser(), response_id, usage)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return error.renamed(renamed_parameter(error.parameter, _NAMES))

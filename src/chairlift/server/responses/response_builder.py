@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import chat_logprobs
@@ -126,6 +127,7 @@ class ResponseObjectBuilder:
     def __init__(
         self,
         request: ResponsesRequest,
+        params: SamplingParams,
         model: ServedModel,
         parser: AssistantParser,
         response_id: str,
@@ -133,7 +135,7 @@ class ResponseObjectBuilder:
     ) -> None:
         self.usage = usage
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model.name}
-        self._settings = _settings(request)
+        self._settings = _settings(request, params)
         self._with_logprobs = request.with_logprobs
         self._tokenizer = model.tokenizer
         self._parser = parser
@@ -268,7 +270,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _settings(request: ResponsesRequest) -> dict[str, Any]:
+def _settings(request: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """Return the request's settings, with defaults, for the response."""
 
     def given(value: Any, default: Any) -> Any:
@@ -277,8 +279,8 @@ def _settings(request: ResponsesRequest) -> dict[str, Any]:
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "temperature": given(request.temperature, 1.0),
-        "top_p": given(request.top_p, 1.0),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
         "top_logprobs": given(request.top_logprobs, 0),
         "text": {"format": request.text_format, "verbosity": "medium"},
         "tools": [{"strict": None, "description": None, **tool} for tool in request.tools or []],

@@ -17,7 +17,7 @@ from chairlift.cluster.serving.replica_load import ReplicaInfo, ReplicaLoad
 from chairlift.cluster.serving.routing_table import RoutingTable
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import UvicornServer, uvicorn_config
+from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import listen
 from chairlift.server.metrics import Metrics
 
@@ -121,7 +121,7 @@ def ingress(
         keys = KeyTable(config.keys.read())
         app = make_ingress_app(config, FleetView(table, policy), relay, Metrics("tiny"), keys)
         listener = listen("127.0.0.1", 0)
-        server = UvicornServer(uvicorn_config(app, config.limits))
+        server = UvicornServer(app, config.limits)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
 from chairlift.core.request_limits import RequestLimits
 from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.front_end import uvicorn_config
+from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.app import make_app
+from chairlift.server.http.listener import Certificate
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
@@ -101,6 +100,7 @@ def front_end(
     sampling: Mapping[str, float] | None = None,
     api_keys: Sequence[str] = (),
     keys: KeyTable | None = None,
+    certificate: Certificate | None = None,
     **options: Any,
 ) -> Iterator[FrontEnd]:
     limits = limits or Limits()
@@ -108,7 +108,7 @@ def front_end(
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
     made: list[FrontEnd] = []
-    servers: list[uvicorn.Server] = []
+    servers: list[UvicornServer] = []
 
     async def run() -> None:
         engine = ScriptedEngine(metrics, script)  # its sockets belong to this thread's event loop
@@ -116,9 +116,8 @@ def front_end(
         model = ServedModel.create(NAME, text, sampling=sampling)
         service = Service.local(model, engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
-        server = uvicorn.Server(
-            uvicorn_config(make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options), limits)
-        )
+        app = make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options)
+        server = UvicornServer(app, limits, certificate)
         servers.append(server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.server.config import ServerConfig
+from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import Certificate, listen
+from chairlift.server.lifecycle import serve_forever
 from chairlift.server.limits import Limits
 from chairlift.server.served_model import read_chat_template
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
@@ -144,6 +151,42 @@ def test_the_access_log_names_the_tenant(tmp_path: Path) -> None:
     lines = access_lines(tmp_path / "log", 2)
     assert [(line["tenant"], line["status"]) for line in lines] == [("alice", 200), (None, 401)]
     assert "s3cret" not in (tmp_path / "log").read_text()
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    config = ServerConfig("no-such-model", access_log=tmp_path / "missing" / "log")
+    with pytest.raises(InvalidParameter, match="access_log: cannot write"):
+        asyncio.run(serve_forever(config))
+
+
+def test_a_full_disk_for_the_access_log_is_said_in_a_line(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    with front_end(access_log=Path("/dev/full")) as front:
+        assert HTTP.get(front.url + "/health").status_code == 200
+        wait_for(lambda: "cannot write the access log" in caplog.text, "the line")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_application_that_cannot_start_ends_the_server() -> None:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        raise OSError("no disk")
+        yield
+
+    async def run() -> None:
+        with listen("127.0.0.1", 0) as listener:
+            await UvicornServer(Starlette(lifespan=lifespan), Limits()).serve(sockets=[listener])
+
+    with pytest.raises(ChairliftError, match="cannot start"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "parameter"), [("256.1.1.1", 0, "host"), ("192.0.2.1", 0, "host"), ("127.0.0.1", None, "port")]
+)
+def test_an_address_that_cannot_be_used_names_its_option(host: str, port: int | None, parameter: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidParameter) as refused:
+        listen(host, taken.getsockname()[1] if port is None else port)
+    assert refused.value.parameter == parameter
 
 
 def test_a_unix_socket_serves_http_and_is_removed_at_the_end(tiny_folder: Path, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
         api_workers=server.api_workers,
         limits=Limits(
             max_waiting=server.max_waiting,
+            max_connections=server.max_connections,
             tenant_weights=parse_weights(engine.get("tenant_weights")),
             default_timeout=server.request_timeout,
         ),

@@ -6,35 +6,35 @@ import asyncio
 import math
 import socket
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from chairlift.errors import ChairliftError
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.machine.open_files import connection_limit
 from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app
+from chairlift.server.http.connections import Acceptor, Connection, Connections
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import Certificate
 from chairlift.server.http.protocol import GuardedProtocol
 from chairlift.server.http.tracing import make_tracer_provider
 from chairlift.server.limits import Limits
+from chairlift.server.log_limit import LogLimit
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
-
-BACKLOG = 2048  # connections that wait to be accepted
-SHARED_BACKLOG = 1  # asyncio accepts as many at once as this, and leaves the others to other processes
 
 
 def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
@@ -89,8 +89,7 @@ class HTTPServer:
             files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),
             tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )
-        backlog = SHARED_BACKLOG if shared else BACKLOG
-        self._server = UvicornServer(uvicorn_config(app, config.limits, config.certificate, backlog))
+        self._server = UvicornServer(app, config.limits, config.certificate, shared=shared)
         freeze_loaded_objects()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -128,13 +127,69 @@ class LocalFrontEnd(HTTPServer):
         super().__init__(config, make_service(config, engine, metrics, chat_template), config.keys.read())
 
 
-def uvicorn_config(
-    app: ASGIApp, limits: Limits, certificate: Certificate | None = None, backlog: int = BACKLOG
-) -> uvicorn.Config:
+class UvicornServer(uvicorn.Server):
+    """A server that limits its connections, and leaves signals to its owner."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        certificate: Certificate | None = None,
+        *,
+        shared: bool = False,
+        files_per_connection: int = 1,
+    ) -> None:
+        """`shared`: whether other processes accept connections from the same socket."""
+        super().__init__(_uvicorn_config(app, limits, certificate))
+        self._limits = limits
+        self._shared = shared
+        self._log_limit = LogLimit()
+        self._connections = Connections(connection_limit(limits.max_connections, files_per_connection))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._log_limit.apply()
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise ChairliftError("the HTTP server cannot start; the log says why")
+        self.servers: list[Any] = [
+            Acceptor(
+                listener,
+                self._connections,
+                self._make_protocol,
+                self.config.ssl,
+                handshake_seconds=self._limits.header_seconds,
+                shared=self._shared,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._log_limit.remove()
+
+    def _make_protocol(self, connection: Connection) -> GuardedProtocol:
+        return GuardedProtocol(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            limits=self._limits,
+            connections=self._connections,
+            connection=connection,
+        )
+
+    def capture_signals(self) -> Any:
+        """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""
+        return nullcontext()
+
+
+def _uvicorn_config(app: ASGIApp, limits: Limits, certificate: Certificate | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        http="h11",
+        lifespan="on",
         ws="none",
+        log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -143,18 +198,4 @@ def uvicorn_config(
         h11_max_incomplete_event_size=limits.max_header_bytes,
         ssl_certfile=None if certificate is None else certificate.certfile,
         ssl_keyfile=None if certificate is None else certificate.keyfile,
-        backlog=backlog,
     )
-
-
-class UvicornServer(uvicorn.Server):
-    """A server that leaves signals to its owner."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has set it to the number of connections to accept at once
-
-    def capture_signals(self) -> Any:
-        """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""
-        return nullcontext()

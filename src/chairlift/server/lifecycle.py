@@ -13,9 +13,10 @@ from typing import Protocol
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
-from chairlift.machine.open_files import raise_file_limit
+from chairlift.machine.open_files import connection_limit, raise_file_limit
 from chairlift.server.access.keys import APIKey
 from chairlift.server.config import ServerConfig
+from chairlift.server.http.access_log import open_access_log
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.http.tracing import check_traces_endpoint
@@ -62,6 +63,9 @@ async def serve_forever(
     second signal cut the draining short. Raises if the engine cannot start.
     """
     raise_file_limit()
+    connection_limit(config.limits.max_connections)  # raises if there can be too few
+    if config.access_log is not None:
+        open_access_log(config.access_log).close()
     check_device(config.engine.get("device", "auto"))
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once

@@ -19,6 +19,7 @@ class Limits:
     file_seconds: float = 600.0  # time limit for an upload
     max_body_values: int = 2**18  # JSON values in a body; parsing them blocks the event loop
     max_held_bytes: int = 512 * 2**20  # bodies of all requests in flight; more are answered with 429
+    max_connections: int | None = None  # of a process; None: as many as its limit on open files allows
     max_headers: int = 128
     max_header_bytes: int = 32 * 2**10  # including the path and the query
     header_seconds: float = 10.0  # time limit for the headers of a request

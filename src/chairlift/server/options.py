@@ -43,6 +43,13 @@ class ServerOptions:
     max_waiting: int = option(
         256, help="Completions that may wait in the queue; more are refused with 429.", group=SERVER, check=at_least(0)
     )
+    max_connections: int | None = option(
+        None,
+        help="Open connections. When there are as many, a new one takes the place of the one that is idle for longest.",
+        group=SERVER,
+        check=at_least(8),
+        default_text="as many as the limit on open files allows",
+    )
     request_timeout: float | None = option(
         None,
         help="Seconds after which a request is cancelled.",

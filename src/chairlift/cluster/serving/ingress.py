@@ -17,8 +17,9 @@ from chairlift.cluster.serving.ingress_app import make_ingress_app
 from chairlift.cluster.serving.relay import Relay
 from chairlift.cluster.serving.replica_load import REPLICAS
 from chairlift.cluster.serving.routing_table import routing_table
+from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.access.keys import KeyTable
-from chairlift.server.front_end import UvicornServer, uvicorn_config
+from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
 from chairlift.server.workers.config_codec import decode_config
@@ -65,10 +66,12 @@ class Ingress:
 
     async def _serve(self) -> None:
         config = self._config
+        raise_file_limit()
         listener = listen(config.host, config.port, shared=self._shared)
         metrics, keys = Metrics(config.model_name), KeyTable(config.keys.read())
         app = make_ingress_app(config, self.fleet, self._relay, metrics, keys)
-        self._server = UvicornServer(uvicorn_config(app, config.limits, config.certificate))
+        # A relayed request has a connection to its replica, too.
+        self._server = UvicornServer(app, config.limits, config.certificate, files_per_connection=2)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)

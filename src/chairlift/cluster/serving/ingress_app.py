@@ -20,7 +20,7 @@ from chairlift.server.access.keys import KeyTable
 from chairlift.server.access.rate_limits import RateLimiter
 from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.config import ServerConfig
-from chairlift.server.http.access_log import AccessLog
+from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.app import EXPOSED_HEADERS
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
@@ -56,7 +56,7 @@ def make_ingress_app(
 
     middleware: list[Middleware] = []
     if config.access_log is not None:
-        middleware.append(Middleware(AccessLog, file=config.access_log))
+        middleware.append(Middleware(AccessLog, log=open_access_log(config.access_log)))
     middleware += [Middleware(AnthropicErrors), Middleware(OutermostMiddleware)]
     if config.cors_origins:
         middleware.append(

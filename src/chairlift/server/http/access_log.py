@@ -17,15 +17,17 @@ from chairlift.errors import InvalidParameter
 
 STANDARD_OUTPUT = Path("-")
 
+log = logging.getLogger("chairlift.server")
+
 _encoder = msgspec.json.Encoder()
 
 
 class AccessLog:
     """Middleware that writes a line when a response has ended, also if the client disconnected."""
 
-    def __init__(self, app: ASGIApp, *, file: Path) -> None:
+    def __init__(self, app: ASGIApp, *, log: logging.Handler) -> None:
         self._app = app
-        self._handler = _open(file)
+        self._handler = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,12 +58,27 @@ class AccessLog:
         self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
 
 
-def _open(file: Path) -> logging.Handler:
-    """Open the log. A file that was moved by logrotate is opened anew."""
+class _AccessLogHandler(logging.Handler):
+    """Says that a line cannot be written, instead of printing a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
+        log.error("cannot write the access log: %s", sys.exc_info()[1])
+
+
+class _FileHandler(_AccessLogHandler, WatchedFileHandler):
+    """Writes to a file, which is opened anew if it was moved by logrotate."""
+
+
+class _OutputHandler(_AccessLogHandler, logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard output."""
+
+
+def open_access_log(file: Path) -> logging.Handler:
+    """Open the log; raise if it cannot be written."""
     if file == STANDARD_OUTPUT:
-        return logging.StreamHandler(sys.stdout)
+        return _OutputHandler(sys.stdout)
     try:
-        return WatchedFileHandler(file, encoding="utf-8")
+        return _FileHandler(file, encoding="utf-8")
     except OSError as error:
         raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
 

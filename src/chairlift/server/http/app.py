@@ -23,7 +23,7 @@ from chairlift.server.dashboard.routes import add_dashboard_routes
 from chairlift.server.files.batch_runner import BatchRunner
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.files.routes import add_file_routes
-from chairlift.server.http.access_log import AccessLog
+from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
@@ -111,7 +111,7 @@ def make_app(
     if tracer_provider is not None:
         app.add_middleware(Tracing, provider=tracer_provider, model=service.model.name)
     if access_log is not None:
-        app.add_middleware(AccessLog, file=access_log)
+        app.add_middleware(AccessLog, log=open_access_log(access_log))
     _add_error_handlers(app)
     add_generation_routes(app, service)
     add_tokenizer_routes(app, service)

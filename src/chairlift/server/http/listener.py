@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import stat
@@ -46,13 +47,24 @@ def listen(host: str, port: int, uds: Path | None = None, *, shared: bool = Fals
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, reuse_port=shared)
-    except OSError as error:
-        problem = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-        raise InvalidParameter("port", problem) from None
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from None
     # Connections inherit it. asyncio sets it only on sockets made for TCP by name; without it, a token may wait 40 ms
     # for the client's acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> InvalidParameter:
+    """Return an error that names the option that is wrong."""
+    if not isinstance(error, OSError):
+        return InvalidParameter("host", f"cannot listen on {host!r}: this is not the name of a host")
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        problem = f"cannot listen on {host!r}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all"
+        return InvalidParameter("host", problem)
+    return InvalidParameter(
+        "port", f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+    )
 
 
 def _listen_on_path(path: Path) -> socket.socket:

@@ -2,7 +2,8 @@
 
 Adds to uvicorn: time limits on headers, on the rest of a body after its response, and on clients that stop reading;
 detection of a disconnect while further requests are queued behind the one in flight; OpenAI's error format for
-malformed HTTP; and responses that reach clients which are still sending.
+malformed HTTP; responses that reach clients which are still sending; and the phase of each connection, by which idle
+ones are closed for others.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ import h11
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from chairlift.server.http.connections import Connection, ConnectionPhase, Connections, LingeringTransport
 from chairlift.server.http.errors import APIError
-from chairlift.server.http.lingering import LingeringTransport
 from chairlift.server.limits import Limits
 
 MAX_PIPELINED = 64 * 2**10  # bytes of pipelined requests read while one is in flight
 
 
 class GuardedProtocol(H11Protocol):
-    def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: Limits, connections: Connections, connection: Connection, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._open_connections = connections
+        self._connection = connection
         self._read_timer = _Timer()  # runs while the server waits for data
         self._write_timer = _Timer()  # runs while the client has data to read
 
@@ -36,6 +41,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._lingering = LingeringTransport(transport, self._is_receiving, self._limits.linger_seconds)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
+        self._connection.abort = transport.abort
         self._limit_reading()
 
     def data_received(self, data: bytes) -> None:
@@ -46,18 +52,31 @@ class GuardedProtocol(H11Protocol):
         self._keep_listening()
         self._limit_reading()
         self._limit_writing()
+        self._note_phase()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._limit_reading()
         self._limit_writing()
+        self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._open_connections.remove(self._connection)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._lingering.stop_lingering()
         self._read_timer.stop()
         self._write_timer.stop()
+
+    def _note_phase(self) -> None:
+        """Tell what the connection waits for."""
+        if self.cycle is None or (self.cycle.response_complete and not self.flow.write_paused):
+            phase = ConnectionPhase.IDLE
+        elif self.cycle.more_body and not self.cycle.response_complete:
+            phase = ConnectionPhase.RECEIVING
+        else:
+            phase = ConnectionPhase.BUSY
+        self._connection.enter(phase)
 
     def _is_receiving(self) -> bool:
         """Whether the client may be sending the rest of a request."""
@@ -116,6 +135,7 @@ class GuardedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._write_timer.stop()
+        self._note_phase()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

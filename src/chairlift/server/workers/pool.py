@@ -145,7 +145,13 @@ class WorkerPool:
         """The configuration of one worker: limits on what a process holds are divided."""
         limits, count = self._config.limits, self._config.api_workers
         text_jobs = max(1, limits.max_text_jobs // count)
-        limits = replace(limits, max_text_jobs=text_jobs, max_held_bytes=limits.max_held_bytes // count)
+        connections = limits.max_connections and max(1, limits.max_connections // count)
+        limits = replace(
+            limits,
+            max_text_jobs=text_jobs,
+            max_held_bytes=limits.max_held_bytes // count,
+            max_connections=connections,
+        )
         return replace(self._config, limits=limits)
 
 

@@ -162,7 +162,7 @@ def test_frames_of_all_replicas_come_over_one_connection(monkeypatch: pytest.Mon
             replica("/dashboard/stream", answer_frames) as second,
         ):
             fleet = fleet_of(a=first, dead=DEAD)
-            events = FleetStream(fleet, "tiny", None).events()
+            events = FleetStream(fleet, "tiny").events()
             frames = await read_until(events, lambda frames: len(frames_of(frames, "a")) == 2)
             assert frames_of(frames, "a") == [{"t": "hello"}, {"t": "key", "seats": 4}]
             report = next(frame for frame in frames if frame["t"] == "fleet")
@@ -186,7 +186,7 @@ def test_only_the_first_replicas_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dashboard, "MAX_LIFTS", 1)
 
     async def check() -> list[Any]:
-        events = FleetStream(fleet_of(b=DEAD, a=DEAD), "tiny", None).events()
+        events = FleetStream(fleet_of(b=DEAD, a=DEAD), "tiny").events()
         frames = await read_until(events, lambda frames: bool(frames))
         await events.aclose()  # type: ignore[attr-defined]
         return frames

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
@@ -70,9 +72,8 @@ def test_nothing_is_recorded_without_an_open_page() -> None:
         wait_for(lambda: not front.service.subscribers.watching, "the page to be forgotten")
 
 
-@pytest.mark.parametrize("options", [{}, {"isolate_keys": True}])
-def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: dict[str, Any]) -> None:
-    with front_end(send_frames, service_options=options, **KEYS) as front, open_page(front, "one") as frames:
+def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other() -> None:
+    with front_end(send_frames, **KEYS) as front, open_page(front, "one") as frames:
         next_frame(frames, "key")
         body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
         answer = HTTP.post(f"{front.url}/v1/completions", json=body, headers=headers("one"))
@@ -82,12 +83,27 @@ def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: di
         assert HTTP.get(address, headers=headers("two")).status_code == 404
 
 
-def test_isolated_keys_do_not_see_each_others_names() -> None:
-    with front_end(send_frames, service_options={"isolate_keys": True}, **KEYS) as front:
-        with open_page(front, "one") as frames:
-            assert next_frame(frames, "tenants")["names"] == {"0": "alice", "1": "key 2"}
-        with open_page(front, "two") as frames:
-            assert next_frame(frames, "tenants")["names"] == {"0": "key 1", "1": "bob"}
+def test_only_administrators_see_what_concerns_all_keys_if_these_are_isolated() -> None:
+    data = ("GET", "/metrics"), ("GET", "/dashboard/stream"), ("POST", "/dashboard/policy")
+    options = {"isolate_keys": True, "policy_switch": True}
+    keys = KeySources(["alice one", "bob two"]).read()
+    admin = replace(KeySources(["root three"]).read()[0], is_admin=True)
+    with front_end(send_frames, service_options=options, keys=KeyTable([*keys, admin])) as front:
+        body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
+        assert HTTP.post(f"{front.url}/v1/completions", json=body, headers=headers("one")).status_code == 200
+        for method, path in data:
+            refused = HTTP.request(method, front.url + path, json={"policy": "static"}, headers=headers("one"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed"), path
+            assert "bob" not in refused.text
+        with open_page(front, "three") as frames:
+            assert next_frame(frames, "tenants")["names"] == {"0": "alice", "1": "bob"}
+        assert HTTP.get(f"{front.url}/metrics", headers=headers("three")).status_code == 200
+        policy = {"policy": "static"}
+        assert HTTP.post(f"{front.url}/dashboard/policy", json=policy, headers=headers("three")).status_code == 200
+    with front_end(send_frames, service_options=options, keys=KeyTable(keys), public_metrics=True) as front:
+        assert HTTP.get(f"{front.url}/metrics").status_code == 200
+    with front_end(send_frames, keys=KeyTable(keys)) as front:  # keys that are not isolated see all, as ever
+        assert HTTP.get(f"{front.url}/metrics", headers=headers("one")).status_code == 200
 
 
 def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
@@ -98,7 +114,6 @@ def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
         for body in (
             {"policy": "lunar"},
             {"policy": "continuous", "max_delay_ms": 5},
-            {"policy": "static", "x": 1},
             {},
         ):
             assert HTTP.post(f"{front.url}/dashboard/policy", json=body).status_code == 400
@@ -124,16 +139,16 @@ def test_the_number_of_pages_is_limited() -> None:
 def test_a_slow_page_loses_frames_and_continues_from_a_keyframe() -> None:
     async def scenario() -> None:
         subscriber = Subscriber(None, None)
-        subscriber.offer(frame(0), {})  # frames before its first keyframe do not count as lost
+        subscriber.offer(frame(0))  # frames before its first keyframe do not count as lost
         assert (subscriber.take_unread(), subscriber.num_lost) == ([], 0)
-        subscriber.offer(frame(1, is_key=True), {})
+        subscriber.offer(frame(1, is_key=True))
         for number in range(MAX_UNREAD + 20):
-            subscriber.offer(frame(number), {})
+            subscriber.offer(frame(number))
         assert subscriber.take_unread() == []
         assert not subscriber.synced
         assert subscriber.num_lost == MAX_UNREAD + 21
-        subscriber.offer(frame(2, is_key=True), {})
-        subscriber.offer(frame(3), {})
+        subscriber.offer(frame(2, is_key=True))
+        subscriber.offer(frame(3))
         result = [json.loads(data) for data in subscriber.take_unread()]
         assert [one["t"] for one in result] == ["lost", "key", "batch"]
         assert result[0]["frames"] == MAX_UNREAD + 21
@@ -150,9 +165,9 @@ def test_repeated_frames_never_exceed_the_unread_limit() -> None:
 
     async def scenario() -> None:
         subscriber = Subscriber(None, None)
-        subscriber.catch_up((one, one.tenants) for one in recent.all())
+        subscriber.catch_up(recent.all())
         for number in range(MAX_FRAMES):  # before it reads any of them
-            subscriber.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
+            subscriber.offer(frame(number, tenants={number: "carol"}))
         assert (subscriber.synced, subscriber.num_lost) == (True, 0)
         assert len(subscriber.take_unread()) == 4 * MAX_FRAMES
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.files.folder import FilesFolder
 from chairlift.server.http.host_names import HostNames
 from tests.server.front_end import NAME, front_end
 from tests.server.running_server import HTTP
@@ -58,6 +60,42 @@ def test_other_host_names_only_reach_the_health_routes() -> None:
         assert [get(path, "evil.example").status_code for path in ("/health", "/ready")] == [200, 200]
         for own in (f"localhost:{front.port}", "192.168.1.7", socket.gethostname()):
             assert [get(path, own).status_code for path in ("/dashboard", "/v1/models")] == [200, 200]
+
+
+def test_pages_of_other_origins_can_upload_nothing_to_a_server_without_keys(tmp_path: Path) -> None:
+    """A browser sends such a form without asking the server."""
+    listed, foreign = "https://chat.example", "https://evil.example"
+    with front_end(files=FilesFolder(tmp_path, 2**20), cors_origins=[listed]) as front:
+
+        def upload(**headers: str) -> httpx.Response:
+            names = {name.replace("_", "-"): value for name, value in headers.items()}
+            form = {"file": ("a.jsonl", b"{}\n")}
+            return HTTP.post(front.url + "/v1/files", data={"purpose": "batch"}, files=form, headers=names)
+
+        own = f"http://127.0.0.1:{front.port}"
+        for allowed in (
+            {},
+            {"origin": listed, "sec_fetch_site": "cross-site"},
+            {"origin": own},
+            {"origin": "https://proxy.example", "sec_fetch_site": "same-origin"},  # a proxy changed the host's name
+        ):
+            assert upload(**allowed).status_code == 200, allowed
+        for refused in (
+            {"origin": foreign},
+            {"origin": "null"},
+            {"origin": "http://127.0.0.1:1"},
+            {"origin": foreign, "sec_fetch_site": "cross-site"},
+            {"sec_fetch_site": "cross-site"},
+            {"sec_fetch_site": "same-site"},
+        ):
+            answer = upload(**refused)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed"), refused
+        assert len(HTTP.get(front.url + "/v1/files", headers={"origin": foreign}).json()["data"]) == 4
+        page = {"Origin": foreign}
+        assert HTTP.post(f"{front.url}/v1/completions", json=REQUEST, headers=page).status_code == 403
+    with front_end(api_keys=["sesame"]) as front:  # a page cannot send a key without asking first
+        keyed = {"Origin": foreign, "Authorization": "Bearer sesame"}
+        assert HTTP.post(f"{front.url}/v1/completions", json=REQUEST, headers=keyed).status_code == 200
 
 
 def test_allowed_names_work_and_servers_with_keys_accept_any_name() -> None:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey, KeyLimits, KeySources, KeyTable
+from chairlift.server.access.keys import APIKey, KeyLimits, KeySources, KeyTable, warn_of_short_keys
 from chairlift.server.access.rate_limits import Grant, RateLimiter
 from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
@@ -32,7 +32,7 @@ alice:
 bob:
   keys: [sk-bob-old, sk-bob-new]
   concurrent_requests: 2
-carol: {key: sk-carol}
+carol: {key: sk-carol, admin: true}
 """
 
 
@@ -58,6 +58,7 @@ def test_a_key_file_has_names_and_limits(tmp_path: Path) -> None:
         "sk-bob-new": ("bob", KeyLimits(concurrent_requests=2)),
         "sk-carol": ("carol", KeyLimits()),
     }
+    assert [key.name for key in keys if key.is_admin] == ["carol"]
     assert keys.find(b"sk-none") is None
     lines = keys_in(tmp_path, "alice sk-1\n\nsk-2\n", "keys.txt")
     assert [key.name for key in lines] == ["alice", "key-2"]
@@ -74,6 +75,7 @@ def test_a_key_file_has_names_and_limits(tmp_path: Path) -> None:
         ("alice: {requests_per_minute: 0, key: sk-1}", "requests_per_minute must be an integer of at least 1, got 0"),
         ("alice: {tokens_per_minute: many, key: sk-1}", "tokens_per_minute must be an integer of at least 1"),
         ("alice: {concurrent_requests: true, key: sk-1}", "concurrent_requests must be an integer of at least 1"),
+        ("alice: {admin: yes please, key: sk-1}", "alice: admin must be true or false, got 'yes please'"),
         ("alice: {requests_per_minute: 1}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {key: sk-1, keys: [sk-2]}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {keys: []}", "alice: must have either 'key', a text, or 'keys'"),
@@ -88,6 +90,12 @@ def test_errors_in_a_key_file_name_what_is_wrong(text: str, problem: str, tmp_pa
         keys_in(tmp_path, text)
     assert problem in str(refusal.value)
     assert "sk-1" not in str(refusal.value)
+
+
+def test_short_keys_are_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_short_keys(KeySources(["alice a", "bob " + "b" * 16]).read())
+    (record,) = caplog.records
+    assert "the API key of 'alice' has fewer than 16 characters" in record.getMessage()
 
 
 def test_a_server_with_a_bad_key_file_does_not_start(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ServerConfig:
     log_level: str = "info"
     chat_template: Path | None = None  # replaces the model's
     keys: KeySources = field(default_factory=KeySources)
-    isolate_keys: bool = False  # whether requests with different keys share no cached prefixes
+    isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
     files_dir: Path | None = None  # of uploaded files and batches; None: there are none

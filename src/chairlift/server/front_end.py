@@ -82,7 +82,7 @@ class HTTPServer:
             self._keys,
             config.cors_origins,
             dashboard=config.dashboard,
-            hosts=HostNames(config.host, config.allowed_hosts),
+            hosts=HostNames(config.host, config.allowed_hosts, config.cors_origins),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
             unknown_fields=config.unknown_fields,

@@ -14,7 +14,7 @@ from typing import Protocol
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.open_files import connection_limit, raise_file_limit
-from chairlift.server.access.keys import APIKey
+from chairlift.server.access.keys import APIKey, warn_of_short_keys
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.access_log import open_access_log
 from chairlift.server.http.host_names import HostNames
@@ -66,6 +66,7 @@ async def serve_forever(
     connection_limit(config.limits.max_connections)  # raises if there can be too few
     if config.access_log is not None:
         open_access_log(config.access_log).close()
+    warn_of_short_keys(config.keys.read())
     check_device(config.engine.get("device", "auto"))
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
@@ -195,6 +196,7 @@ def _reload_on_hangup(config: ServerConfig, front_end: FrontEnd) -> None:
         except InvalidParameter as error:
             log.error("nothing is changed, because a file cannot be used: %s", error)
             return
+        warn_of_short_keys(keys)
         front_end.replace_keys(keys)
         front_end.reload_certificate()
         log.info("the API keys and the certificate were read again")

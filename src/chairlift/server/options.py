@@ -103,7 +103,10 @@ class ServerOptions:
         metavar="FILE",
     )
     isolate_keys: bool = option(
-        False, help="Never share cached prefixes between API keys.", group=ACCESS, negatable=False
+        False,
+        help="Never share cached prefixes between API keys, and show metrics and the dashboard to administrators only.",
+        group=ACCESS,
+        negatable=False,
     )
     public_metrics: bool = option(
         False, help="Serve /metrics without a key and to any host name.", group=ACCESS, negatable=False

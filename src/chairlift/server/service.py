@@ -35,13 +35,12 @@ class Service:
         self.engine = engine
         self.metrics = metrics
         self.limits = limits
+        self.isolate_keys = isolate_keys  # whether only administrators see what concerns all keys
         self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
         self.admission = admission
         self.rate_limits = rate_limits
         self.tokenizer_pool = TokenizerPool()
-        self.subscribers = Subscribers(
-            engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting, isolate_keys=isolate_keys
-        )
+        self.subscribers = Subscribers(engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting)
         self.generation = GenerationHandler(
             model,
             engine,

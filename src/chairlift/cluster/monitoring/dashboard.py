@@ -19,11 +19,10 @@ from starlette.routing import Route
 import chairlift
 from chairlift.cluster.serving.fleet import FleetView
 from chairlift.cluster.serving.routing_table import KnownReplica
-from chairlift.server.access.keys import APIKey
 from chairlift.server.dashboard.page import content_policy, fleet_page
 from chairlift.server.dashboard.routes import PATH
 from chairlift.server.http.errors import unavailable
-from chairlift.server.http.guards import client_headers
+from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.sse import EventStream
 
 MAX_PAGES = 8  # each reads every replica
@@ -44,9 +43,10 @@ def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
         return HTMLResponse(page, headers=headers)
 
     async def stream(request: Request) -> Response:
+        check_sees_all(request.state)
         if len(open_pages) >= MAX_PAGES:
             raise unavailable(f"{MAX_PAGES} pages are open, which is the limit")
-        found = FleetStream(fleet, model_name, request.state.api_key)
+        found = FleetStream(fleet, model_name)
         open_pages.add(found)
         return EventStream(found.events(), on_end=lambda: open_pages.discard(found))
 
@@ -54,12 +54,11 @@ def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
 
 
 class FleetStream:
-    """The events of one page, for a client with `key`."""
+    """The events of one page."""
 
-    def __init__(self, fleet: FleetView, model_name: str, key: APIKey | None) -> None:
+    def __init__(self, fleet: FleetView, model_name: str) -> None:
         self._fleet = fleet
         self._model_name = model_name
-        self._key = key
         self._unread: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -97,7 +96,7 @@ class FleetStream:
 
     async def _follow(self, session: aiohttp.ClientSession, replica: KnownReplica) -> None:
         """Pass on the frames of a replica; connect again while it is part of the fleet."""
-        headers = {"x-api-key": replica.info.key, **(client_headers(self._key) if self._key is not None else {})}
+        headers = {"x-api-key": replica.info.key}
         opening = b'data: {"t":"replica","id":%b,"frame":' % json.dumps(replica.id).encode()
         while True:
             with suppress(aiohttp.ClientError, OSError):

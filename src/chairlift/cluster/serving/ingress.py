@@ -18,7 +18,7 @@ from chairlift.cluster.serving.relay import Relay
 from chairlift.cluster.serving.replica_load import REPLICAS
 from chairlift.cluster.serving.routing_table import routing_table
 from chairlift.machine.open_files import raise_file_limit
-from chairlift.server.access.keys import KeyTable
+from chairlift.server.access.keys import KeyTable, warn_of_short_keys
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
@@ -69,12 +69,15 @@ class Ingress:
         raise_file_limit()
         listener = listen(config.host, config.port, shared=self._shared)
         metrics, keys = Metrics(config.model_name), KeyTable(config.keys.read())
+        warn_of_short_keys(keys)
         app = make_ingress_app(config, self.fleet, self._relay, metrics, keys)
         # A relayed request has a connection to its replica, too.
         self._server = UvicornServer(app, config.limits, config.certificate, files_per_connection=2)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
+        if serving.done():
+            serving.result()  # raises what kept it from starting
         self._listening.set_result(listening_address(listener, config.host, secure=config.certificate is not None))
         stopping = asyncio.create_task(self._until_stopped())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ from chairlift.server.config import ServerConfig
 from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.app import EXPOSED_HEADERS
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
-from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
+from chairlift.server.http.guards import OutermostMiddleware, RequestGuard, check_sees_all
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.metrics import Metrics
@@ -41,10 +41,12 @@ def make_ingress_app(
             raise unavailable("no replica is ready")
         return JSONResponse({"status": "ok"})
 
-    async def replicas(_: Request) -> Response:
+    async def replicas(http: Request) -> Response:
+        check_sees_all(http.state)
         return JSONResponse({"version": chairlift.__version__, "router": fleet.router, "replicas": fleet.describe()})
 
-    async def metrics_page(_: Request) -> Response:
+    async def metrics_page(http: Request) -> Response:
+        check_sees_all(http.state)
         return Response(await fleet_exposition(fleet, metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def files(_: Request) -> Response:
@@ -72,10 +74,11 @@ def make_ingress_app(
         Middleware(
             RequestGuard,
             keys=keys,
-            hosts=HostNames(config.host, config.allowed_hosts),
+            hosts=HostNames(config.host, config.allowed_hosts, config.cors_origins),
             limits=config.limits,
             metrics=metrics,
             public_metrics=config.public_metrics,
+            isolate_keys=config.isolate_keys,
         ),
         Middleware(RateLimitGuard, limits=RateLimiter(metrics)),
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import MAPPING_SUFFIXES, read_mapping
 
 FILE_PARAMETER = "api_key_file"
+SAFE_LENGTH = 16  # characters of a key; shorter ones are accepted with a warning
+
+log = logging.getLogger("chairlift.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class APIKey:
     digest: bytes  # SHA-256
     limits: KeyLimits = KeyLimits()
     is_proxy: bool = False  # whether its owner authenticates clients itself and sends the names of their keys
+    is_admin: bool = False  # whether its owner sees all tenants where keys are isolated
+    is_short: bool = False  # whether it can be guessed
 
 
 class KeyTable:
@@ -87,7 +93,7 @@ def _from_texts(texts: Iterable[str], parameter: str, first_number: int = 1) -> 
     """Yield the keys: "alice KEY" has the name alice; keys without a name are numbered."""
     for number, text in enumerate(texts, start=first_number):
         name, _, secret = text.strip().rpartition(" ")
-        yield APIKey(name.strip() or f"key-{number}", _digest(_checked(secret, parameter)))
+        yield _make_key(name.strip() or f"key-{number}", secret, parameter)
 
 
 def _from_file(file: Path, first_number: int) -> list[APIKey]:
@@ -103,7 +109,7 @@ def _from_file(file: Path, first_number: int) -> list[APIKey]:
 
 
 def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
-    """Return the keys of one name: {key: KEY} or {keys: [KEY, …]}, with the fields of `KeyLimits`."""
+    """Return the keys of one name: {key: KEY} or {keys: [KEY, …]}, with `admin` and the fields of `KeyLimits`."""
 
     def refuse(problem: str) -> InvalidParameter:
         return InvalidParameter(FILE_PARAMETER, f"{file}: {name}: {problem}")
@@ -112,8 +118,10 @@ def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
         raise refuse("must have the field 'key' or 'keys'")
     known = [item.name for item in fields(KeyLimits)]
     for field, value in entry.items():
-        if field not in (*known, "key", "keys"):
-            raise refuse(f"unknown field {field!r}; choose from key, keys, {', '.join(known)}")
+        if field not in (*known, "key", "keys", "admin"):
+            raise refuse(f"unknown field {field!r}; choose from key, keys, admin, {', '.join(known)}")
+        if field == "admin" and not isinstance(value, bool):
+            raise refuse(f"admin must be true or false, got {value!r}")
         if field in known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise refuse(f"{field} must be an integer of at least 1, got {value!r}")
     secrets = entry.get("keys", [entry.get("key")])
@@ -122,7 +130,19 @@ def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
     if not all(isinstance(secret, str) for secret in secrets):
         raise refuse("keys must be texts; put them in quotes")
     limits = KeyLimits(**{field: entry[field] for field in known if field in entry})
-    return [APIKey(name, _digest(_checked(secret, FILE_PARAMETER)), limits) for secret in secrets]
+    keys = [_make_key(name, secret, FILE_PARAMETER) for secret in secrets]
+    return [replace(key, limits=limits, is_admin=entry.get("admin", False)) for key in keys]
+
+
+def _make_key(name: str, secret: str, parameter: str) -> APIKey:
+    return APIKey(name, _digest(_checked(secret, parameter)), is_short=len(secret) < SAFE_LENGTH)
+
+
+def warn_of_short_keys(keys: Iterable[APIKey]) -> None:
+    for key in keys:
+        if key.is_short:
+            problem = f"has fewer than {SAFE_LENGTH} characters and may be guessed"
+            log.warning("the API key of %r %s; 'openssl rand -hex 24' makes a better one", key.name, problem)
 
 
 def _check_unambiguous(keys: Sequence[APIKey]) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from chairlift.core.policies.base import make_policy
 from chairlift.server.dashboard.page import content_policy, dashboard_page
 from chairlift.server.http.errors import APIError, unavailable
+from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.sse import EventStream
 from chairlift.server.openai.strict import StrictModel
 from chairlift.server.process.messages import SwitchPolicy
@@ -35,6 +36,7 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{PATH}/stream", include_in_schema=False)
     async def stream(http: Request) -> Response:
+        check_sees_all(http.state)
         subscriber = subscribers.subscribe(http.state.key, http.state.tenant)
         return EventStream(subscribers.stream(subscriber), on_end=lambda: subscribers.unsubscribe(subscriber))
 
@@ -46,7 +48,8 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
         return found
 
     @app.post(f"{PATH}/policy", include_in_schema=False)
-    async def switch_policy(body: PolicyRequest) -> Response:
+    async def switch_policy(body: PolicyRequest, http: Request) -> Response:
+        check_sees_all(http.state)
         if not service.policy_switch:
             raise APIError(403, "this server was not started with --policy-switch", code="not_allowed")
         make_policy(body.policy, body.max_delay_ms)  # validates the name and the delay

@@ -46,7 +46,7 @@ class Subscriber:
         self._size = 0
         self._ever_synced = False
 
-    def offer(self, frame: DashboardFrame, tenants: dict[int, str]) -> None:
+    def offer(self, frame: DashboardFrame) -> None:
         """Queue a new frame, unless too much is unread."""
         if not self.synced and not frame.is_key:
             self.num_lost += self._ever_synced
@@ -55,20 +55,21 @@ class Subscriber:
             self._drop_unread()
             self.synced = False
         else:
-            self._size += self._queue(frame, tenants)
+            self._size += self._queue(frame)
 
-    def catch_up(self, recent: Iterable[tuple[DashboardFrame, dict[int, str]]]) -> None:
+    def catch_up(self, recent: Iterable[DashboardFrame]) -> None:
         """Queue the last keyframe and the frames after it, without a limit: these are in memory anyway."""
-        for frame, tenants in recent:
-            self._queue(frame, tenants)
+        for frame in recent:
+            self._queue(frame)
 
-    def _queue(self, frame: DashboardFrame, tenants: dict[int, str]) -> int:
+    def _queue(self, frame: DashboardFrame) -> int:
         """Queue a frame and return its size in bytes."""
         messages = []
         if self._ever_synced and not self.synced:
             messages.append(self.lost_frame())
-        if tenants:
-            messages.append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
+        if frame.tenants:
+            names = {str(number): name for number, name in frame.tenants.items()}
+            messages.append(_encode({"t": "tenants", "names": names}))
         messages.append(frame.json)
         self.synced = self._ever_synced = True
         self._unread.append(messages)
@@ -97,13 +98,11 @@ class Subscribers:
         texts: RequestTexts,
         *,
         greeting: Callable[[], dict[str, Any]],
-        isolate_keys: bool = False,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self.texts = texts
         self._greeting = greeting  # the first message to every page
-        self._isolate_keys = isolate_keys
         self._subscribers: set[Subscriber] = set()
         self._watched_elsewhere = False  # whether other HTTP processes have open pages
         self.find_elsewhere: FindText = _find_nothing  # texts of other HTTP processes
@@ -160,19 +159,13 @@ class Subscribers:
         self._recent.add(frame)
         self._recent_from = self._engine.loaded
         for subscriber in self._subscribers:
-            subscriber.offer(frame, self._names_for(subscriber, frame.tenants))
+            subscriber.offer(frame)
 
     def _note_fault(self, fault: RecorderFault) -> None:
         self._metrics.recorder_faults.inc()
         self._recent.clear()
         if fault.is_off:
             self._recorder_off_in = self._engine.loaded
-
-    def _names_for(self, subscriber: Subscriber, tenants: dict[int, str]) -> dict[int, str]:
-        """Return the tenant names that a page may show: with isolated keys, only its own tenant's."""
-        if not self._isolate_keys:
-            return tenants
-        return {number: name if name == subscriber.tenant else f"key {number + 1}" for number, name in tenants.items()}
 
     def subscribe(self, key: bytes | None, tenant: str | None) -> Subscriber:
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
@@ -206,7 +199,7 @@ class Subscribers:
         if now - self._lease_renewed > SAFE_LEASE_SECONDS or self._recent_from is not self._engine.loaded:
             self._recent.clear()  # the engine may have stopped recording or restarted since
         if not subscriber.synced:
-            subscriber.catch_up((frame, self._names_for(subscriber, frame.tenants)) for frame in self._recent.all())
+            subscriber.catch_up(self._recent.all())
         keyframe = not subscriber.synced and self.is_recording and now - self._keyframe_requested > SERVICE_SECONDS / 2
         if keyframe or now - self._lease_renewed > LEASE_SECONDS / 4:
             self._lease_renewed = now

@@ -85,7 +85,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    hosts = hosts or HostNames()
+    hosts = hosts or HostNames(origins=cors_origins)
     app.router.route_class = threaded_body_route(service.admission)
     app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
@@ -96,6 +96,7 @@ def make_app(
         limits=service.limits,
         metrics=service.metrics,
         public_metrics=public_metrics,
+        isolate_keys=service.isolate_keys,
         uploads=files is not None,
     )
     if cors_origins:

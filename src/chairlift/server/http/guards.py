@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
+from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.server.access.keys import APIKey, KeyTable
@@ -28,6 +29,7 @@ log = logging.getLogger("chairlift.server")
 
 PROBE_PATHS = frozenset({"/health", "/ready"})  # without a key and for any host name: they reveal nothing else
 METRICS_PATH = "/metrics"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UPLOAD_PATH = "/v1/files"
 # Sent by a proxy that authenticates clients itself: the name of the client's key, quoted, and its digest.
 CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-client-key"
@@ -80,9 +82,12 @@ class RequestGuard:
         metrics: Metrics,
         public_metrics: bool = False,
         uploads: bool = False,
+        isolate_keys: bool = False,
     ) -> None:
-        """`uploads`: whether `app` keeps files, whose bodies are longer and are not held in memory."""
+        """`uploads`: whether `app` keeps files, whose bodies are longer and are not held in memory. `isolate_keys`:
+        whether only administrators see what concerns all keys."""
         self._app = app
+        self._isolate_keys = isolate_keys
         self._uploads = uploads
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
         self._keyless_paths = self._any_host_paths | {"/dashboard"}  # the page asks for the key
@@ -100,6 +105,8 @@ class RequestGuard:
         state["arrived"], state["timelines"] = time.monotonic(), {}
         key = state["api_key"] = self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
+        is_admin = key is not None and (key.is_admin or key.is_proxy)
+        state["sees_all"] = is_admin or not self._isolate_keys or scope["path"] in self._any_host_paths
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
@@ -139,6 +146,9 @@ class RequestGuard:
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
+        if not self._keys and scope["method"] not in SAFE_METHODS and not self._hosts.allow_page(dict(headers)):
+            problem = "this server has no API keys and takes nothing from web pages of other origins"
+            return APIError(403, f"{problem}; start it with --cors-origin ORIGIN", code="origin_not_allowed")
         length = dict(headers).get(b"content-length", b"0")
         most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
         if length.isdigit() and int(length) > most:
@@ -147,6 +157,13 @@ class RequestGuard:
 
     def _is_upload(self, scope: Scope) -> bool:
         return bool(self._uploads and scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
+
+
+def check_sees_all(state: State) -> None:
+    """Raise unless the client of a request may see what concerns all keys."""
+    if not state.sees_all:
+        problem = "this server isolates its keys (--isolate-keys), and this is only for those with 'admin: true'"
+        raise APIError(403, problem, code="not_allowed")
 
 
 def client_key(proxy: APIKey, headers: Mapping[bytes, bytes]) -> APIKey:

@@ -18,6 +18,7 @@ from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import unavailable
+from chairlift.server.http.guards import check_sees_all
 from chairlift.server.openai.chat import ChatGeneration
 from chairlift.server.openai.chat_fields import check_message_fields, known_tools
 from chairlift.server.openai.completions import TextGeneration
@@ -182,7 +183,8 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
         return await health()
 
     @app.get("/metrics", responses=ERRORS)
-    async def metrics() -> Response:
+    async def metrics(http: Request) -> Response:
+        check_sees_all(http.state)
         return Response(await service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version", responses=ERRORS)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
+from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter, UnsupportedModel
 from chairlift.text.backend_failures import backend_failures
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.detokenizer import (
@@ -124,6 +124,17 @@ class Tokenizer:
     @property
     def template_shows_tools(self) -> bool:
         return self._template is not None and self._template.shows_tools
+
+    @cached_property
+    def template_shows_later_system(self) -> bool:
+        """Whether the chat template shows a message of the system behind others, and does not refuse or drop it."""
+        words = ("first", "question", "later", "answer")
+        roles = ("system", "user", "system", "assistant")
+        messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+        try:
+            return "later" in self.apply_chat_template(messages, add_generation_prompt=False)
+        except (InvalidParameter, UnsupportedModel):
+            return False
 
     @property
     def template_reads(self) -> frozenset[str]:

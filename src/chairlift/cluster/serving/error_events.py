@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from chairlift.server.anthropic.errors import anthropic_error
+from chairlift.server.anthropic.errors import anthropic_error, is_messages_path
 from chairlift.server.http.errors import unavailable
 
 EVENT_END = b"\n\n"
@@ -15,11 +15,11 @@ DONE = b"data: [DONE]\n\n"
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
-def error_events(path: str, before: bytes) -> bytes:
+def error_events(path: str, before: bytes, request_id: str) -> bytes:
     """`before` are the last events of the stream."""
     error = unavailable("the replica that answered this request died; try again")
-    if path.startswith("/v1/messages"):
-        return _event("error", anthropic_error(error.status_code, error.body))
+    if is_messages_path(path):
+        return _event("error", anthropic_error(error.status_code, error.body, request_id))
     body = error.body["error"]
     if path.startswith("/v1/responses"):
         numbers = _SEQUENCE_NUMBER.findall(before)

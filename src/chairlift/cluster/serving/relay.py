@@ -257,7 +257,8 @@ class _Exchange:
         self._table.failed(self._replica.id)
         if response.content_type != "text/event-stream":
             raise ConnectionError("the replica died during the response")
-        events = b"" if self._end.endswith(DONE) else error_events(self._request.path, self._end)
+        request_id = dict(self._request.headers)["x-request-id"]
+        events = b"" if self._end.endswith(DONE) else error_events(self._request.path, self._end, request_id)
         await self._send({"type": "http.response.body", "body": events})
 
     def usage(self) -> RelayedUsage | None:

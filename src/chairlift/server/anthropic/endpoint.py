@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.input import MessageInput
-from chairlift.server.anthropic.response_builder import MessageBuilder
+from chairlift.server.anthropic.response_builder import MessageBuilder, MessageForm
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration
 from chairlift.server.openai.strict import renamed_parameter
-from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
 
 # Prefixes of chat parameters, and this endpoint's names for them.
 _NAMES = {
     r"max_(completion_)?tokens": "max_tokens",
     r"stop": "stop_sequences",
-    r"reasoning_effort": "thinking",
     r"response_format(\.json_schema)?": "output_config.format",
     r"thinking_token_budget": "thinking.budget_tokens",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
@@ -31,40 +30,91 @@ class MessagesGeneration(GenerationRequest):
     id_prefix = "msg_"
     prompt_parameter = "messages"
 
-    def __init__(self, body: MessagesRequest, model: ServedModel) -> None:
-        self._chat = chat_of(body.chat, model)
-        super().__init__(body, self._chat.params, body.max_tokens)
+    def __init__(self, body: MessagesRequest, model: ServedModel, request_id: str) -> None:
         self._body = body
         self._model = model
+        self._request_id = request_id
+        self._chat = chat_of(body, model)
+        super().__init__(body, self._chat.params)
+        self._edits: list[dict[str, Any]] | None = None
+        self._fills_context = False
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
-        return tokenize_messages(self._body, self._chat, max_tokens)
+        """Tokenize the prompt. If the context has no room for `max_tokens` of output, the message may fill it."""
+        prompt = tokenize_messages(self._body, self._chat, max_tokens)
+        self._edits = prompt.edits
+        wanted, room = self._body.max_tokens, max(max_tokens - prompt.num_tokens, 1)
+        self._fills_context = wanted > room
+        return replace(prompt.tokenized, params=prompt.tokenized.params.clone(max_tokens=min(wanted, room)))
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        return MessageBuilder(self._model.name, self._chat.parser(), response_id, usage)
+        thinking = self._body.thinking
+        form = MessageForm(
+            model=self._model.name,
+            message_id=response_id,
+            request_id=self._request_id,
+            limit="model_context_window_exceeded" if self._fills_context else "max_tokens",
+            shows_thinking=thinking is None or thinking.display != "omitted",
+            edits=self._edits,
+        )
+        return MessageBuilder(form, self._chat.parser(), usage)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
-        return renamed(error)
+        return renamed(error, self._body)
 
 
-def chat_of(as_chat: Callable[[], ChatRequest], model: ServedModel) -> ChatGeneration:
+@dataclass(frozen=True, slots=True)
+class TokenizedMessages:
+    tokenized: TokenizedPrompts
+    original_tokens: int  # before the edits of context_management
+    edits: list[dict[str, Any]] | None  # what they have changed, if there are any
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokenized.prompts[0])
+
+
+def chat_of(body: CountTokensRequest, model: ServedModel) -> ChatGeneration:
     """Return the equivalent chat completion; errors have the names of /v1/messages."""
     try:
-        return ChatGeneration(as_chat(), model)
+        return ChatGeneration(body.as_chat(reasons=model.reasoning_format is not None), model)
     except InvalidParameter as error:
-        raise renamed(error) from None
+        raise renamed(error, body) from None
 
 
-def tokenize_messages(body: CountTokensRequest, chat: ChatGeneration, max_tokens: int) -> TokenizedPrompts:
-    """Tokenize the prompt of /v1/messages; runs in a thread. If the last message is the assistant's, it is
-    continued."""
+def tokenize_messages(body: CountTokensRequest, chat: ChatGeneration, max_tokens: int) -> TokenizedMessages:
+    """Tokenize the prompt of /v1/messages; runs in a thread."""
     _ = chat.tools  # validates tools before the messages
-    given = MessageInput(body.messages, body.system_text)
+    messages = body.messages
+    tokenized = _tokenize(messages, body, chat, max_tokens)
+    original = len(tokenized.prompts[0])
+    if body.context_management is None:
+        return TokenizedMessages(tokenized, original, None)
+    reports = []
+    for edit in body.context_management.edits or ():
+        before = len(tokenized.prompts[0])
+        if (change := edit.change(messages, before)) is None:
+            continue
+        edited, report = change
+        shorter = _tokenize(edited, body, chat, max_tokens)
+        cleared = before - len(shorter.prompts[0])
+        if cleared >= edit.least:
+            messages, tokenized = edited, shorter
+            reports.append(report | {"cleared_input_tokens": cleared})
+    return TokenizedMessages(tokenized, original, reports)
+
+
+def _tokenize(
+    messages: list[dict[str, Any]], body: CountTokensRequest, chat: ChatGeneration, max_tokens: int
+) -> TokenizedPrompts:
+    """Tokenize messages; if the last one is the assistant's, it is continued."""
+    given = MessageInput(messages, body.system_text, later_system=chat.shows_later_system)
     try:
         return chat.tokenize_messages(given.messages, max_tokens, continue_final=given.ends_with_assistant)
     except InvalidParameter as error:
         raise error.renamed(given.location(error.parameter)) from None
 
 
-def renamed(error: InvalidParameter) -> InvalidParameter:
-    return error.renamed(renamed_parameter(error.parameter, _NAMES))
+def renamed(error: InvalidParameter, body: CountTokensRequest) -> InvalidParameter:
+    names = _NAMES | {"reasoning_effort": body.reasoning_parameter}
+    return error.renamed(renamed_parameter(error.parameter, names))

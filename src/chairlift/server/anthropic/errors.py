@@ -1,13 +1,15 @@
-"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}}."""
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}, "request_id"}."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PATH = "/v1/messages"
+# On this code clients send the whole conversation instead of its last turn.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 
 # Anthropic's types by status; others are invalid requests below 500, and API errors above.
 _TYPES = {
@@ -20,26 +22,36 @@ _TYPES = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
+# Codes of OpenAI's format that are Anthropic's too; clients look for them in `details`.
+_DETAILS = frozenset({THREAD_UNSUPPORTED})
+_PATH = re.compile(r"/+(v1/+)?messages")  # with what follows
+_VERSION_HEADER = b"anthropic-version"  # which all of Anthropic's clients send
 
 
-def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
+def is_messages_path(path: str) -> bool:
+    return _PATH.match(path) is not None
+
+
+def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
     """Convert an error body of OpenAI's format. The parameter's name is in the message already, or put before it."""
     error = body["error"]
     type_ = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    message, parameter = error["message"], error["param"]
+    message, parameter, code = error["message"], error["param"], error["code"]
     if parameter and parameter not in message:
         message = f"{parameter}: {message}"
-    return {"type": "error", "error": {"type": type_, "message": message}}
+    details = {"details": {"error_code": code}} if code in _DETAILS else {}
+    return {"type": "error", "error": {"type": type_, "message": message, **details}, "request_id": request_id}
 
 
 class AnthropicErrors:
-    """Middleware that converts the errors of all other layers for Anthropic's endpoints."""
+    """Middleware for Anthropic's endpoints and clients: converts the errors of all other layers, and adds the header
+    `request-id` to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(PATH):
+        if scope["type"] == "http" and (is_messages_path(scope["path"]) or _VERSION_HEADER in dict(scope["headers"])):
             await self._app(scope, receive, _ConvertingSend(send))
         else:
             await self._app(scope, receive, send)
@@ -54,21 +66,31 @@ class _ConvertingSend:
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            self._start = message
-        elif self._start is None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": _with_request_id(message["headers"])}
+            if message["status"] >= 400:
+                self._start = message
+                return
+        if self._start is None:
             await self._send(message)
-        else:
+        elif message["type"] == "http.response.body":
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
                 await self._send_error(self._start)
 
     async def _send_error(self, start: Message) -> None:
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-        body = self._body
-        if dict(headers).get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
+        found, body = dict(headers), self._body
+        if found.get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
             error = msgspec.json.decode(body)
             if error.get("type") != "error":  # a server behind an ingress has converted its own
-                body = msgspec.json.encode(anthropic_error(start["status"], error))
+                request_id = found.get(b"request-id", b"").decode("latin-1")
+                body = msgspec.json.encode(anthropic_error(start["status"], error, request_id))
         await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _with_request_id(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Add Anthropic's name of the request's id."""
+    kept = [item for item in headers if item[0].lower() != b"request-id"]  # of a server behind an ingress
+    return [*kept, *((b"request-id", value) for name, value in kept if name.lower() == b"x-request-id")]

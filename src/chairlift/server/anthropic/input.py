@@ -16,9 +16,10 @@ class _ToolUse(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None  # text: of a call that was cut, which some clients keep as it is
     cache_control: CacheControl | None = None
     caller: Any = None  # of earlier responses: always the model itself
+    toolset_name: str | None = None
 
 
 class _ToolResult(StrictModel):
@@ -27,6 +28,55 @@ class _ToolResult(StrictModel):
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
+    toolset_name: str | None = None
+
+
+class _ToolReference(StrictModel):
+    """The name of a tool that a search has found; the tool itself is in `tools`."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be used now."
+
+
+class _Citations(StrictModel):
+    enabled: Literal[False] | None = None
+
+
+class _SearchResult(StrictModel):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlock]
+    citations: _Citations | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
+class _TextSource(StrictModel):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class _Document(StrictModel):
+    type: Literal["document"]
+    source: _TextSource
+    title: str | None = None
+    context: str | None = None
+    citations: _Citations | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.data)))
 
 
 class _Thinking(StrictModel):
@@ -42,33 +92,50 @@ class _RedactedThinking(StrictModel):
     data: str
 
 
+class _SystemMessage(StrictModel):
+    """A message of the system in mid-conversation, apart from its content."""
+
+    role: Literal["system"]
+    content: Any = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+
+
+_READABLE = TextBlock | _SearchResult | _Document | _ToolReference  # these have `text`
+_TEXTS: dict[str, type[StrictModel]] = {"text": TextBlock, "search_result": _SearchResult, "document": _Document}
 _BLOCKS: dict[str, dict[str, type[StrictModel]]] = {
-    "user": {"text": TextBlock, "tool_result": _ToolResult},
+    "user": {**_TEXTS, "tool_result": _ToolResult},
     "assistant": {
         "text": TextBlock,
         "tool_use": _ToolUse,
         "thinking": _Thinking,
         "redacted_thinking": _RedactedThinking,
     },
+    "system": {"text": TextBlock},
+    "tool result": {**_TEXTS, "tool_reference": _ToolReference},
 }
 _REFUSED = {"image": "this server reads text only", "document": "this server reads text only"}
 
 
 class MessageInput:
-    """Chat messages and the location of each in the request."""
+    """Chat messages and the location of each in the request. Consecutive messages of one role are one turn."""
 
-    def __init__(self, given: list[dict[str, Any]], system: str | None = None) -> None:
+    def __init__(self, given: list[dict[str, Any]], system: str | None = None, *, later_system: bool = True) -> None:
+        """Without `later_system`, what the system says in mid-conversation becomes a part of what the model reads
+        before it: for templates that would not show it."""
         self.messages: list[dict[str, Any]] = []
         self._locations: list[str] = []
+        self._later_system = later_system
         if system is not None:
             self._add("system", {"role": "system", "content": system})
+        last_user = max((index for index, message in enumerate(given) if message.get("role") == "user"), default=-1)
         for index, message in enumerate(given):
-            self._add_message(f"messages[{index}]", message)
+            self._add_message(f"messages[{index}]", message, before_user=index < last_user)
 
     @property
     def ends_with_assistant(self) -> bool:
         """Whether the model continues the last message."""
-        return bool(self.messages[-1]["role"] == "assistant")
+        last = self.messages[-1] if self.messages else {"role": None}
+        return last["role"] == "assistant" and "tool_calls" not in last
 
     def location(self, parameter: str) -> str:
         """Return the location in the request of the chat message `messages[2]…`; other names are returned
@@ -77,21 +144,33 @@ class MessageInput:
         return self._locations[int(found[1])] if found else parameter
 
     def _add(self, location: str, message: dict[str, Any]) -> None:
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last["role"] == message["role"] != "tool":
+            _extend(last, message)
+            return
         self.messages.append(message)
         self._locations.append(location)
 
-    def _add_message(self, location: str, given: dict[str, Any]) -> None:
+    def _add_message(self, location: str, given: dict[str, Any], *, before_user: bool) -> None:
         role, content = given.get("role"), given.get("content")
-        if not isinstance(role, str) or role not in _BLOCKS:
-            raise InvalidParameter(f"{location}.role", f"must be user or assistant, got {str(role)[:40]!r}")
-        check_unknown(location, given, ("role", "content"))
+        if role not in ("user", "assistant", "system"):
+            raise InvalidParameter(f"{location}.role", f"must be user, assistant or system, got {str(role)[:40]!r}")
+        if role == "system":
+            given_system = parse_at(location, _SystemMessage, given)
+        else:
+            check_unknown(location, given, ("role", "content"))
         if isinstance(content, str):
-            self._add(location, {"role": role, "content": content})
-            return
-        if not isinstance(content, list) or not content:
+            blocks: list[StrictModel] = [TextBlock(type="text", text=content)]
+        elif not isinstance(content, list) or (not content and role != "assistant"):
             raise InvalidParameter(f"{location}.content", "must be text or a non-empty list of content blocks")
-        blocks = [_block(f"{location}.content[{index}]", role, block) for index, block in enumerate(content)]
-        (self._add_user if role == "user" else self._add_assistant)(location, blocks)
+        else:
+            blocks = [_block(f"{location}.content[{index}]", role, block) for index, block in enumerate(content)]
+        if role == "user":
+            self._add_user(location, blocks)
+        elif role == "assistant":
+            self._add_assistant(location, blocks)
+        elif given_system.clear_at != "next_user_message" or not before_user:
+            self._add_system(location, _joined(blocks, TextBlock))
 
     def _add_user(self, location: str, blocks: list[StrictModel]) -> None:
         for index, block in enumerate(blocks):
@@ -99,43 +178,64 @@ class MessageInput:
                 place = f"{location}.content[{index}]"
                 text = _result_text(f"{place}.content", block)
                 self._add(place, {"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        if texts := [block.text for block in blocks if isinstance(block, TextBlock)]:
-            self._add(location, {"role": "user", "content": "\n".join(texts)})
+        if not all(isinstance(block, _ToolResult) for block in blocks):
+            self._add(location, {"role": "user", "content": _joined(blocks, _READABLE)})
 
     def _add_assistant(self, location: str, blocks: list[StrictModel]) -> None:
-        text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking)]:
+        message: dict[str, Any] = {"role": "assistant", "content": _joined(blocks, TextBlock)}
+        if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking) and block.thinking]:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls := [_call(block) for block in blocks if isinstance(block, _ToolUse)]:
             message["tool_calls"] = calls
-        self._add(location, message)
+        if len(message) > 2 or message["content"]:  # a model that ended its turn at once has said nothing
+            self._add(location, message)
+
+    def _add_system(self, location: str, text: str) -> None:
+        is_first = all(message["role"] == "system" for message in self.messages)
+        if is_first or self._later_system:
+            self._add(location, {"role": "system", "content": text})
+            return
+        text = f"<system>\n{text}\n</system>"
+        if self.messages[-1]["role"] in ("user", "tool"):  # a turn of its own would break the alternation of roles
+            _extend(self.messages[-1], {"content": text})
+        else:
+            self._add(location, {"role": "user", "content": text})
+
+
+def _extend(message: dict[str, Any], more: dict[str, Any]) -> None:
+    """Append the texts and calls of another message of the same turn."""
+    for name in ("content", "reasoning_content"):
+        if texts := [text for text in (message.get(name), more.get(name)) if text]:
+            message[name] = "\n".join(texts)
+    if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
+        message["tool_calls"] = calls
+
+
+def _joined(blocks: list[StrictModel], kind: Any) -> str:
+    """Join the texts of the blocks of a kind; empty ones say nothing."""
+    return "\n".join(block.text for block in blocks if isinstance(block, kind) and block.text)
 
 
 def _call(block: _ToolUse) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
+    arguments = block.input if isinstance(block.input, str) else json.dumps(block.input or {}, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _result_text(location: str, result: _ToolResult) -> str:
     content = result.content or ""
     if isinstance(content, str):
         return content
-    return "\n".join(_text(f"{location}[{index}]", block) for index, block in enumerate(content))
+    return _joined([_block(f"{location}[{i}]", "tool result", block) for i, block in enumerate(content)], _READABLE)
 
 
-def _text(location: str, given: dict[str, Any]) -> str:
-    block = _block(location, "user", given)
-    if not isinstance(block, TextBlock):
-        raise InvalidParameter(f"{location}.type", "must be text")
-    return block.text
-
-
-def _block(location: str, role: str, given: Any) -> StrictModel:
+def _block(location: str, owner: str, given: Any) -> StrictModel:
+    """Parse a content block of a message of this role, or of a tool result."""
     if not isinstance(given, dict):
         raise InvalidParameter(location, f"must be an object with a type, got {type(given).__name__}")
     kind = str(given.get("type"))
-    known = f"must be one of {', '.join(_BLOCKS[role])} in a message of the {role}, got {kind[:40]!r}"
-    if kind not in _BLOCKS[role]:
+    if kind == "document" and isinstance(given.get("source"), dict) and given["source"].get("type") != "text":
+        raise InvalidParameter(f"{location}.source.type", "must be text: this server reads text only")
+    known = f"must be one of {', '.join(_BLOCKS[owner])} in a message of the {owner}, got {kind[:40]!r}"
+    if kind not in _BLOCKS[owner]:
         raise InvalidParameter(f"{location}.type", _REFUSED.get(kind, known))
-    return parse_at(location, _BLOCKS[role][kind], given)
+    return parse_at(location, _BLOCKS[owner][kind], given)

@@ -24,6 +24,10 @@ from chairlift.text.assistant_parts import (
 
 MessageEvent = dict[str, Any]
 
+# Anthropic's signatures prove that thinking came from its server. This server takes any thinking back, but clients drop
+# thinking without a signature.
+SIGNATURE = "unsigned"
+
 _json = msgspec.json.Encoder()
 
 
@@ -42,7 +46,6 @@ class ContentBlock:
 
     @classmethod
     def thinking(cls) -> ContentBlock:
-        # Signatures prove that thinking came from the server; this one takes any thinking back.
         return cls({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking")
 
     @classmethod
@@ -56,15 +59,29 @@ class ContentBlock:
 
     def body(self) -> dict[str, Any]:
         text = "".join(self.pieces)
-        return self.start | ({"input": _arguments(text)} if self.kind == "tool_use" else {self.delta_field: text})
+        if self.kind == "tool_use":
+            return self.start | {"input": _arguments(text)}
+        return self.start | {self.delta_field: text} | ({"signature": SIGNATURE} if self.kind == "thinking" else {})
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """What a message has apart from its content."""
+
+    model: str
+    message_id: str
+    request_id: str
+    limit: str  # stop_reason of a message that is cut
+    shows_thinking: bool = True
+    edits: list[dict[str, Any]] | None = None  # what context_management has cleared
 
 
 class MessageBuilder:
     """Builds one message. A whole message is built from the events of a stream, which are discarded."""
 
-    def __init__(self, model: str, parser: AssistantParser, response_id: str, usage: Usage) -> None:
+    def __init__(self, form: MessageForm, parser: AssistantParser, usage: Usage) -> None:
         self.usage = usage
-        self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._form = form
         self._parser = parser
         self._blocks: list[ContentBlock] = []
         self._stop_reason: str | None = None
@@ -84,13 +101,13 @@ class MessageBuilder:
     def end_events(self) -> list[bytes]:
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         events: list[MessageEvent] = [
-            {"type": "message_delta", "delta": delta, "usage": self._usage()},
+            {"type": "message_delta", "delta": delta, "usage": self._usage(), **self._context_management()},
             {"type": "message_stop"},
         ]
         return [_encode(event) for event in events]
 
     def error_events(self, error: APIError) -> list[bytes]:
-        return [_encode(anthropic_error(error.status_code, error.body))]
+        return [_encode(anthropic_error(error.status_code, error.body, self._form.request_id))]
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -123,7 +140,8 @@ class MessageBuilder:
         """Add text to the last block, or begin one of this kind."""
         if not self._blocks or self._blocks[-1].kind != kind:
             yield from self._begin(ContentBlock.text() if kind == "text" else ContentBlock.thinking())
-        yield from self._delta(text)
+        if kind == "text" or self._form.shows_thinking:
+            yield from self._delta(text)
 
     def _delta(self, text: str) -> Iterator[MessageEvent]:
         block = self._blocks[-1]
@@ -137,13 +155,18 @@ class MessageBuilder:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.start}
 
     def _close(self) -> Iterator[MessageEvent]:
-        if self._blocks:
-            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+        if not self._blocks:
+            return
+        index = len(self._blocks) - 1
+        if self._blocks[-1].kind == "thinking":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
 
     def _finish(self, update: Update) -> Iterator[MessageEvent]:
         yield from self._close()
         if update.finish_reason == "length":
-            self._stop_reason = "max_tokens"
+            self._stop_reason = self._form.limit
         elif isinstance(update.stop_reason, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", update.stop_reason
         else:
@@ -153,8 +176,20 @@ class MessageBuilder:
     # ---- JSON ---------------------------------------------------------------------------------------------------
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        return {**self._head, "content": content, **stop, "usage": self._usage()}
+        return {
+            "id": self._form.message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._form.model,
+            "content": content,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(),
+            **self._context_management(),
+        }
+
+    def _context_management(self) -> dict[str, Any]:
+        return {} if self._form.edits is None else {"context_management": {"applied_edits": self._form.edits}}
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts; Anthropic's `input_tokens` are those that were not read from the cache."""

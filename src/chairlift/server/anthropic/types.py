@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.anthropic.context_edits import ContextManagement
+from chairlift.server.anthropic.errors import THREAD_UNSUPPORTED
 from chairlift.server.openai.strict import StrictModel, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Integer, Tools
 
@@ -16,7 +20,8 @@ MIN_THINKING_BUDGET = 1
 _REFUSED = {
     "container": "this server runs no tools, so it has no containers",
     "mcp_servers": "this server executes no tools; the client must",
-    "context_management": "is not supported; send the messages that the model should see",
+    "compaction": "this server writes no summaries; ask the model for one",
+    "fallback_credit_token": "this server refuses no conversation, so it issues no such tokens",
     "stop": "is called stop_sequences here",
 }
 _PLACEHOLDER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": ""}]
@@ -28,6 +33,7 @@ class CacheControl(StrictModel):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 class TextBlock(StrictModel):
@@ -40,7 +46,8 @@ class TextBlock(StrictModel):
 class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: dict[str, Any] | None = None  # when a block sent back is refused, which here is never
 
 
 class OutputFormat(StrictModel):
@@ -54,7 +61,7 @@ class OutputConfig(StrictModel):
 
 
 class MessagesMetadata(StrictModel):
-    user_id: Annotated[str | None, Field(max_length=256)] = None
+    user_id: str | None = None
 
 
 class MessageTool(StrictModel):
@@ -63,6 +70,9 @@ class MessageTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None  # shown behind the description
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None  # hidden until a tool result refers to it
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
 
@@ -82,12 +92,19 @@ class CountTokensRequest(GenerationBody):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the earlier name of output_config.format
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
-    # Declared to be refused with a reason instead of as unknown parameters.
+    # Satisfied by every answer: this server has one speed, and no refusals after which others would be asked.
+    speed: Literal["standard", "fast"] | None = None
+    fallbacks: Literal["default"] | list[dict[str, Any]] | None = None
+    # Declared to be refused with a reason.
+    thread: Any = None
     container: Any = None
     mcp_servers: Any = None
-    context_management: Any = None
+    compaction: Any = None
+    fallback_credit_token: Any = None
 
     @property
     def system_text(self) -> str | None:
@@ -95,28 +112,39 @@ class CountTokensRequest(GenerationBody):
             return self.system
         return "\n\n".join(block.text for block in self.system)
 
-    def as_chat(self, max_tokens: int | None = None, stop: list[str] | None = None) -> ChatRequest:
-        """Return the equivalent chat completion request. Messages are added after admission."""
+    def as_chat(self, *, reasons: bool, **more: Any) -> ChatRequest:
+        """Return the equivalent chat completion request for a model that `reasons` or does not. Messages are added
+        after admission."""
         for name, reason in _REFUSED.items():
             if getattr(self, name) not in (None, []):
                 raise InvalidParameter(name, reason)
+        if self.thread is not None:
+            problem = "this server holds no conversations; send all messages, without thread"
+            raise InvalidParameter("thread", problem, THREAD_UNSUPPORTED)
         effort, budget = self._reasoning()
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
-        shared |= {"stop": stop, "thinking_token_budget": budget}
+        if reasons:
+            shared |= {"reasoning_effort": effort, "thinking_token_budget": budget}
         choice = self.tool_choice or MessageToolChoice(type="auto")
+        tools = self._chat_tools()
         given = dict(
             **shared,
             **self._extra_args,
             messages=_PLACEHOLDER_MESSAGES,
-            max_completion_tokens=max_tokens,
             chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=effort,
             response_format=self._response_format(),
-            tools=[_chat_tool(index, tool) for index, tool in enumerate(self.tools or [])] or None,
-            tool_choice=_chat_choice(choice) if self.tools else None,
-            parallel_tool_calls=False if self.tools and choice.disable_parallel_tool_use else None,
+            tools=tools,
+            tool_choice=_chat_choice(choice) if tools else None,
+            parallel_tool_calls=False if tools and choice.disable_parallel_tool_use else None,
         )
-        return parse_at("", ChatRequest, given)
+        return parse_at("", ChatRequest, given | more)
+
+    @property
+    def reasoning_parameter(self) -> str:
+        """The parameter that set the reasoning effort."""
+        disabled = self.thinking is not None and self.thinking.type == "disabled"
+        given = self.output_config is not None and self.output_config.effort is not None
+        return "output_config.effort" if given and not disabled else "thinking"
 
     def _reasoning(self) -> tuple[str | None, int | None]:
         """Return the reasoning effort and the thinking budget. Without `thinking` and an effort, the model does what it
@@ -132,33 +160,53 @@ class CountTokensRequest(GenerationBody):
             raise InvalidParameter("thinking.budget_tokens", f"must be at least {MIN_THINKING_BUDGET}")
         return effort or "medium", budget
 
+    def _chat_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the model sees: deferred ones only after a tool result that refers to them."""
+        given = [_chat_tool(index, tool) for index, tool in enumerate(self.tools or [])]
+        deferred = {tool["name"] for tool in self.tools or [] if tool.get("defer_loading")}
+        deferred -= set(_referenced_tools(self.messages)) if deferred else set()
+        shown = [tool for tool in given if tool["function"]["name"] not in deferred]
+        if given and not shown:
+            raise InvalidParameter("tools", "all have defer_loading, and no tool result refers to one of them")
+        return shown or None
+
     def _response_format(self) -> dict[str, Any] | None:
-        if self.output_config is None or self.output_config.format is None:
+        format_ = self.output_config.format if self.output_config else None
+        if format_ is not None and self.output_format is not None:
+            raise InvalidParameter("output_format", "was given together with output_config.format; give one")
+        format_ = format_ or self.output_format
+        if format_ is None:
             return None
-        schema = {"name": "output", "schema": self.output_config.format.schema_}
-        return {"type": "json_schema", "json_schema": schema}
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": format_.schema_}}
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)]  # 0: compute the prompt, so that it is cached
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def chat(self) -> ChatRequest:
-        return self.as_chat(self.max_tokens, self.stop_sequences)
+    def as_chat(self, *, reasons: bool, **more: Any) -> ChatRequest:
+        stop = [one for one in self.stop_sequences or [] if one] or None  # an empty one would stop nothing
+        return super().as_chat(reasons=reasons, max_completion_tokens=self.max_tokens or None, stop=stop, **more)
 
 
 def _chat_tool(index: int, given: dict[str, Any]) -> dict[str, Any]:
     """Convert {name, description, input_schema} to {type, function: {name, description, parameters}}."""
     kind = given.get("type")
     if kind not in (None, "custom"):
-        problem = f"only client tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
+        problem = f"only tools with an input_schema, which the client runs, are supported, got {str(kind)[:40]!r}"
         raise InvalidParameter(f"tools[{index}].type", problem)
     tool = parse_at(f"tools[{index}]", MessageTool, given)
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        raise InvalidParameter(f"tools[{index}].allowed_callers", "must contain direct: this server executes no code")
     if tool.input_schema is None:
         raise InvalidParameter(f"tools[{index}].input_schema", "is missing")
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    description = tool.description
+    if tool.input_examples:
+        examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
+        description = f"{description or ''}\n\nExamples of its input:\n{examples}".lstrip()
+    function: dict[str, Any] = {"name": tool.name, "description": description, "parameters": tool.input_schema}
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
@@ -170,3 +218,16 @@ def _chat_choice(choice: MessageToolChoice) -> Any:
     if choice.name is None:
         raise InvalidParameter("tool_choice.name", "is missing")
     return {"type": "function", "function": {"name": choice.name}}
+
+
+def _referenced_tools(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the names of the tools to which blocks of tool results refer."""
+    for message in messages:
+        for result in _objects(message.get("content")):
+            for block in _objects(result.get("content")) if result.get("type") == "tool_result" else ():
+                if block.get("type") == "tool_reference":
+                    yield str(block.get("tool_name"))
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    return (item for item in value if isinstance(item, dict)) if isinstance(value, list) else iter(())

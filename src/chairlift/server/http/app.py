@@ -42,7 +42,7 @@ _RATE_LIMIT_HEADERS = [
     f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 ]
 # That scripts of other origins may read.
-EXPOSED_HEADERS = ["x-request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
+EXPOSED_HEADERS = ["x-request-id", "request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
 # Codes of the errors that the web framework raises: a body nested too deeply, a path or method without a route.
 _FRAMEWORK_CODES = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
 

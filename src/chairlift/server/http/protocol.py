@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import h11
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.http.connections import Connection, ConnectionPhase, Connections, LingeringTransport
@@ -115,8 +115,11 @@ class GuardedProtocol(H11Protocol):
     def _refuse(self, error: APIError) -> None:
         """Send an error, if a response can still be sent, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            response: Response = error.response()
-            headers = [*response.raw_headers, (b"x-request-id", f"req-{uuid.uuid4().hex}".encode())]
+            request_id = f"req-{uuid.uuid4().hex}"
+            # It is not certain which API the client speaks, so this has the form of OpenAI's and of Anthropic's errors.
+            body = {"type": "error", **error.body, "request_id": request_id}
+            response = JSONResponse(body, headers={"x-request-id": request_id, "request-id": request_id})
+            headers = response.raw_headers
             head = h11.Response(status_code=error.status_code, headers=[*headers, (b"connection", b"close")])
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

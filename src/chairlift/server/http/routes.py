@@ -65,7 +65,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", responses=ERRORS)
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        return await service.generation.handle(MessagesGeneration(body, service.model), http)
+        return await service.generation.handle(MessagesGeneration(body, service.model, http.state.request_id), http)
 
     @app.post("/v1/embeddings", responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
@@ -130,9 +130,9 @@ async def _run_text_job(service: Service, http: Request, size: int, work: Callab
 
 
 def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> bytes:
-    chat = chat_of(body.as_chat, model)
-    prompts = tokenize_messages(body, chat, max_model_len or MAX_COUNTED_TOKENS).prompts
-    return _json.encode({"input_tokens": len(prompts[0])})
+    prompt = tokenize_messages(body, chat_of(body, model), max_model_len or MAX_COUNTED_TOKENS)
+    original = {} if prompt.edits is None else {"context_management": {"original_input_tokens": prompt.original_tokens}}
+    return _json.encode({"input_tokens": prompt.num_tokens, **original})
 
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> bytes:

@@ -47,6 +47,11 @@ class ChatGeneration(GenerationRequest):
         tools, choice = known_tools(body.tools), known_choice(body.tool_choice)
         return ToolUse.of(self._model.tool_format, tools, choice, body.parallel_tool_calls)
 
+    @property
+    def shows_later_system(self) -> bool:
+        """Whether the model's chat template shows what the system says in mid-conversation."""
+        return self._model.tokenizer.template_shows_later_system
+
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
         check_message_fields(self._body.messages, self._model.tokenizer.template_names)
         return self.tokenize_messages(self._body.messages, max_tokens)

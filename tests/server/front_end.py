@@ -32,14 +32,17 @@ LOADED = Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requ
 class ScriptedEngine(EngineClient):
     """An engine client without a process; `script` is called with every message to the engine."""
 
-    def __init__(self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None]) -> None:
+    def __init__(
+        self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None], loaded: Loaded = LOADED
+    ) -> None:
         super().__init__("model", {}, metrics.record_step, metrics.record_restart)
         self.received: list[ToEngine] = []
         self._script = script
+        self._when_loaded = loaded
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.loaded = LOADED
+        self.loaded = self._when_loaded
         self.state = EngineState.READY
         self._handle = self  # type: ignore[assignment]
 
@@ -96,6 +99,7 @@ def front_end(
     *,
     limits: Limits | None = None,
     tokenizer: Tokenizer | None = None,
+    loaded: Loaded = LOADED,
     service_options: dict[str, Any] | None = None,
     sampling: Mapping[str, float] | None = None,
     api_keys: Sequence[str] = (),
@@ -111,7 +115,7 @@ def front_end(
     servers: list[UvicornServer] = []
 
     async def run() -> None:
-        engine = ScriptedEngine(metrics, script)  # its sockets belong to this thread's event loop
+        engine = ScriptedEngine(metrics, script, loaded)  # its sockets belong to this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
         model = ServedModel.create(NAME, text, sampling=sampling)
         service = Service.local(model, engine, metrics, limits, **(service_options or {}))

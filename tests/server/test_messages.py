@@ -27,6 +27,18 @@ WEATHER: Any = {
 }
 
 
+SEARCH: dict[str, Any] = {
+    "type": "search_result",
+    "source": "https://lifts.example",
+    "title": "The lifts",
+    "content": [{"type": "text", "text": "All are open."}],
+}
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
 def client_of(server: RunningServer) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
@@ -171,32 +183,46 @@ def test_thinking_is_a_block_of_its_own_and_its_budget_is_kept(thinking_server: 
     assert [block["type"] for block in silent["content"]] == ["text"]
     events = events_of(thinking_server.post(PATH, body | {"stream": True}))
     deltas = {event["delta"]["type"] for event in events if event["type"] == "content_block_delta"}
-    assert deltas == {"thinking_delta", "text_delta"}
+    assert deltas == {"thinking_delta", "signature_delta", "text_delta"}
     again = [*QUESTION, {"role": "assistant", "content": message["content"]}, *QUESTION]
     assert thinking_server.post(PATH, body | {"messages": again}).status_code == 200
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [*QUESTION, {"role": "system"}]}, "messages[1].content"),
+    ({"messages": [*QUESTION, {"role": "system", "content": "x", "clear_at": "noon"}]}, "messages[1].clear_at"),
     ({"messages": [{"role": [], "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0].source.type"),
+    ({"messages": [user(SEARCH | {"citations": {"enabled": True}})]}, "messages[0].content[0].citations.enabled"),
+    ({"messages": [user({"type": "tool_reference", "tool_name": "f"})]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "x", "contents": "y"}]}, "messages[0].contents"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop": ["x"]}, "stop"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools[0].type"),
+    ({"tools": [WEATHER | {"allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [WEATHER | {"defer_loading": True}]}, "tools"),
     ({"tools": [{"name": "f", "input_schema": {"type": 3}}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"output_config": {"effort": "endless"}}, "output_config.effort"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"container": "c"}, "container"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
+    ({"fallback_credit_token": "t"}, "fallback_credit_token"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"context_management": {"edits": [{"type": "forget"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 3}]}}, "context_management.edits"),
     ({"temperature": -1}, "temperature"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
@@ -220,9 +246,8 @@ def test_bad_requests_are_refused_in_anthropics_format(
 def test_other_errors_have_anthropics_types(server: RunningServer) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client_of(server).messages.create(model="other", messages=QUESTION, max_tokens=4)
-    assert missing.value.body == {
-        "type": "error",
-        "error": {"type": "not_found_error", "message": missing.value.body["error"]["message"]},  # type: ignore[index]
-    }
+    body: Any = missing.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert body["request_id"] == missing.value.request_id
     assert HTTP.get(server.url + PATH).json()["type"] == "error"
     assert server.post("/v1/messagesx", {}).status_code == 404

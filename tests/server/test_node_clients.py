@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,34 +15,16 @@ from typing import Any
 import pytest
 
 from tests.server.running_server import NAME, RunningServer
-from tests.tools import missing, require_tool
+from tests.tools import npm_folder
 
 HERE = Path(__file__).parent / "node"
 QUESTION = "when does the lift stop?"
-NO_NETWORK = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH", "network")
 
 
 def installed() -> Path:
     """A folder with the installed packages, named by the hash of the lock file."""
-    require_tool("node")
-    npm = require_tool("npm")
-    lock = (HERE / "package-lock.json").read_bytes()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "chairlift-tests"
-    folder = cache / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as fresh:
-            for name in ("package.json", "package-lock.json"):
-                shutil.copy(HERE / name, fresh)
-            command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-            done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=300)
-            if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
-                missing("the packages cannot be fetched: no network")
-            assert done.returncode == 0, done.stderr[-2000:]
-            if not folder.exists():  # another run may have created it
-                os.rename(fresh, folder)
-                Path(fresh).mkdir()
-    return folder
+    files = [HERE / "package.json", HERE / "package-lock.json"]
+    return npm_folder(f"node-{hashlib.sha256(files[1].read_bytes()).hexdigest()[:16]}", ["ci"], files)
 
 
 @pytest.fixture(scope="module")

@@ -217,15 +217,26 @@ def _joined(blocks: list[StrictModel], kind: Any) -> str:
 
 
 def _call(block: _ToolUse) -> dict[str, Any]:
-    arguments = block.input if isinstance(block.input, str) else json.dumps(block.input or {}, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    given = tool_input(block.input) if isinstance(block.input, str) else block.input or {}
+    function = {"name": block.name, "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def tool_input(text: str) -> dict[str, Any]:
+    """Parse the input of a tool; text that is not a JSON object, which only a cut call has, is passed on as such."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"_invalid_json": text}
 
 
 def _result_text(location: str, result: _ToolResult) -> str:
-    content = result.content or ""
-    if isinstance(content, str):
-        return content
-    return _joined([_block(f"{location}[{i}]", "tool result", block) for i, block in enumerate(content)], _READABLE)
+    text = result.content or ""
+    if not isinstance(text, str):
+        blocks = [_block(f"{location}[{index}]", "tool result", block) for index, block in enumerate(text)]
+        text = _joined(blocks, _READABLE)
+    return f"Error: {text}" if result.is_error else text
 
 
 def _block(location: str, owner: str, given: Any) -> StrictModel:

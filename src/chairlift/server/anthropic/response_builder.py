@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from chairlift.server.anthropic.errors import anthropic_error
+from chairlift.server.anthropic.input import tool_input
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.process.messages import Update
@@ -60,7 +60,7 @@ class ContentBlock:
     def body(self) -> dict[str, Any]:
         text = "".join(self.pieces)
         if self.kind == "tool_use":
-            return self.start | {"input": _arguments(text)}
+            return self.start | {"input": tool_input(text)}
         return self.start | {self.delta_field: text} | ({"signature": SIGNATURE} if self.kind == "thinking" else {})
 
 
@@ -200,16 +200,6 @@ class MessageBuilder:
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-
-
-def _arguments(text: str) -> Any:
-    """Parse the arguments of a call; text that is not a JSON object, which only a cut call has, is passed on as
-    such."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"_invalid_json": text}
 
 
 def _encode(event: MessageEvent) -> bytes:

@@ -124,13 +124,17 @@ def test_without_a_replica_the_answer_is_503() -> None:
     with ingress() as (url, _):
         assert post(url).status_code == 503
         assert HTTP.get(f"{url}/health").status_code == 503
-        assert post(url, "/v1/messages").json()["error"]["type"] == "overloaded_error"
+        refused = post(url, "/v1/messages")
+        assert refused.json()["error"]["type"] == "overloaded_error"
+        assert refused.headers.get_list("request-id") == [refused.json()["request_id"]]
 
 
 def test_errors_of_replicas_are_not_converted_twice() -> None:
     error = '{"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}'
-    with ingress(FakeReplica(whole(404, error))) as (url, _):
-        assert post(url, "/v1/messages").json() == json.loads(error)
+    with ingress(FakeReplica(whole(404, error, request_id="its own"))) as (url, _):
+        answer = post(url, "/v1/messages", x_request_id="mine")
+        assert answer.json() == json.loads(error)
+        assert answer.headers.get_list("request-id") == ["mine"]
 
 
 def events_of(text: str) -> list[str]:
@@ -155,14 +159,14 @@ def test_a_stream_that_is_cut_after_its_last_event_is_complete() -> None:
 @pytest.mark.parametrize(
     ("path", "last", "expected"),
     [
-        ("/v1/messages", {}, {"type": "error"}),
+        ("/v1/messages", {}, {"type": "error", "request_id": "mine"}),
         ("/v1/responses", {"sequence_number": 7}, {"type": "error", "sequence_number": 8, "param": None}),
     ],
 )
 def test_each_api_has_its_own_error_event(path: str, last: dict[str, int], expected: dict[str, object]) -> None:
     before = f"event: x\ndata: {json.dumps(last)}\n\n"
     with ingress(FakeReplica(stream(before, ends=False))) as (url, _):
-        events = events_of(post(url, path, {"stream": True}).text)
+        events = events_of(post(url, path, {"stream": True}, x_request_id="mine").text)
     name, data = events[1].split("\n")
     assert (len(events), name) == (2, "event: error")
     assert json.loads(data.removeprefix("data: ")).items() >= expected.items()

@@ -19,13 +19,14 @@ from tests.server.front_end import FrontEnd, front_end
 from tests.server.running_server import HTTP, NAME, RunningServer
 from tests.server.sample_tools import THINKING_TEMPLATE
 from tests.server.test_message_types import LOADED
-from tests.server.test_messages import PATH, QUESTION, SEARCH, WEATHER, user
+from tests.server.test_messages import PATH, QUESTION, SEARCH, WEATHER, events_of, user
 from tests.tiny import CHATML, byte_level_tokenizer
 
 HINT = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
 CUT_CALL = {"type": "tool_use", "id": "t1", "name": "get_weather"}
 SYSTEM = {"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": HINT}]}
 KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+QUESTIONS = [{"type": "text", "text": "Is it open?"}]
 ANSWER = {"role": "assistant", "content": "no"}
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -110,6 +111,50 @@ def test_effort_and_thinking_are_named_as_the_client_wrote_them(thinking_server:
     ):
         body = MessagesRequest(model="m", messages=QUESTION, max_tokens=2, **change)
         assert body.reasoning_parameter == named
+
+
+def claude_code_body(session: str) -> dict[str, Any]:
+    """The second request of Claude Code 2.1.197 in a session, with shorter texts."""
+    ephemeral = {"type": "ephemeral"}
+    call = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Oslo", "days": 1}}
+    result = {"tool_use_id": "call_1", "type": "tool_result", "content": "snow", "is_error": False}
+    return {
+        "model": NAME,
+        "messages": [
+            user({"type": "text", "text": "<system-reminder>\nToday is Monday.\n</system-reminder>\n\n"}, *QUESTIONS),
+            {"role": "system", "content": "These agents are available: none"},
+            {"role": "assistant", "content": [call]},
+            user(result | {"cache_control": ephemeral}),
+        ],
+        "system": [
+            {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version=2.1.197.{session}; cc_entrypoint=sdk-cli;",
+            },
+            {"type": "text", "text": "You are an agent.", "cache_control": ephemeral},
+            {"type": "text", "text": "\nYou help with lifts.", "cache_control": ephemeral | {"scope": "global"}},
+        ],
+        "tools": [{name: value for name, value in WEATHER.items() if name != "strict"}],
+        "metadata": {"user_id": '{"device_id":"0123","account_uuid":"","session_id":"4567"}'},
+        "max_tokens": 32_000,
+        "thinking": {"type": "adaptive"},
+        "context_management": KEEP_ALL,
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+
+
+def test_the_request_of_claude_code_is_answered(tool_server: RunningServer) -> None:
+    betas = "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,effort-2025-11-24"
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": betas, "x-api-key": "none", "x-app": "cli"}
+    lengths = set()
+    for session in ("eff", "7d0 and longer"):
+        body = claude_code_body(session) | {"max_tokens": 3}
+        answer = HTTP.post(f"{tool_server.url}{PATH}?beta=true", json=body, headers=headers)
+        assert "x-chairlift-ignored-fields" not in answer.headers
+        usage = events_of(answer)[-2]["usage"]
+        lengths.add(usage["input_tokens"] + usage["cache_read_input_tokens"])
+    assert len(lengths) == 1
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------

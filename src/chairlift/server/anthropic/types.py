@@ -16,6 +16,9 @@ from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationB
 
 MAX_STOP_SEQUENCES = 64
 MIN_THINKING_BUDGET = 1
+# Claude Code begins the system prompt with this block, which is for Anthropic's accounting. It differs in each session,
+# so that no prefix would be found in the cache.
+BILLING_HEADER = "x-anthropic-billing-header:"
 
 _REFUSED = {
     "container": "this server runs no tools, so it has no containers",
@@ -110,7 +113,8 @@ class CountTokensRequest(GenerationBody):
     def system_text(self) -> str | None:
         if self.system is None or isinstance(self.system, str):
             return self.system
-        return "\n\n".join(block.text for block in self.system)
+        texts = [block.text for block in self.system if not block.text.startswith(BILLING_HEADER)]
+        return "\n\n".join(texts) if texts else None
 
     def as_chat(self, *, reasons: bool, **more: Any) -> ChatRequest:
         """Return the equivalent chat completion request for a model that `reasons` or does not. Messages are added

@@ -251,3 +251,16 @@ def test_other_errors_have_anthropics_types(server: RunningServer) -> None:
     assert body["request_id"] == missing.value.request_id
     assert HTTP.get(server.url + PATH).json()["type"] == "error"
     assert server.post("/v1/messagesx", {}).status_code == 404
+
+
+def test_models_have_anthropics_form_for_its_clients(server: RunningServer) -> None:
+    client = client_of(server)
+    (listed,) = client.models.list()
+    one = client.models.retrieve(NAME)
+    assert listed == one
+    assert (one.id, one.display_name, one.type, one.lifecycle) == (NAME, NAME, "model", "active")
+    (plain,) = server.get("/v1/models").json()["data"]
+    assert one.created_at.timestamp() == plain["created"]
+    assert one.max_input_tokens == plain["max_model_len"]
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from chairlift.errors import InvalidParameter
@@ -118,3 +119,21 @@ def _tokenize(
 def renamed(error: InvalidParameter, body: CountTokensRequest) -> InvalidParameter:
     names = _NAMES | {"reasoning_effort": body.reasoning_parameter}
     return error.renamed(renamed_parameter(error.parameter, names))
+
+
+def model_info(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """Return Anthropic's description of a model."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
+
+
+def model_page(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return Anthropic's list of all models."""
+    return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}

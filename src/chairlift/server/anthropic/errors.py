@@ -32,6 +32,10 @@ def is_messages_path(path: str) -> bool:
     return _PATH.match(path) is not None
 
 
+def is_anthropic_client(scope: Scope) -> bool:
+    return _VERSION_HEADER in dict(scope["headers"])
+
+
 def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
     """Convert an error body of OpenAI's format. The parameter's name is in the message already, or put before it."""
     error = body["error"]
@@ -51,7 +55,7 @@ class AnthropicErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (is_messages_path(scope["path"]) or _VERSION_HEADER in dict(scope["headers"])):
+        if scope["type"] == "http" and (is_messages_path(scope["path"]) or is_anthropic_client(scope)):
             await self._app(scope, receive, _ConvertingSend(send))
         else:
             await self._app(scope, receive, send)

@@ -13,7 +13,14 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import InvalidParameter
-from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, tokenize_messages
+from chairlift.server.anthropic.endpoint import (
+    MessagesGeneration,
+    chat_of,
+    model_info,
+    model_page,
+    tokenize_messages,
+)
+from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
 from chairlift.server.http.disconnect import unless_disconnected
@@ -83,16 +90,19 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         return await service.generation.handle(RerankGeneration(body, service.model), http)
 
     @app.get("/v1/models", responses=ERRORS)
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service, name) for name in service.model.names]}
+    async def models(http: Request) -> dict[str, Any]:
+        cards = [_model_card(service, name, http) for name in service.model.names]
+        return model_page(cards) if is_anthropic_client(http.scope) else {"object": "list", "data": cards}
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
-    async def model(model: str) -> dict[str, Any]:
+    async def model(model: str, http: Request) -> dict[str, Any]:
         service.model.check_name(model)
-        return _model_card(service, model)
+        return _model_card(service, model, http)
 
 
-def _model_card(service: Service, name: str) -> dict[str, Any]:
+def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
+    if is_anthropic_client(http.scope):
+        return model_info(name, service.model.created, service.max_model_len)
     return {
         "id": name,
         "object": "model",

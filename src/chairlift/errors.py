@@ -47,3 +47,7 @@ class TemporaryFailure(ChairliftError):
 
 class EngineDead(ChairliftError):
     """The engine failed earlier and accepts no more requests."""
+
+
+class EngineDied(EngineDead):
+    """The engine failed while it worked on this request."""

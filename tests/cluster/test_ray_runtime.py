@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,3 +26,31 @@ def test_without_a_cluster_the_error_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ray, "init", find_nothing)
     with pytest.raises(ChairliftError, match="there is no Ray cluster on this machine"):
         connect("auto")
+
+
+def test_a_ray_without_token_authentication_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, is_refused in (("2.51.2", True), ("2.59.0", True), ("2.60.0", False), ("3.0.0.dev0", False)):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__=version, is_initialized=lambda: True))
+        if is_refused:
+            with pytest.raises(ChairliftError, match=f"needs Ray 2.60 or newer, not {version}"):
+                connect()
+        else:
+            assert not connect()
+
+
+@pytest.mark.parametrize("mode", ["token", "disabled", None])
+def test_a_cluster_without_authentication_is_named(monkeypatch: pytest.MonkeyPatch, mode: str | None) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
+    from typer.testing import CliRunner
+
+    from chairlift.cli.cluster.commands import cluster_app
+
+    if mode is None:
+        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    else:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr("chairlift.cluster.ray_runtime.connect", lambda *_, **__: False)
+    monkeypatch.setattr("chairlift.cluster.serving.control.start_fleet", lambda *_: "http://127.0.0.1:8000")
+    shown = CliRunner().invoke(cluster_app, ["serve", "tiny", "--detach"])
+    assert shown.exit_code == 0, shown.output
+    assert ("has no authentication" in shown.output) == (mode != "token")

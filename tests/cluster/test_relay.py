@@ -76,8 +76,7 @@ def test_the_names_of_ignored_fields_are_relayed() -> None:
 
 
 def test_only_generated_responses_count_for_the_expected_output() -> None:
-    answer = '{"usage": {"prompt_tokens": 2, "completion_tokens": 1000}}'
-    with ingress(FakeReplica(whole(200, answer))) as (url, table):
+    with ingress(FakeReplica(whole(200, x_chairlift_usage="2 1000 ok"))) as (url, table):
         expected = table._router._mean_output
         assert [HTTP.get(f"{url}/v1/models").status_code for _ in range(3)] == [200] * 3
         assert post(url, "/v1/embeddings", {"input": "hello"}).status_code == 200
@@ -278,8 +277,7 @@ def test_large_bodies_are_relayed_whole() -> None:
 def test_limits_of_keys_hold_for_the_whole_fleet(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("alice: {key: secret, requests_per_minute: 3}\nbob: {key: other, tokens_per_minute: 150}\n")
-    usage = '{"usage": {"prompt_tokens": 2, "completion_tokens": 100}}'
-    replicas = [FakeReplica(whole(200, usage)) for _ in range(2)]
+    replicas = [FakeReplica(whole(200, x_chairlift_usage="2 100 ok")) for _ in range(2)]
     with ingress(*replicas, config=ServerConfig("tiny", keys=KeySources(file=keys))) as (url, _):
         statuses = [post(url, authorization="Bearer secret").status_code for _ in range(4)]
         assert statuses == [200, 200, 200, 429]
@@ -291,8 +289,10 @@ def test_limits_of_keys_hold_for_the_whole_fleet(tmp_path: Path) -> None:
 
 
 def test_the_access_log_has_the_tokens_of_responses(tmp_path: Path) -> None:
-    log, usage = tmp_path / "access.jsonl", '{"usage": {"prompt_tokens": 2, "completion_tokens": 100}}'
-    with ingress(FakeReplica(whole(200, usage)), config=ServerConfig("tiny", access_log=log)) as (url, _):
+    log = tmp_path / "access.jsonl"
+    with ingress(
+        FakeReplica(whole(200, x_chairlift_usage="2 100 ok")), config=ServerConfig("tiny", access_log=log)
+    ) as (url, _):
         assert post(url).status_code == 200
         assert post(url, "/v1/embeddings", {"input": "hello"}).status_code == 200
     with ingress(FakeReplica(whole(200)), config=ServerConfig("tiny", access_log=log)) as (url, _):
@@ -336,3 +336,44 @@ def test_a_fleet_has_no_files() -> None:
                 refused = HTTP.request(method, url + path)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (404, "files_disabled")
     assert replica.requests == []
+
+
+# ---- requests that kill engines ----------------------------------------------------------------------------------
+
+DIED = "x-chairlift-usage", "5 0 died"  # the report of a replica whose engine died during the request
+
+
+def test_a_request_that_killed_its_engine_is_not_sent_to_another() -> None:
+    replicas = [FakeReplica(whole(503, "{}", **{DIED[0]: DIED[1]})) for _ in range(2)]
+    with ingress(*replicas) as (url, _):
+        first = post(url)
+        assert (first.status_code, first.headers["retry-after"]) == (503, "1")
+        assert sum(len(replica.requests) for replica in replicas) == 1
+        assert (
+            post(url, body={"prompt": "hello", "model": "tiny", "user": "another", "stream": True}).status_code == 503
+        )
+        assert sum(len(replica.requests) for replica in replicas) == 2
+        refused = post(url)
+        assert refused.status_code == 400
+        assert "when the engine died 2 times" in refused.json()["error"]["message"]
+        post(url, body={"prompt": "another"})
+    assert sum(len(replica.requests) for replica in replicas) == 3
+
+
+def test_requests_beside_the_one_that_killed_the_engine_are_answered_by_another_replica() -> None:
+    def reports_death(replica: FakeReplica) -> None:
+        dies = whole(503, "{}", **{DIED[0]: DIED[1]})
+
+        async def answer(writer: asyncio.StreamWriter) -> None:
+            while len(replica.requests) < 3:
+                await asyncio.sleep(0.01)
+            await dies(writer)
+
+        replica.answer = answer
+
+    bad, good = FakeReplica(whole(200)), FakeReplica(whole(200))
+    reports_death(bad)
+    with ingress(bad, good) as (url, _), ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda number: post(url, body={"prompt": f"number {number}"}), range(6))
+        assert [answer.status_code for answer in answers] == [200] * 6
+    assert len(bad.requests) == 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from types import ModuleType
 
 from chairlift.errors import ChairliftError
 
+MIN_RAY = (2, 60)  # authenticates with a token, and does so for clusters that `ray.init` starts
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and responses do not pass through Ray's object store
 
 
@@ -16,6 +18,9 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError:
         raise ChairliftError("this needs Ray: pip install 'chairlift[ray]'") from None
+    if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < MIN_RAY:
+        needed = ".".join(map(str, MIN_RAY))
+        raise ChairliftError(f"this needs Ray {needed} or newer, not {ray.__version__}: pip install 'chairlift[ray]'")
     return ray  # type: ignore[no-any-return]
 
 
@@ -47,6 +52,11 @@ def connect(address: str | None = None, *, log_to_driver: bool = True) -> bool:
 def _no_cluster(address: str | None, error: Exception) -> ChairliftError:
     wanted = "on this machine" if address == "auto" else f"at {address or os.environ.get('RAY_ADDRESS')}"
     return ChairliftError(f"there is no Ray cluster {wanted}: {error}")
+
+
+def is_authenticated() -> bool:
+    """Whether this process uses a token; Ray sets the variable too when it decides so."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def disconnect() -> None:

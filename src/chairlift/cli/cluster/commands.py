@@ -19,6 +19,10 @@ from chairlift.terminal.options import EngineOptions, ModelArgument
 
 DEFAULT_NAME = "chairlift"
 WATCH_SECONDS = 2.0
+NO_TOKEN = (
+    "warning: this Ray cluster has no authentication: whoever reaches its ports can run code on its machines. "
+    "Start it with RAY_AUTH_MODE=token, or keep strangers away from its ports (docs/cluster.md).\n"
+)
 
 Name = Annotated[str, typer.Option(help="Name of the fleet on the Ray cluster.")]
 Address = Annotated[
@@ -59,11 +63,13 @@ def serve(
     already, its replicas are replaced one by one by those with the new options.
     Ctrl-C stops the fleet, after its requests in flight are answered.
     """
-    from chairlift.cluster.ray_runtime import connect
+    from chairlift.cluster.ray_runtime import connect, is_authenticated
     from chairlift.cluster.serving.control import fleet_config, start_fleet, stop_fleet
 
     config = fleet_config(server, model_argument or engine.model, engine.config(), quiet=engine.quiet)
     own = connect(address, log_to_driver=not engine.quiet)
+    if not is_authenticated():
+        note(NO_TOKEN)
     if detach and own:
         raise InvalidParameter(
             "detach", "needs a Ray cluster that outlives this command: start one with ray start --head"

@@ -3,6 +3,8 @@
 The request's body is read whole, because the router needs it and a second attempt may too. The response is relayed as
 it arrives: a client that reads slowly stops the reading from the replica, and a client that leaves closes the
 connection to it, which cancels the request there.
+
+What a request used is read from the replica's own reports, not from responses, which repeat what clients write.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
@@ -22,11 +27,21 @@ from starlette.types import Message, Receive, Scope, Send
 from chairlift.cluster.routing.request import RoutedRequest
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
-from chairlift.cluster.serving.routed_body import RoutedBody, read_body
+from chairlift.cluster.serving.routed_body import body_identity, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
+from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey
-from chairlift.server.http.errors import APIError, unavailable
+from chairlift.server.access.usage_reports import (
+    REPORT_HEADER,
+    REPORTS_PATH,
+    USAGE_HEADER,
+    UsageReport,
+    read_header,
+    take_comments,
+)
+from chairlift.server.http.errors import APIError, as_api_error, unavailable
 from chairlift.server.http.guards import CLIENT_KEY_HEADER, CLIENT_NAME_HEADER, client_headers
+from chairlift.server.process.quarantine import Quarantine
 
 log = logging.getLogger("chairlift.cluster")
 
@@ -35,18 +50,20 @@ LARGE_BODY = 200_000  # bytes; parsing more than a millisecond would delay all s
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30.0  # less than the servers': they must not close a connection that is about to be used
 PROBE_SECONDS, MAX_PROBES = 5, 4  # of idle connections: the machine of a replica may vanish without closing them
-USAGE_BYTES = 2048  # at the end of a whole response, where its usage is
+TAIL_BYTES = 2048  # of a stream are kept, for the number of its last event
+REPORT_SECONDS = 2.0  # for the report on a request whose client left
+SUSPECT_SECONDS = 30.0  # for which a request that may have killed an engine waits for the others of these
 # Of one connection only, or set anew here.
 _OWN_HEADERS = frozenset(
     (
         b"host connection keep-alive transfer-encoding te trailer upgrade proxy-connection proxy-authorization expect "
         b"content-length accept-encoding authorization x-api-key x-request-id"
     ).split()
-) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER}
-_OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split())
-_PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)": ?(\d+)')
-_OUTPUT_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)": ?(\d+)')
+) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, REPORT_HEADER}
+_OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split()) | {USAGE_HEADER}
 _GENERATION = re.compile(r"/v1/(chat/)?completions$|/v1/responses$|/v1/messages$")
+
+EVENT_STREAM = "text/event-stream"
 
 Connect = Callable[[], Awaitable[None]]
 
@@ -66,16 +83,10 @@ class _Request:
     key: APIKey | None
     routed: RoutedRequest
     generates: bool
-    streams: bool
 
-
-class RelayedUsage(NamedTuple):
-    prompt_tokens: int
-    completion_tokens: int
-
-    def counts(self) -> dict[str, int]:
-        """What the access log shows."""
-        return self._asdict()
+    def identity(self) -> bytes:
+        """What equal requests have in common, whichever client sends them."""
+        return body_identity(self.path, self.body)
 
 
 class Relay:
@@ -85,6 +96,9 @@ class Relay:
         self._table = table
         self._wait_for_replica = wait_for_replica
         self._isolate_keys = isolate_keys
+        self._quarantine = Quarantine()
+        self._suspects = asyncio.Lock()  # held by the one request that may have killed an engine and is sent again
+        self._in_flight: defaultdict[str, set[_Exchange]] = defaultdict(set)  # by replica
         self._session: aiohttp.ClientSession | None = None
         self.num_open = 0
 
@@ -99,7 +113,8 @@ class Relay:
         request = await self._read(scope, receive)
         if (allowance := scope["state"].get("allowance")) is not None:
             await allowance.charge(request.routed.num_prompt + (request.routed.max_output or 0))
-        answer = asyncio.create_task(self._answer(request, send, scope["state"]))
+        exchanges: list[_Exchange] = []
+        answer = asyncio.create_task(self._answer(request, send, exchanges))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +122,16 @@ class Relay:
                 answer.result()
         finally:
             gone.cancel()
-            answer.cancel()
+            left = answer.cancel()  # before there was a whole response
+            await asyncio.wait({answer})
+            if exchanges:
+                scope["state"]["usage"] = await self._usage(exchanges[-1], left=left)  # for the limits of the key
+
+    async def _usage(self, exchange: _Exchange, *, left: bool) -> UsageReport | None:
+        """What a request used; `left`: whether its client did not wait for the end."""
+        if left and exchange.report is None:
+            exchange.report = await exchange.ask_for_report(self._connections())
+        return exchange.report or exchange.estimate()
 
     async def close(self) -> None:
         if self._session is not None:
@@ -126,7 +150,7 @@ class Relay:
         generates = scope["method"] == "POST" and bool(_GENERATION.match(path))
         salt = key.digest.hex() if self._isolate_keys and key is not None else ""
         parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and generates, salt=salt)
-        found: RoutedBody = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)
+        routed = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)
         return _Request(
             method=scope["method"],
             path=path,
@@ -135,25 +159,68 @@ class Relay:
             headers=_request_headers(scope),
             body=body,
             key=key,
-            routed=found.request if generates else found.request._replace(max_output=0),
+            routed=routed if generates else routed._replace(max_output=0),
             generates=generates,
-            streams=generates and found.streams,
         )
 
-    async def _answer(self, request: _Request, send: Send, state: dict[str, Any]) -> None:
+    async def _answer(self, request: _Request, send: Send, exchanges: list[_Exchange]) -> None:
+        """Relay the response of a replica; `exchanges` are the attempts."""
+        self._check(request)
         avoided: set[str] = set()
         for attempt in range(ATTEMPTS):
             replica, route = await self._choose(request.routed, avoided)
             exchange = _Exchange(self._table, replica, route, request, send)
+            is_suspect = any(one.engine_died for one in exchanges)
+            exchanges.append(exchange)
+            others = self._in_flight[replica.id]
+            others.add(exchange)
             try:
-                await exchange.run(self._connections(), may_retry=attempt + 1 < ATTEMPTS)
-                state["usage"] = exchange.usage()  # for the limits of the client's key
+                async with self._turn() if is_suspect else nullcontext():
+                    await exchange.begin(self._connections(), may_retry=attempt + 1 < ATTEMPTS)
+                await exchange.relay()
                 return
             except _Failed as error:
                 log.warning("the replica %s does not answer (%s)", replica.id, error)
                 self._table.failed(replica.id)
                 avoided.add(replica.id)
+            finally:
+                exchange.end()
+                self._judge(exchange, others)
+                others.discard(exchange)
+                if not others:
+                    self._in_flight.pop(replica.id, None)
+            if exchange.engine_died and not exchange.had_company:
+                break  # it has killed the engine, and must not be sent to another one
         raise unavailable("the request could not be answered just now; try again shortly")
+
+    def _check(self, request: _Request) -> None:
+        """Refuse a request that was in flight when engines of this fleet died."""
+        try:
+            if self._quarantine:
+                self._quarantine.check(request.identity())
+        except InvalidParameter as error:
+            raise as_api_error(error) from None
+
+    def _judge(self, exchange: _Exchange, others: set[_Exchange]) -> None:
+        """Remember whether the engine died; the other requests of the replica may be the reason too."""
+        if exchange.engine_died:
+            self._quarantine.record_death([exchange.request.identity()])
+            for one in others:
+                one.had_company |= len(others) > 1
+        elif exchange.complete and self._quarantine:
+            self._quarantine.clear(exchange.request.identity())
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Send one suspect at a time, so that one that kills a second engine takes no other suspect with it."""
+        try:
+            await asyncio.wait_for(self._suspects.acquire(), SUSPECT_SECONDS)
+        except TimeoutError:
+            raise unavailable("the request could not be answered just now; try again shortly") from None
+        try:
+            yield
+        finally:
+            self._suspects.release()
 
     async def _choose(self, request: RoutedRequest, avoided: set[str]) -> tuple[KnownReplica, Route]:
         try:
@@ -179,98 +246,110 @@ class Relay:
 
 
 class _Exchange:
-    """One attempt to answer a request by a replica."""
+    """One attempt to answer a request by a replica: `begin`, `relay`, and in any case `end`."""
 
     def __init__(self, table: RoutingTable, replica: KnownReplica, route: Route, request: _Request, send: Send) -> None:
+        self.request = request
+        self.report: UsageReport | None = None  # the last one of the replica
+        self.complete = False
+        self.had_company = False  # whether there were other requests when the engine died
+        self._id = uuid.uuid4().hex
         self._table = table
         self._replica = replica
         self._route = route
-        self._request = request
         self._send = send
+        self._response: aiohttp.ClientResponse | None = None
+        self._first = b""  # piece of the response
+        self._is_stream = False
         self._events = 0
-        self._end = b""  # of what was relayed so far
+        self._tail = b""  # of what was relayed so far
         self._partial = b""  # beginning of an event whose end has not arrived
-        self._complete = False
-        self._status = 0
 
-    async def run(self, session: aiohttp.ClientSession, *, may_retry: bool) -> None:
-        try:
-            await self._run(session, may_retry)
-        finally:
-            usage = self.usage() if self._request.generates else None  # other responses say nothing of output lengths
-            self._table.ended(self._route, None if usage is None else usage.completion_tokens)
+    @property
+    def engine_died(self) -> bool:
+        return self.report is not None and self.report.engine_died
 
-    async def _run(self, session: aiohttp.ClientSession, may_retry: bool) -> None:
-        request, replica = self._request, self._replica.info
+    async def begin(self, session: aiohttp.ClientSession, *, may_retry: bool) -> None:
+        """Send the request and wait for the beginning of the response; raises `_Failed` if there is none."""
+        request, replica = self.request, self._replica.info
+        own_headers = [(REPORT_HEADER.decode(), self._id), *_credentials(replica.key, request.key)]
         try:
-            response = await session.request(
+            response = self._response = await session.request(
                 request.method,
                 replica.url(request.raw_path, request.query),
-                headers=[*request.headers, *_credentials(replica.key, request.key)],
+                headers=[*request.headers, *own_headers],
                 data=request.body or None,
                 allow_redirects=False,
             )
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Failed(type(error).__name__) from None
-        try:
+            self.report = read_header(response.headers.get(USAGE_HEADER.decode(), "").encode())
             if response.status == 503 and may_retry:  # it drains, or its engine died
                 raise _Failed("status 503")
-            await self._relay(response)
-        finally:
-            response.close() if not self._complete else response.release()
-
-    async def _relay(self, response: aiohttp.ClientResponse) -> None:
-        pieces = response.content.iter_any()
-        try:
-            first = await anext(pieces, b"")
+            self._first = await response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise _Failed(type(error).__name__) from None
+
+    async def relay(self) -> None:
+        """Pass on the response as it arrives."""
+        response = self._response
+        assert response is not None
         self._table.started(self._route)
-        self._status = response.status
+        self._is_stream = response.content_type == EVENT_STREAM
         await self._send(_start(response))
         try:
-            await self._pass_on(first)
-            async for piece in pieces:
+            await self._pass_on(self._first)
+            async for piece in response.content.iter_any():
                 await self._pass_on(piece)
         except (aiohttp.ClientError, OSError) as error:
-            await self._cut_short(response, type(error).__name__)
+            await self._cut_short(type(error).__name__)
             return
-        self._complete = True
+        self.complete = True
         await self._send({"type": "http.response.body", "body": self._partial})
+
+    def end(self) -> None:
+        """Give back the connection and the load, however the attempt ended."""
+        if self._response is not None:
+            self._response.release() if self.complete else self._response.close()
+        # Other responses say nothing of output lengths.
+        learns = self.complete and self.request.generates and self.report is not None
+        self._table.ended(self._route, self.report.completion_tokens if learns and self.report else None)
 
     async def _pass_on(self, piece: bytes) -> None:
         """Relay the next piece; of a stream only whole events, so that an error event can follow at any time."""
-        if self._request.streams:
+        if self._is_stream:
             piece = self._partial + piece
-            end = len(piece) if piece.endswith(EVENT_END) else piece.rfind(EVENT_END) + len(EVENT_END)
+            end = piece.rfind(EVENT_END) + len(EVENT_END)
             end = 0 if end < len(EVENT_END) else end
             piece, self._partial = piece[:end], piece[end:]
-            self._events += piece.count(b"data: ")
-            if not piece:
-                return
-        self._end = (self._end + piece)[-USAGE_BYTES:] if len(piece) < USAGE_BYTES else piece[-USAGE_BYTES:]
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece, report = take_comments(piece)
+            self.report = report or self.report
+            self._events += piece.count(EVENT_END)
+            self._tail = (self._tail + piece)[-TAIL_BYTES:] if len(piece) < TAIL_BYTES else piece[-TAIL_BYTES:]
+        if piece:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
-    async def _cut_short(self, response: aiohttp.ClientResponse, problem: str) -> None:
+    async def _cut_short(self, problem: str) -> None:
         """End a response whose replica died: a stream with an error event, another by closing the connection."""
         log.warning("the replica %s died during a response (%s)", self._replica.id, problem)
         self._table.failed(self._replica.id)
-        if response.content_type != "text/event-stream":
+        if not self._is_stream:
             raise ConnectionError("the replica died during the response")
-        request_id = dict(self._request.headers)["x-request-id"]
-        events = b"" if self._end.endswith(DONE) else error_events(self._request.path, self._end, request_id)
+        request_id = dict(self.request.headers)["x-request-id"]
+        events = b"" if self._tail.endswith(DONE) else error_events(self.request.path, self._tail, request_id)
         await self._send({"type": "http.response.body", "body": events})
 
-    def usage(self) -> RelayedUsage | None:
-        """The tokens of a response that was relayed whole; without its own figures, each event counts as a token."""
-        if not self._complete or self._status >= 400:
-            return None
-        prompt, output = _PROMPT_TOKENS.findall(self._end), _OUTPUT_TOKENS.findall(self._end)
-        if not prompt and not self._request.generates:
-            return None
-        return RelayedUsage(
-            int(prompt[-1]) if prompt else self._request.routed.num_prompt, int(output[-1]) if output else self._events
-        )
+    async def ask_for_report(self, session: aiohttp.ClientSession) -> UsageReport | None:
+        """Ask the replica what a request used whose client left before there was a report."""
+        replica = self._replica.info
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            url, timeout = replica.url(REPORTS_PATH + self._id), aiohttp.ClientTimeout(total=REPORT_SECONDS)
+            async with session.get(url, headers=_credentials(replica.key, None), timeout=timeout) as response:
+                if response.status == 200:
+                    return UsageReport(**await response.json())
+        return None
+
+    def estimate(self) -> UsageReport | None:
+        """What a stream used, if the replica reports nothing."""
+        return UsageReport(self.request.routed.num_prompt, self._events) if self._is_stream else None
 
 
 def _start(response: aiohttp.ClientResponse) -> Message:

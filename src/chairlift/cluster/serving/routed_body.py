@@ -6,8 +6,10 @@ Prompts are not tokenized here. Their text is cut into pieces of four bytes, abo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -20,12 +22,20 @@ MAX_INTEGER = 2**31
 _json = msgspec.json.Encoder(order="deterministic")
 
 
-class RoutedBody(NamedTuple):
-    request: RoutedRequest
-    streams: bool  # whether the client wants the response as events
+# Fields that differ between equal requests of different clients; the engine does not see them.
+_OF_THE_CLIENT = frozenset(("user", "stream", "stream_options", "cache_salt", "priority", "timeout", "metadata"))
 
 
-def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> RoutedBody:
+def body_identity(path: str, body: bytes) -> bytes:
+    """Return what equal requests have in common, whichever client sends them."""
+    with suppress(msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        fields = msgspec.json.decode(body)
+        if isinstance(fields, dict):
+            body = _json.encode({name: value for name, value in fields.items() if name not in _OF_THE_CLIENT})
+    return hashlib.blake2b(path.encode("utf-8", "surrogatepass") + b"\0" + body, digest_size=16).digest()
+
+
+def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> RoutedRequest:
     """`salt` separates clients whose requests share no KV blocks. A body that cannot be read has an empty prompt: the
     replica will answer what is wrong with it."""
     try:
@@ -37,10 +47,10 @@ def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> Rou
         OverflowError,
         RecursionError,
     ):  # also values that cannot be written again
-        return RoutedBody(RoutedRequest(0, None, ()), streams=False)
+        return RoutedRequest(0)
 
 
-def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: str) -> RoutedBody:
+def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: str) -> RoutedRequest:
     prompts = _prompts(path, fields)
     count = _integer(fields.get("n")) or 1
     keys: tuple[PrefixKey, ...] = ()
@@ -49,7 +59,7 @@ def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: st
         keys = prefix_keys(prompts[0], adapter=str(fields.get("model") or ""), salt=salt)
     limit = _output_limit(fields)
     most = None if limit is None else limit * count * max(1, len(prompts))
-    return RoutedBody(RoutedRequest(sum(map(len, prompts)), most, keys), fields.get("stream") is True)
+    return RoutedRequest(sum(map(len, prompts)), most, keys)
 
 
 def _prompts(path: str, fields: dict[str, Any]) -> list[Sequence[int]]:

@@ -22,7 +22,7 @@ from chairlift.server.generation.stream_metrics import StreamMetrics
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import APIError
+from chairlift.server.http.errors import ENGINE_DIED, APIError, as_api_error
 from chairlift.server.http.sse import EventStream, collect, first_updates, response_events
 from chairlift.server.metrics import Metrics
 from chairlift.server.openai.types import EngineBody
@@ -153,10 +153,10 @@ class GenerationHandler:
         return hashlib.sha256(key + given.encode("utf-8", "surrogatepass")).hexdigest()
 
     async def _respond(self, request: GenerationRequest, submission: _Submission, http: HTTPRequest) -> Response:
+        reasoning, prompts = submission.tokenized.reasoning, submission.tokenized.prompts
+        new_tracker = None if reasoning is None else reasoning.tracker
+        usage = http.state.usage = Usage(sum(map(len, prompts)), new_tracker=new_tracker)
         try:
-            reasoning, prompts = submission.tokenized.reasoning, submission.tokenized.prompts
-            new_tracker = None if reasoning is None else reasoning.tracker
-            usage = http.state.usage = Usage(sum(map(len, prompts)), new_tracker=new_tracker)
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             builder = request.response_builder(submission.response_id, submission.completion_ids, usage)
             updates = aiter(submission.updates)
@@ -167,8 +167,9 @@ class GenerationHandler:
                     await unless_disconnected(http, collect(aiter(submission.updates), builder))
                 return Response(_json.encode(builder.body()), media_type="application/json")
             first = await unless_disconnected(http, first_updates(updates))
-        except BaseException:
+        except BaseException as error:
             self._engine.cancel(submission.updates)
+            usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
             raise
         return EventStream(
             response_events(first, updates, builder), on_end=lambda: self._engine.cancel(submission.updates)

@@ -16,6 +16,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    engine_died: bool = False  # while it worked on the request
     # Creates the tracker of a completion's reasoning; None for endpoints and models without reasoning.
     new_tracker: Callable[[], ReasoningTracker | None] | None = None
     _trackers: dict[str, ReasoningTracker | None] = field(default_factory=dict)  # by completion

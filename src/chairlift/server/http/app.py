@@ -18,6 +18,7 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError
 from chairlift.server.access.keys import KeyTable
+from chairlift.server.access.usage_reports import UsageReports
 from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.dashboard.routes import add_dashboard_routes
 from chairlift.server.files.batch_runner import BatchRunner
@@ -89,6 +90,7 @@ def make_app(
     app.router.route_class = threaded_body_route(service.admission)
     app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
+    app.add_middleware(UsageReports)
     app.add_middleware(
         RequestGuard,
         keys=table,

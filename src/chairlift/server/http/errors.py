@@ -7,7 +7,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from chairlift.errors import EngineDead, InvalidParameter, TemporaryFailure, UnsupportedModel
+from chairlift.errors import EngineDead, EngineDied, InvalidParameter, TemporaryFailure, UnsupportedModel
+
+ENGINE_DIED = "engine_died"  # code of the error of requests that were in flight
 
 
 class APIError(HTTPException):
@@ -22,7 +24,7 @@ class APIError(HTTPException):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        message, param = _encodable(message), param and _encodable(param)
+        message, param, self.code = _encodable(message), param and _encodable(param), code
         self.body: dict[str, Any] = {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
@@ -44,13 +46,15 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(400, "the model's chat template or tokenizer cannot take this input", code="invalid_value")
     if isinstance(error, TemporaryFailure):
         return unavailable("the request could not be answered just now; try again shortly")
+    if isinstance(error, EngineDied):
+        return unavailable("the engine is not available; try again shortly", code=ENGINE_DIED)
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again shortly")
     return APIError(500, "internal error", type_="server_error")
 
 
-def unavailable(message: str) -> APIError:
-    return APIError(503, message, type_="service_unavailable", headers={"Retry-After": "1"})
+def unavailable(message: str, code: str | None = None) -> APIError:
+    return APIError(503, message, type_="service_unavailable", code=code, headers={"Retry-After": "1"})
 
 
 def too_busy(message: str) -> APIError:

@@ -103,6 +103,7 @@ class RequestGuard:
             return
         state = scope.setdefault("state", {})
         state["arrived"], state["timelines"] = time.monotonic(), {}
+        state["is_proxied"] = False
         key = state["api_key"] = self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         is_admin = key is not None and (key.is_admin or key.is_proxy)
@@ -124,7 +125,10 @@ class RequestGuard:
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
         found = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
         found = found or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
-        return client_key(found, headers) if found is not None and found.is_proxy else found
+        if found is None or not found.is_proxy:
+            return found
+        scope["state"]["is_proxied"] = True
+        return client_key(found, headers)
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -180,7 +184,8 @@ def client_headers(key: APIKey) -> dict[str, str]:
 def _bad_target(scope: Scope) -> APIError | None:
     """Return the refusal of a target that is no path: "%2F@HOST" decodes to one, but names a host where it is appended
     to an address. No client sends a fragment."""
-    if scope["raw_path"].startswith(b"/") and b"#" not in scope["raw_path"] + scope["query_string"]:
+    raw_path = scope.get("raw_path") or scope["path"].encode()  # ASGI does not require it
+    if raw_path.startswith(b"/") and b"#" not in raw_path + scope["query_string"]:
         return None
     problem = "the target of a request must begin with '/' and have no '#'"
     return APIError(400, problem, code="bad_http", headers=CLOSE)

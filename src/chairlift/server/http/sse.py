@@ -8,7 +8,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from chairlift.server.generation.endpoint import ResponseBuilder
-from chairlift.server.http.errors import APIError, as_api_error, timed_out
+from chairlift.server.http.errors import ENGINE_DIED, APIError, as_api_error, timed_out
 from chairlift.server.process.messages import Update
 
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.
@@ -44,7 +44,9 @@ async def response_events(
                 yield data
         yield b"".join(builder.end_events())
     except Exception as error:
-        for event in builder.error_events(as_api_error(error)):
+        shown = as_api_error(error)
+        builder.usage.engine_died = shown.code == ENGINE_DIED
+        for event in builder.error_events(shown):
             yield event
 
 

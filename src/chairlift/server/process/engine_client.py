@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from chairlift.core.request import completion_ids
-from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, TemporaryFailure
+from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_handle import EngineHandle, spawn
 from chairlift.server.process.messages import (
@@ -220,7 +220,7 @@ class EngineClient:
             finally:
                 if self.state is EngineState.READY:
                     self._record_death()
-                self._fail_all(EngineDead(DIED))
+                self._fail_all(EngineDied(DIED))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
                 return
             if self.loaded is None and self._exit_status is not None:  # it would die again

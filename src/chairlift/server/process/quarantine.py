@@ -34,6 +34,10 @@ class Quarantine:
         self._clock = clock
         self._suspects: dict[bytes, _Suspect] = {}  # by fingerprint, in order of the last death
 
+    def __bool__(self) -> bool:
+        """Whether any request is suspected."""
+        return bool(self._suspects)
+
     def check(self, one: bytes) -> None:
         """Raise if requests with this fingerprint are refused."""
         if not self._suspects:

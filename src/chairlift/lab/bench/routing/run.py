@@ -56,7 +56,7 @@ def _measure(router: str, replicas: int, bodies: Sequence[bytes]) -> dict[str, A
     names = [f"replica-{index}" for index in range(replicas)]
     table.update((name, info, ReplicaLoad(is_ready=index > 0 or replicas == 1)) for index, name in enumerate(names))
     begun = process_time()
-    requests = [read_body(PATH, body, with_keys=table.reads_prefixes).request for body in bodies]
+    requests = [read_body(PATH, body, with_keys=table.reads_prefixes) for body in bodies]
     read = process_time() - begun
     choose = noted = 0.0
     open_routes: deque[Route] = deque()

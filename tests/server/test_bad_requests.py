@@ -25,7 +25,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": 1e9}, "temperature", "invalid_value"),
     ({"temperature": float("nan")}, "temperature", "invalid_value"),
     ({"temperature": float("inf")}, "temperature", "invalid_value"),
-    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": -0.1}, "top_p", "invalid_value"),
     ({"top_p": 1.5}, "top_p", "invalid_value"),
     ({"top_k": -2}, "top_k", "invalid_value"),
     ({"top_k": 1.5}, "top_k", "invalid_type"),
@@ -33,7 +33,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 0}, "n", "invalid_value"),
     ({"n": 10_000}, "n", "invalid_value"),
     ({"n": True}, "n", "invalid_type"),
-    ({"seed": -1}, "seed", "invalid_value"),
+    ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
     ({"seed": "x"}, "seed", "invalid_type"),
     ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
     ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
@@ -44,7 +45,6 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logit_bias": {"5": 1000}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
-    ({"stop": ""}, "stop", "invalid_value"),
     ({"stop": [1]}, "stop[0]", "invalid_type"),
     ({"stop": ["a"] * 65}, "stop", "invalid_value"),
     ({"stop": "a" * 5000}, "stop", "invalid_value"),
@@ -74,7 +74,6 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": "\ud800"}, "stop", "invalid_value"),
     ({"stop": ["\ud800"]}, "stop", "invalid_value"),
     ({f"colour{i}": "red" for i in range(300)}, None, "invalid_value"),
-    ({"model": None}, "model", "invalid_type"),
     ({"model": 3}, "model", "invalid_type"),
 ]
 
@@ -199,7 +198,7 @@ BAD_MESSAGES: dict[str, tuple[str, str, dict[str, str], bytes, int, str | None]]
         400,
         "invalid_json",
     ),
-    "packed": ("POST", TEXT, JSON | {"Content-Encoding": "gzip"}, gzip.compress(GOOD), 400, "invalid_json"),
+    "packed": ("POST", TEXT, JSON | {"Content-Encoding": "gzip"}, gzip.compress(GOOD), 415, "unsupported_media_type"),
     "a form": (
         "POST",
         TEXT,

@@ -70,7 +70,10 @@ def test_echo_with_logprobs_begins_with_those_of_the_prompt(server: RunningServe
         assert lists["token_logprobs"][len(tokens) :] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-3)
         offsets = [len(prompt) + offset for offset in alone["logprobs"]["text_offset"]]
         assert lists["text_offset"][len(tokens) :] == offsets
-        assert all(len(top) <= 2 for top in lists["top_logprobs"][1:])
+        # The likeliest two tokens, and the token itself.
+        assert all(len(top) <= 3 for top in lists["top_logprobs"][1:])
+        named = zip(lists["tokens"][1:], lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True)
+        assert all(top[token] == logprob for token, logprob, top in named)
 
 
 def test_max_tokens_0_scores_the_prompt_and_generates_nothing(server: RunningServer, hf: Any) -> None:

@@ -194,16 +194,44 @@ def test_reasoning_items_of_responses(thinking_server: RunningServer) -> None:
     assert again.json()["usage"]["input_tokens"] > without.json()["usage"]["input_tokens"]
 
 
+SWITCHES: list[tuple[dict[str, Any], bool]] = [  # whether they ask for reasoning
+    ({"reasoning_effort": "none"}, False),
+    ({"enable_thinking": False}, False),
+    ({"thinking": False}, False),
+    ({"thinking": {"type": "disabled"}}, False),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ({"chat_template_kwargs": {"thinking": False}}, False),
+    ({"reasoning_effort": "high"}, True),
+    ({"enable_thinking": True}, True),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, True),
+    ({"chat_template_kwargs": {"thinking": True}}, True),
+]
+
+
+@pytest.mark.parametrize(("switch", "asks"), SWITCHES)
+def test_switches_for_reasoning_work_or_are_satisfied(
+    server: RunningServer, thinking_server: RunningServer, switch: dict[str, Any], asks: bool
+) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "max_tokens": 2}
+    response = server.post("/v1/chat/completions", body | switch)  # its template has no reasoning
+    assert response.status_code == 200, response.text
+    assert ("x-chairlift-ignored-fields" in response.headers) == (asks and "chat_template_kwargs" not in switch)
+    asked = thinking_server.post("/v1/chat/completions", body | switch)
+    assert asked.status_code == 200, asked.text
+    plain = {"reasoning_effort": "medium" if asks else "none"}
+    same = thinking_server.post("/v1/chat/completions", body | plain)
+    assert asked.json()["usage"]["prompt_tokens"] == same.json()["usage"]["prompt_tokens"]
+    assert "x-chairlift-ignored-fields" not in asked.headers
+
+
 def test_parameters_without_effect_are_refused(server: RunningServer, thinking_server: RunningServer) -> None:
     base = {"model": NAME, "messages": MESSAGES, "max_tokens": 2}
     for where, more, parameter in (
         (server, {"thinking_token_budget": 5}, "thinking_token_budget"),
-        (server, {"reasoning_effort": "high"}, "reasoning_effort"),
         (thinking_server, {"thinking_token_budget": -1}, "thinking_token_budget"),
         (thinking_server, {"reasoning_effort": "huge"}, "reasoning_effort"),
     ):
         expect(where, where.post("/v1/chat/completions", base | more), 400, parameter, "invalid_value")
-    assert complete(server, base | {"reasoning_effort": "none"})["choices"]
     completions = thinking_server.post(
         "/v1/completions", {"model": NAME, "prompt": "so <think>", "thinking_token_budget": 2, "max_tokens": 9}
     )

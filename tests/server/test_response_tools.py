@@ -152,7 +152,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "get_time"}}, "tool_choice"),
-    ({"input": [*MESSAGES, CALL | {"arguments": "{"}]}, "input[1].arguments"),
+    ({"input": [*MESSAGES, CALL | {"arguments": "{]"}]}, "input[1].arguments"),
     ({"input": [*MESSAGES, CALL, RESULTS[1]]}, "input[2].call_id"),
 ]
 

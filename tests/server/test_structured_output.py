@@ -176,7 +176,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 65, "schema": {}}}},
         "response_format.json_schema.name",
         "missing_required_parameter",
     ),

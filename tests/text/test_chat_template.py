@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from datetime import datetime
 from typing import Any
 
@@ -123,6 +124,45 @@ def test_content_may_be_text_parts_and_arguments_may_be_json_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Os', {"city": "Os"}),
+        ('{"city": "Oslo", "da', {"city": "Oslo"}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
+        ('{"a": [{"b": tru', {"a": [{}]}),
+        ('{"a": "x\\u00', {}),
+        ('{"a": "x,{\\"', {"a": 'x,{"'}),
+        ("{", {}),
+    ],
+)
+def test_arguments_that_were_cut_off_are_completed(arguments: str, shown: dict[str, Any]) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    assert json.loads(template.render([{"role": "assistant", "tool_calls": [call]}])) == shown
+
+
+@pytest.mark.parametrize("arguments", ["hello", "3", "[1", '{"a" "b"', '{"a": 1}}', '{"a": 1 "b": 2', "{" * 5000])
+def test_arguments_that_are_no_json_are_refused(arguments: str) -> None:
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    with pytest.raises(InvalidParameter, match=r"function\.arguments: must be JSON text"):
+        ChatTemplate(CHATML).render([message])
+
+
+def test_refusals_of_earlier_responses_are_content() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ messages[0].refusal is defined }}")
+    parts = [{"type": "refusal", "refusal": "I cannot"}, {"type": "text", "text": "help"}]
+    for message, shown in (
+        ({"content": parts}, "I cannot\nhelpFalse"),
+        ({"content": None, "refusal": "No"}, "NoFalse"),
+        ({"content": "Yes", "refusal": None}, "YesFalse"),
+        ({"content": None}, "False"),
+    ):
+        assert template.render([{"role": "assistant", **message}]) == shown
+    with pytest.raises(InvalidParameter, match=r"messages\[0\].content\[0\]: only parts of type 'text'"):
+        template.render([{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize(
     ("messages", "parameter"),
     [
         ([], "messages"),
@@ -139,7 +179,7 @@ def test_content_may_be_text_parts_and_arguments_may_be_json_text() -> None:
         ([{"role": "user", "content": "x", "name": object()}], "messages[0].name"),
         ([{"role": "assistant", "content": None, "tool_calls": "f"}], "messages[0].tool_calls"),
         (
-            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}],
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{]"}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],

@@ -237,10 +237,11 @@ def test_efforts_become_template_variables() -> None:
     ]
     for effort, tokens, expected in cases:
         assert effort_variables(effort, plain, tokens) == expected
-    with pytest.raises(InvalidParameter, match="reasoning_effort: has no effect"):
-        effort_variables("low", plain, tokenizer())
-    with pytest.raises(InvalidParameter, match="reasoning_effort: must be none"):
-        effort_variables("low", None, levels)
+    with pytest.raises(InvalidParameter, match="reasoning_effort: this model always reasons"):
+        effort_variables("none", plain, tokenizer())
+    # What cannot have an effect is satisfied.
+    assert effort_variables("low", plain, tokenizer()) == {}
+    assert effort_variables("low", None, levels) == {}
     assert effort_variables("none", None, levels) == {}
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from chairlift.errors import InvalidParameter
 
 MAX_DEPTH = 32
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_COMPLETED = 200_000  # characters of arguments that were cut off
 MAX_VALUES = 100_000  # per message or template variable
+# The beginning of an entry of an object or a list, such as `, "key": tr`.
+_STRING = r'"(?:[^"\\]|\\.)*+\\?'
+_INCOMPLETE_ENTRY = re.compile(rf'(?s),?\s*(?:{_STRING}(?:"\s*(?::\s*(?:{_STRING}|[-+.\w]*))?)?|[-+.\w]*)\s*')
 
 
 class CallArguments(dict[str, Any]):
@@ -58,27 +64,32 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         checked["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
         if not calls:
             del checked["tool_calls"]
-    checked["content"] = _text(f"{name}.content", message.get("content"), optional=bool(calls))
+    content = message.get("content")
+    if role == "assistant":
+        refusal = checked.pop("refusal", None)  # a field of responses, which no template reads
+        if content is None and not calls:
+            content = refusal if isinstance(refusal, str) else ""
+    checked["content"] = _text(f"{name}.content", content, role, optional=bool(calls))
     return checked
 
 
-def _text(name: str, content: Any, *, optional: bool) -> str | None:
+def _text(name: str, content: Any, role: str, *, optional: bool) -> str | None:
     if isinstance(content, str):
         return str(content)
     if content is None and optional:
         return None
     if not _is_list(content):
         raise InvalidParameter(name, f"must be text or a list of text parts, got {type(content).__name__}")
-    return "\n".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+    return "\n".join(_part(f"{name}[{i}]", part, role) for i, part in enumerate(content))
 
 
-def _part(name: str, part: Any) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+def _part(name: str, part: Any, role: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" and (kind != "refusal" or role != "assistant"):
         raise InvalidParameter(name, f"only parts of type 'text' are supported, got {kind!r}")
-    if not isinstance(part.get("text"), str):
-        raise InvalidParameter(f"{name}.text", "must be a string")
-    return str(part["text"])
+    if not isinstance(part.get(kind), str):
+        raise InvalidParameter(f"{name}.{kind}", "must be a string")
+    return str(part[kind])
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
@@ -90,7 +101,7 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
         path = f"{name}[{i}].function.arguments"
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                arguments = json.loads(function["arguments"] or "{}")
+                arguments = _arguments(function["arguments"] or "{}")
             except (ValueError, RecursionError) as error:
                 problem = f"must be JSON text or an object: {error}"
                 raise InvalidParameter(path, problem) from error
@@ -102,6 +113,47 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidParameter(f"{name}[{i}].function", "must be an object with a name")
     return list(calls)
+
+
+def _arguments(text: str) -> Any:
+    """Parse arguments. Those of a call that was cut off, by max_tokens for example, are completed."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        for completed in _completions(text) if len(text) <= MAX_COMPLETED else ():
+            with suppress(ValueError):
+                return json.loads(completed)
+        raise
+
+
+def _completions(text: str) -> Iterator[str]:
+    """Close what is open at the end of a JSON text; then the same without its last entry if that is incomplete."""
+    end, last_entry = _end_of(text)
+    if end:
+        yield text + end
+        if _INCOMPLETE_ENTRY.fullmatch(text, last_entry):
+            yield text[:last_entry] + _end_of(text[:last_entry])[0]
+
+
+def _end_of(text: str) -> tuple[str, int]:
+    """Return what closes the strings, objects and lists that are open, and where the last entry of one begins."""
+    closers: list[str] = []
+    in_string = escaped = False
+    last_entry = 0
+    for place, character in enumerate(text):
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = not escaped and character == "\\"
+        elif character == '"':
+            in_string = True
+        elif character in "{[":
+            closers.append("}" if character == "{" else "]")
+            last_entry = place + 1
+        elif character in "}]" and closers:
+            closers.pop()
+        elif character == ",":
+            last_entry = place
+    return '"' * in_string + "".join(reversed(closers)), last_entry
 
 
 def plain_data(name: str, value: Any, depth: int = 0) -> Any:

@@ -31,8 +31,8 @@ class ResponseBuilder(Protocol):
     def add(self, update: Update) -> None:
         """Add an update to the whole response."""
 
-    def body(self) -> dict[str, Any]:
-        """Return the whole response."""
+    def body(self) -> Any:
+        """Return the whole response, as JSON values."""
 
     def events(self, update: Update) -> Iterable[bytes]:
         """Return the stream's events for an update."""
@@ -52,7 +52,7 @@ class GenerationRequest(ABC):
     """
 
     id_prefix: ClassVar[str]  # prefix of the response's id
-    prompt_parameter: ClassVar[str]  # name of the prompt in errors
+    prompt_parameter: str  # name of the prompt in errors
     num_prompts: int = 1
     at_once: int | None = None  # prompts submitted at the same time; the others follow when these are done
 

@@ -52,11 +52,13 @@ class Usage:
             tracker.push(token)
         self.reasoning_tokens += tracker.count - before
 
-    def body(self) -> dict[str, Any]:
+    def body(self, *, without: int = 0) -> dict[str, Any]:
+        """Return OpenAI's object; `without` completion tokens are left out."""
+        completion_tokens = self.completion_tokens - without
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

@@ -153,6 +153,10 @@ class RequestGuard:
         if not self._keys and scope["method"] not in SAFE_METHODS and not self._hosts.allow_page(dict(headers)):
             problem = "this server has no API keys and takes nothing from web pages of other origins"
             return APIError(403, f"{problem}; start it with --cors-origin ORIGIN", code="origin_not_allowed")
+        packing = dict(headers).get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+        if packing not in ("", "identity"):
+            problem = f"bodies are not unpacked here; send them without Content-Encoding, got {packing[:40]!r}"
+            return APIError(415, problem, code="unsupported_media_type")
         length = dict(headers).get(b"content-length", b"0")
         most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
         if length.isdigit() and int(length) > most:

@@ -27,7 +27,7 @@ from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import unavailable
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.openai.chat import ChatGeneration
-from chairlift.server.openai.chat_fields import check_message_fields, known_tools
+from chairlift.server.openai.chat_fields import encode_messages
 from chairlift.server.openai.completions import TextGeneration
 from chairlift.server.openai.types import (
     ChatRequest,
@@ -44,8 +44,6 @@ from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
-from chairlift.text.messages import known_roles
-from chairlift.text.tools.tool_use import ToolUse
 
 MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its limit is unknown
 
@@ -161,13 +159,10 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
         return model.tokenizer.encode(body.prompt, add_special_tokens=special)
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
-    check_message_fields(body.messages or [], model.tokenizer.template_names)
-    tools = ToolUse.of(model.tool_format, known_tools(body.tools), None, None)
-    messages = known_roles(body.messages or [], model.tokenizer.template_strings)
-    return tools.encode(
-        model.tokenizer,
-        messages,
-        reasoning=model.reasoning_format,
+    return encode_messages(
+        model,
+        body.messages or [],
+        body.tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )

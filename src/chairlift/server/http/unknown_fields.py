@@ -50,6 +50,10 @@ class UnknownFields:
             raise InvalidParameter(path, f"is one of more than {MAX_IGNORED} unknown parameters", "unknown_parameter")
         self._paths[shape] = path
 
+    def say(self, path: str) -> None:
+        """Name a known field that has no effect on this model."""
+        self._paths.setdefault(path, path)
+
     def header(self) -> str:
         """Return the paths as the value of a header; other characters than those of names are percent-encoded."""
         kept: list[str] = []
@@ -79,6 +83,12 @@ def check_unknown(
         if value is not None and name not in known and name not in also_known:
             fields = fields or _request.get() or UnknownFields("refuse")
             fields.add(f"{location}.{name}" if location else name, name, known)
+
+
+def say_ignored(path: str) -> None:
+    """Name a known field of the request that has no effect on this model."""
+    if (fields := _request.get()) is not None:
+        fields.say(path)
 
 
 def without_unknown(location: str, given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

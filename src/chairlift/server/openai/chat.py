@@ -6,28 +6,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
-from chairlift.server.openai.chat_fields import check_message_fields, known_choice, known_tools
+from chairlift.server.http.unknown_fields import say_ignored
+from chairlift.server.openai.chat_fields import check_message_fields, checked_variables, known_choice, known_tools
 from chairlift.server.openai.parsed_responses import ParsedChoiceFormat
 from chairlift.server.openai.response_builder import ChatChoiceFormat, CompletionResponseBuilder
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import AssistantParser
 from chairlift.text.messages import known_roles
-from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
+from chairlift.text.reasoning.reasoning_use import ReasoningUse, split_reasoning
 from chairlift.text.tools.tool_use import ToolUse
-
-_RESERVED_OPTIONS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-    "max_tokens",
-)
 
 
 class ChatGeneration(GenerationRequest):
@@ -35,7 +25,10 @@ class ChatGeneration(GenerationRequest):
     prompt_parameter = "messages"
 
     def __init__(self, body: ChatRequest, model: ServedModel) -> None:
-        super().__init__(body, body.params(model.sampling), body.given_max_tokens)
+        params = body.params(model.sampling)
+        if params.thinking_token_budget is None and model.reasoning_format is not None:
+            params = params.clone(thinking_token_budget=body.given_budget)
+        super().__init__(body, params, body.given_max_tokens)
         self._body = body
         self._model = model
         self.reasoning = ReasoningUse(None, model.tokenizer)  # replaced once the prompt is known
@@ -54,19 +47,20 @@ class ChatGeneration(GenerationRequest):
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
         check_message_fields(self._body.messages, self._model.tokenizer.template_names)
+        if self._model.reasoning_format is None and self._body.effort not in (None, "none"):
+            say_ignored("reasoning_effort" if self._body.reasoning_effort else "thinking")
         return self.tokenize_messages(self._body.messages, max_tokens)
 
     def tokenize_messages(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, continue_final: bool = False
     ) -> TokenizedPrompts:
-        tools, model, options = self.tools, self._model, dict(self._body.chat_template_kwargs or {})
-        for reserved in _RESERVED_OPTIONS:
-            if reserved in options:
-                raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
+        tools, model, options = self.tools, self._model, checked_variables(self._body.chat_template_kwargs)
         if self._body.add_generation_prompt is not None:
             options["add_generation_prompt"] = self._body.add_generation_prompt
         options["continue_final_message"] = continue_final or bool(self._body.continue_final_message)
-        effort = effort_variables(self._body.reasoning_effort, model.reasoning_format, model.tokenizer)
+        if self._body.verbosity is not None:
+            options |= self._verbosity(self._body.verbosity)
+        options, effort = split_reasoning(options, self._body.effort, model.reasoning_format, model.tokenizer)
         prompt = tools.encode(
             model.tokenizer,
             known_roles(messages, model.tokenizer.template_strings),
@@ -76,6 +70,14 @@ class ChatGeneration(GenerationRequest):
         )
         self.reasoning = ReasoningUse.after(prompt, model.reasoning_format, model.tokenizer)
         return TokenizedPrompts([prompt], tools.applied_to(self.params, self.reasoning), self.reasoning)
+
+    def _verbosity(self, level: str) -> dict[str, str]:
+        """Return the variable of templates that have one; without it, only the usual verbosity is what is asked for."""
+        if "verbosity" in self._model.tokenizer.template_reads:
+            return {"verbosity": level}
+        if level != "medium":
+            say_ignored("verbosity")
+        return {}
 
     def parser(self) -> AssistantParser:
         """Create a parser for one completion's text; called after `tokenize`."""

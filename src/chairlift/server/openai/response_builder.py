@@ -12,7 +12,7 @@ from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from chairlift.server.openai.types import CompletionBody
+from chairlift.server.openai.types import ChatRequest, CompletionBody
 from chairlift.server.process.messages import Update
 from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class ChatChoiceFormat:
     def logprobs(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        return {"content": chat_logprobs(logprobs, tokenizer)}
+        return {"content": chat_logprobs(logprobs, tokenizer), "refusal": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,8 @@ class CompletionResponseBuilder:
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
+        if isinstance(body, ChatRequest) and body.service_tier is not None:
+            self._head["service_tier"] = "default"
 
     def add(self, update: Update) -> None:
         self._choices[update.request_id].add(update)
@@ -205,17 +207,24 @@ class CompletionResponseBuilder:
             return []
         deltas = self._format.deltas(choice, update, self._tokenizer)
         choice.started = True
-        return [self._chunk([delta], with_usage=self._continuous_usage) for delta in deltas]
+        return [self._chunk([delta], self._usage_so_far(delta, update)) for delta in deltas]
 
     def end_events(self) -> list[bytes]:
-        return [*([self._chunk([], with_usage=True)] if self._include_usage else []), b"data: [DONE]\n\n"]
+        return [*([self._chunk([], self.usage.body())] if self._include_usage else []), b"data: [DONE]\n\n"]
 
     def error_events(self, error: APIError) -> list[bytes]:
         return [_event(error.body), b"data: [DONE]\n\n"]
 
-    def _chunk(self, choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
+    def _usage_so_far(self, delta: dict[str, Any], update: Update) -> dict[str, Any] | None:
+        """Return the usage that a chunk reports; the chunk with the role is before the tokens of its update."""
+        if not self._continuous_usage:
+            return None
+        begins = "role" in delta.get("delta", ())
+        return self.usage.body(without=len(update.tokens) if begins else 0)
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
         chunk = {**self._head, "object": self._format.stream_object, "choices": choices}
-        return _event(chunk | {"usage": self.usage.body()} if with_usage else chunk)
+        return _event(chunk | {"usage": usage} if self._include_usage else chunk)
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ Choices = Annotated[list[str], Field(fail_fast=True)]
 
 
 class JSONSchema(StrictModel):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str | None, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] = None  # OpenAI requires it
     schema_: Annotated[Schema, Field(alias="schema")]
     # Not shown to the model.
     description: Annotated[str | None, Field(max_length=MAX_STRUCTURE_LENGTH)] = None
@@ -32,8 +32,11 @@ class TextFormat(StrictModel):
 
 class JSONObjectFormat(StrictModel):
     type: Literal["json_object"]
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None  # as llama.cpp has it
 
     def structure(self) -> Structure | None:
+        if self.schema_ is not None:
+            return Structure.json(self.schema_, "response_format.schema")
         return Structure.json_object("response_format")
 
 

@@ -24,6 +24,14 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
+Label = Annotated[str | None, Field(max_length=512)]
+_REFUSED = {
+    "functions": "it has given way to tools",
+    "function_call": "it has given way to tool_choice",
+    "audio": "this server writes text only",
+    "web_search_options": "this server searches nothing; give the model a tool that does",
+}
+
 # Parameters that have this name, or a meaning, on some generation endpoints only.
 GENERATION_NAMES = (
     *("messages", "prompt", "input", "instructions", "system", "suffix", "tools", "tool_choice", "response_format"),
@@ -35,12 +43,13 @@ GENERATION_NAMES = (
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # events have no padding
 
 
 class EngineBody(RequestBody):
     """Parameters of every endpoint that uses the engine."""
 
-    model: str
+    model: str | None = None  # the served one
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     priority: Integer | None = None
@@ -110,6 +119,12 @@ class GenerationBody(EngineBody):
             check_unicode(structure.parameter, [structure.text])
         return found[0] if found else None
 
+    def _stop_strings(self) -> list[str]:
+        """The stop strings; an empty one, which clients send for none, stops nothing."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        check_unicode("stop", given)
+        return [text for text in given if text]
+
     def structures(self) -> list[Structure]:
         return [
             *as_structure(Structure.json, self.guided_json, "guided_json"),
@@ -123,9 +138,10 @@ class GenerationBody(EngineBody):
         """Return the sampling parameters; absent ones are as in `defaults`, which are the model's."""
         shared = [field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields]
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        given |= {"logit_bias": _logit_bias(self.logit_bias)}
+        given |= {"logit_bias": _logit_bias(self.logit_bias), "stop": self._stop_strings(), "seed": _seed(self.seed)}
+        if self.top_p == 0:  # the limit: only the most likely token
+            given |= {"top_p": 1.0, "top_k": 1}
         check_unicode("user", [self.user or ""])
-        check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams.with_defaults(
             defaults,
             **given,
@@ -185,7 +201,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -222,7 +238,33 @@ class CompletionRequest(CompletionBody):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
-class ChatRequest(CompletionBody):
+class Prediction(StrictModel):
+    """The expected output. It changes no answer, and does not make this server faster."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class Thinking(StrictModel):
+    """The switch for reasoning of DeepSeek's, Z.ai's and Moonshot's APIs."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: Integer | None = None
+
+
+class WithLabels(StrictModel):
+    """Parameters of OpenAI that are for its accounts and its storage: they have no effect on the answer."""
+
+    store: bool | None = None  # nothing is stored
+    metadata: Annotated[dict[str, str] | None, Field(max_length=16), max_entries(16)] = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None  # there is one tier
+    safety_identifier: Label = None
+    # Prefixes are shared by content and kept as long as there is room.
+    prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+
+
+class ChatRequest(WithLabels, CompletionBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
@@ -232,22 +274,48 @@ class ChatRequest(CompletionBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking: bool | Thinking | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Integer | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # for templates that read it
+    modalities: list[Literal["text"]] | None = None
+    prediction: Prediction | None = None
     include_reasoning: bool | None = None  # false leaves the reasoning out of the response
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # Declared to be refused with a reason.
     functions: Any = None
     function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
     @property
     def given_max_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    @property
+    def effort(self) -> Effort | None:
+        """The reasoning effort that the client asks for, in one of several ways."""
+        if self.reasoning_effort is not None:
+            return self.reasoning_effort
+        given = self.thinking if self.enable_thinking is None else self.enable_thinking
+        if isinstance(given, Thinking):
+            given = None if given.type == "auto" else given.type != "disabled"
+        return None if given is None else "medium" if given else "none"
+
+    @property
+    def given_budget(self) -> int | None:
+        """The budget of other servers' parameters, which has no effect on models that do not reason."""
+        if self.thinking_budget is None and isinstance(self.thinking, Thinking):
+            return self.thinking.budget_tokens
+        return self.thinking_budget
+
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         self.check_stream_options()
-        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
-            if getattr(self, old) is not None:
-                raise InvalidParameter(old, f"is not supported: it has given way to {new}")
+        for name, reason in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise InvalidParameter(name, f"is not supported: {reason}")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
@@ -293,6 +361,13 @@ def check_unicode(parameter: str, texts: Iterable[str]) -> None:
     """Refuse lone surrogates, which JSON can encode but messages to the engine cannot."""
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise InvalidParameter(parameter, "must be valid Unicode")
+
+
+def _seed(given: int | None) -> int | None:
+    """Return the seed of the engine: -1 stands for none, as in vLLM and llama.cpp, other negative ones are shifted."""
+    if given is None or given == -1:
+        return None
+    return given + 2**63 if -(2**63) <= given < 0 else given
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -38,7 +38,7 @@ class PooledResponseBuilder(ResponseBuilder):
         return {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
 
     @abstractmethod
-    def body(self) -> dict[str, Any]: ...
+    def body(self) -> Any: ...
 
     def events(self, update: Update) -> list[bytes]:
         raise NotImplementedError

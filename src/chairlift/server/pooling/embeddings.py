@@ -10,6 +10,7 @@ from chairlift.core.sampling.pooling import Pooling
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.chat_fields import checked_variables, encode_messages
 from chairlift.server.openai.types import check_token_ids
 from chairlift.server.pooling.builder import PooledResponseBuilder
 from chairlift.server.pooling.types import EmbeddingRequest, check_texts
@@ -20,7 +21,6 @@ PROMPTS_AT_ONCE = 128  # of one request; a long list must not fill the queue
 
 class EmbeddingGeneration(GenerationRequest):
     id_prefix = "embd-"
-    prompt_parameter = "input"
     at_once = PROMPTS_AT_ONCE
 
     def __init__(self, body: EmbeddingRequest, model: ServedModel) -> None:
@@ -32,9 +32,20 @@ class EmbeddingGeneration(GenerationRequest):
         self._body = body
         self._model = model
         self._inputs = body.inputs()
-        self.num_prompts = len(self._inputs)
+        self.num_prompts = len(self._inputs) or 1
+        self.prompt_parameter = "input" if body.messages is None else "messages"
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+        if self._body.messages is not None:
+            prompt = encode_messages(
+                self._model,
+                self._body.messages,
+                add_generation_prompt=bool(self._body.add_generation_prompt),
+                continue_final_message=bool(self._body.continue_final_message),
+                max_tokens=max_tokens,
+                **checked_variables(self._body.chat_template_kwargs),
+            )
+            return TokenizedPrompts([prompt], self.params)
         return TokenizedPrompts([self._encode(one, max_tokens) for one in self._inputs], self.params)
 
     def _encode(self, text: str | list[int], max_tokens: int) -> list[int]:
@@ -48,7 +59,7 @@ class EmbeddingGeneration(GenerationRequest):
         return EmbeddingResponseBuilder(response_id, completion_ids, usage, self._model.name, encoded=encoded)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
-        return InvalidParameter("input", error.problem) if error.parameter == "prompt" else error
+        return error.renamed(self.prompt_parameter) if error.parameter == "prompt" else error
 
 
 class EmbeddingResponseBuilder(PooledResponseBuilder):

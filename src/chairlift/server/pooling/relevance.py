@@ -63,12 +63,14 @@ class PairResponseBuilder(PooledResponseBuilder):
 
 class ScoreGeneration(PairGeneration):
     id_prefix = "score-"
-    prompt_parameter = "text_2"
 
     def __init__(self, body: ScoreRequest, model: ServedModel) -> None:
-        for name, texts in (("text_1", body.text_1), ("text_2", body.text_2)):
+        sides = body.sides()
+        for name, texts in sides.items():
             check_texts(name, [texts] if isinstance(texts, str) else texts)
-        super().__init__(body, model, pair_up(body.text_1, body.text_2, ("text_1", "text_2")))
+        first, second = sides
+        self.prompt_parameter = second
+        super().__init__(body, model, pair_up(sides[first], sides[second], (first, second)))
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
         return PairResponseBuilder(response_id, completion_ids, usage, self.model.name, self.scoring, self.pairs)
@@ -76,13 +78,13 @@ class ScoreGeneration(PairGeneration):
 
 class RerankGeneration(PairGeneration):
     id_prefix = "rerank-"
-    prompt_parameter = "documents"
 
     def __init__(self, body: RerankRequest, model: ServedModel) -> None:
-        body.check_top_n()
+        self.prompt_parameter = body.documents_parameter()
+        texts = body.document_texts()
         check_texts("query", [body.query])
-        check_texts("documents", body.texts())
-        super().__init__(body, model, [(body.query, text) for text in body.texts()])
+        check_texts(self.prompt_parameter, texts)
+        super().__init__(body, model, [(body.query, text) for text in texts])
         self._body = body
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
@@ -105,10 +107,15 @@ class RerankResponseBuilder(PairResponseBuilder):
         super().__init__(response_id, completion_ids, usage, model, scoring, pairs)
         self._body = body
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Any:
         """Return the documents, most relevant first."""
-        texts = self._body.texts()
+        texts = self._body.document_texts()
         ranked = sorted(enumerate(self.scores), key=lambda one: (-one[1], one[0]))[: self._body.top_n]
+        if self._body.in_teis_form:
+            shown = bool(self._body.return_text)
+            return [
+                {"index": index, "score": score} | ({"text": texts[index]} if shown else {}) for index, score in ranked
+            ]
         results = [
             {"index": index, "relevance_score": score}
             | ({} if self._body.return_documents is False else {"document": {"text": texts[index]}})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser
 from chairlift.text.reasoning.phase import Phase
 from chairlift.text.reasoning.tracker import ReasoningMarks, ReasoningTracker
-from chairlift.text.reasoning_formats.base import ReasoningFormat
+from chairlift.text.reasoning_formats.base import SWITCHES, ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.call_grammar import marker_speller
 
@@ -88,9 +87,21 @@ def reasoning_marks(format_: ReasoningFormat, tokenizer: Tokenizer) -> Reasoning
 
 
 def effort_variables(effort: str | None, format_: ReasoningFormat | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the variables of the chat template that a reasoning effort sets."""
-    if effort is None or (effort == "none" and format_ is None):
+    """Return the variables of the chat template that a reasoning effort sets. It has no effect on a model that does not
+    reason."""
+    if effort is None or format_ is None:
         return {}
-    if format_ is None:
-        raise InvalidParameter("reasoning_effort", "must be none: this model does not reason")
     return format_.template_variables(effort, tokenizer.template_reads)
+
+
+def split_reasoning(
+    options: Mapping[str, Any], effort: str | None, format_: ReasoningFormat | None, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the `options` of a chat template without switches for reasoning that it does not read, and the variables
+    for the effort that these or `effort` ask for."""
+    unread = [name for name in SWITCHES if name in options and name not in tokenizer.template_reads]
+    for name in unread:
+        if effort is None and isinstance(options[name], bool):
+            effort = "medium" if options[name] else "none"
+    kept = {name: value for name, value in options.items() if name not in unread}
+    return kept, effort_variables(effort, format_, tokenizer)

@@ -13,7 +13,7 @@ from chairlift.text.reasoning.phase import Phase
 from chairlift.text.tools.call_grammar import Marker, pattern
 
 Message = dict[str, Any]
-_SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 
 
 class ReasoningFormat(ABC):
@@ -72,10 +72,14 @@ class ReasoningFormat(ABC):
         """Return the variables of the chat template, of which there are `known` ones, for a reasoning effort."""
         if "reasoning_effort" in known:
             return {"reasoning_effort": effort}
-        switch = next((name for name in _SWITCHES if name in known), None)
+        switch = next((name for name in SWITCHES if name in known), None)
         if switch is not None:
             return {switch: effort != "none"}
-        raise InvalidParameter("reasoning_effort", "has no effect on this model: its chat template has no such setting")
+        if effort == "none":
+            raise InvalidParameter(
+                "reasoning_effort", "this model always reasons: its chat template has no such setting"
+            )
+        return {}
 
 
 def reasoning_rules(end: str, marker: Marker) -> list[str]:

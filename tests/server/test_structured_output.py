@@ -178,7 +178,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 65, "schema": {}}}},
         "response_format.json_schema.name",
-        "missing_required_parameter",
+        "invalid_value",
     ),
     (schema_format({"type": "object"}, name="not a name"), "response_format.json_schema.name", "invalid_value"),
     (schema_format({"type": "object"}, strict="yes"), "response_format.json_schema.strict", "invalid_type"),

@@ -142,8 +142,8 @@ def test_parsed_arguments(tool_server: RunningServer) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-    ({"tools": [{"type": "function", "name": "f", "colour": 1}]}, "tools[0].colour"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "name": "f", "descripton": "x"}]}, "tools[0].descripton"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters"),
     ({"tools": [flat(CLOCK), flat(CLOCK)]}, "tools[1].name"),
     ({"tools": [flat(CLOCK), {"type": "code_interpreter"}]}, "tools[1].type"),

@@ -245,7 +245,7 @@ class Prediction(StrictModel):
     content: str | list[dict[str, Any]]
 
 
-class Thinking(StrictModel):
+class ThinkingSwitch(StrictModel):
     """The switch for reasoning of DeepSeek's, Z.ai's and Moonshot's APIs."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
@@ -274,7 +274,7 @@ class ChatRequest(WithLabels, CompletionBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
-    thinking: bool | Thinking | None = None
+    thinking: bool | ThinkingSwitch | None = None
     enable_thinking: bool | None = None
     thinking_budget: Integer | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # for templates that read it
@@ -300,14 +300,14 @@ class ChatRequest(WithLabels, CompletionBody):
         if self.reasoning_effort is not None:
             return self.reasoning_effort
         given = self.thinking if self.enable_thinking is None else self.enable_thinking
-        if isinstance(given, Thinking):
+        if isinstance(given, ThinkingSwitch):
             given = None if given.type == "auto" else given.type != "disabled"
         return None if given is None else "medium" if given else "none"
 
     @property
     def given_budget(self) -> int | None:
         """The budget of other servers' parameters, which has no effect on models that do not reason."""
-        if self.thinking_budget is None and isinstance(self.thinking, Thinking):
+        if self.thinking_budget is None and isinstance(self.thinking, ThinkingSwitch):
             return self.thinking.budget_tokens
         return self.thinking_budget
 

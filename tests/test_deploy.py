@@ -18,6 +18,7 @@ from chairlift.cli.main import app
 from chairlift.options.config_file import read_config_file
 from chairlift.options.declaration import options_of
 from chairlift.server.access.keys import KeyLimits, KeySources
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions
@@ -142,6 +143,14 @@ def test_the_example_of_a_key_file_is_valid() -> None:
     keys = KeySources(file=DEPLOY / "config" / "keys.yaml").read()
     assert [key.name for key in keys] == ["alice", "batch-jobs"]
     assert keys[1].limits == KeyLimits(concurrent_requests=8)
+
+
+def test_nginx_has_the_limits_of_the_servers() -> None:
+    text = (DEPLOY / "nginx" / "chairlift.conf").read_text()
+    (everywhere,) = re.findall(r"^    client_max_body_size (\d+)m;", text, re.MULTILINE)
+    (uploads,) = re.findall(r"location = /v1/files \{\s+client_max_body_size (\d+)m;", text)
+    limits = Limits()
+    assert (int(everywhere) * 2**20, int(uploads) * 2**20) == (limits.max_body_bytes, limits.max_file_bytes)
 
 
 def test_the_images_run_commands_that_exist() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
+from chairlift.terminal.streams import guard_streams
+
 
 def main() -> None:
+    guard_streams()
     with _engine_process_ahead(sys.argv[1:]):
         from chairlift.cli.main import main as run
 

@@ -98,6 +98,6 @@ def _import_plugin(name: str) -> None:
         return
     path = Path(name)
     spec = spec_from_file_location(f"chairlift_plugin_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.exists():
+    if spec is None or spec.loader is None or not path.is_file():
         raise InvalidParameter(PLUGINS_VARIABLE, f"there is no file {name!r}")
     spec.loader.exec_module(module_from_spec(spec))

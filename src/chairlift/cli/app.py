@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Annotated, Any
 
@@ -18,8 +19,11 @@ from chairlift.terminal.console import show_error
 RUN, UNDERSTAND = "Run a model", "Measure, simulate and understand"
 
 
+_BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
 class _Chairlift(CommandGroup):
-    """Prints a ChairliftError as one line instead of a traceback."""
+    """Prints a ChairliftError, or that a disk is full, as one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,6 +33,11 @@ class _Chairlift(CommandGroup):
                 raise
             show_error(_describe(error, self.commands[ctx.invoked_subcommand]))
             raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno not in _BROKEN_DISK or os.environ.get("CHAIRLIFT_DEBUG") == "1":
+                raise
+            show_error(f"cannot write{f' {str(error.filename)!r}' if error.filename else ''}: {error.strerror}")
+            raise typer.Exit(1) from error
 
 
 def _describe(error: ChairliftError, command: Any) -> str:

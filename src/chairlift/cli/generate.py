@@ -13,6 +13,7 @@ import typer
 from chairlift.cli.app import RUN, app
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_text
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.terminal.answer_meter import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text
@@ -21,6 +22,8 @@ from chairlift.terminal.search_options import SearchOptions
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
+
+MAX_PROMPTS_MIB = 1024  # of a file of prompts
 
 
 @app.command(
@@ -96,10 +99,7 @@ def _read_stdin() -> str:
 
 
 def _read_prompt_file(file: Path) -> list[Any]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter("file", f"cannot read {str(file)!r} as text ({error})") from None
+    lines = read_text(file, "file", MAX_PROMPTS_MIB).splitlines()
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise InvalidParameter("file", f"{str(file)!r} has no prompts in it; write one per line")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from io import TextIOWrapper
-
 from chairlift.cli import (  # noqa: F401 (importing a command's module registers it)
     batch,
     compile,
@@ -28,6 +25,4 @@ app.add_typer(bench_app, name="bench", rich_help_panel=UNDERSTAND)
 
 
 def main() -> None:
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot show a character
     app(prog_name="chairlift")

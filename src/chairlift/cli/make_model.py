@@ -10,6 +10,7 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_text
 
 
 @app.command(
@@ -46,7 +47,7 @@ def make_model(
     if out.exists():
         raise InvalidParameter("out", f"{str(out)!r} exists already")
     with config_file(shape) as path:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(read_text(Path(path), "shape"))
     with watch(enabled=not quiet) as note:
         if format == "safetensors":
             from chairlift.lab.make_model.folder import write_random_folder

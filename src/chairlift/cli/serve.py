@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from contextlib import suppress
 
 import typer
 
@@ -51,5 +52,6 @@ def _print_address(address: str, model: str, *, with_keys: bool) -> None:
     note(f"Serving {model} at {address}. Try:\n")
     if address.startswith("unix:"):
         address = f"--unix-socket {address.removeprefix('unix:')} http://localhost"
-    typer.echo(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n  -d '{body}'\n")
-    sys.stdout.flush()
+    with suppress(SystemExit):  # a server that cannot print this can still serve
+        typer.echo(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n  -d '{body}'\n")
+        sys.stdout.flush()

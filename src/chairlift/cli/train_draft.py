@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from chairlift.cli.app import UNDERSTAND, app
+from chairlift.options.config_file import read_text
 
 
 @app.command(
@@ -44,7 +45,6 @@ def train_draft(
     Takes a few minutes on a GPU for a small model. Each tenth of the training
     is saved: repeating an interrupted command continues from there.
     """
-    from chairlift.errors import InvalidParameter
     from chairlift.lab.training.train_draft import TrainSettings
     from chairlift.lab.training.train_draft import train_draft as train
     from chairlift.terminal.console import show_log
@@ -62,8 +62,5 @@ def train_draft(
         dtype=dtype,
         seed=seed,
     )
-    try:
-        questions = [] if prompts is None else prompts.read_text().splitlines()
-    except OSError as error:
-        raise InvalidParameter("prompts", f"{prompts}: {error.strerror}") from None
+    questions = [] if prompts is None else read_text(prompts, "prompts").splitlines()
     train(model, output, settings, [line.strip() for line in questions if line.strip()], typer.echo)

@@ -111,7 +111,9 @@ def _gguf_kind(checkpoint: Checkpoint | ConfigCheckpoint) -> PoolingKind:
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(file.read_bytes()) if file.stat().st_size <= MAX_JSON_BYTES else None
+        with file.open("rb") as opened:
+            data = opened.read(MAX_JSON_BYTES + 1)
+        found = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: cannot be read as JSON ({error}): fetch it again") from None
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):

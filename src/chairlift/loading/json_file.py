@@ -14,10 +14,11 @@ MAX_JSON_BYTES = 4 << 20  # the largest known files of settings have about one m
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the limit ({max_bytes})")
-        value = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)  # a device has no size
+        if len(data) > max_bytes:
+            raise CorruptCheckpoint(f"{path}: is larger than {max_bytes} bytes")
+        value = json.loads(data)
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

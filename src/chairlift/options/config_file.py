@@ -1,4 +1,4 @@
-"""Options from a YAML or TOML file."""
+"""Files that options name: YAML or TOML with options, and others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from chairlift.options.aliases import translate_options
 from chairlift.options.declaration import Option
 
 MAPPING_SUFFIXES = frozenset({".toml", ".yaml", ".yml"})
+
+MAX_MIB = 16  # of a file that an option names
 
 _PARAMETER = "config"
 
@@ -41,12 +43,23 @@ def _with_underscores(parsed: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def read_text(path: Path, parameter: str, max_mib: int = MAX_MIB) -> str:
+    """Return the text of a file; errors name `parameter`. A device, which may never end, is not read for ever."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_mib * 2**20 + 1)
+        if len(data) > max_mib * 2**20:
+            raise InvalidParameter(parameter, f"{str(path)!r} is larger than {max_mib} MiB")
+        return data.decode().replace("\r\n", "\n")
+    except OSError as error:
+        raise InvalidParameter(parameter, f"cannot read {str(path)!r} ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InvalidParameter(parameter, f"cannot read {str(path)!r}: it is not text in UTF-8") from None
+
+
 def read_mapping(path: Path, parameter: str) -> Mapping[str, Any]:
     """Return what a YAML or TOML file holds; errors name `parameter`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter(parameter, f"cannot read {str(path)!r} ({error})") from None
+    text = read_text(path, parameter)
     match path.suffix.lower():
         case ".toml":
             parsed = _parse_toml(path, text, parameter)

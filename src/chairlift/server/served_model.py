@@ -12,6 +12,7 @@ from typing import Any
 import chairlift
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.loading.embedding_config import EmbeddingConfig
+from chairlift.options.config_file import read_text
 from chairlift.server.http.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
@@ -77,9 +78,9 @@ def read_chat_template(file: Path | None) -> str | None:
     """Return the template in a file, once it is known to compile."""
     if file is None:
         return None
+    source = read_text(file, "chat_template")
     try:
-        source = file.read_text(encoding="utf-8")
         ChatTemplate(source)
-    except (OSError, UnicodeDecodeError, UnsupportedModel) as error:
+    except UnsupportedModel as error:
         raise InvalidParameter("chat_template", f"cannot use {str(file)!r}: {error}") from None
     return source

@@ -20,10 +20,13 @@ from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival, Gaps, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 from chairlift.lab.simulator.run import simulate
+from chairlift.options.config_file import read_text
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
     from chairlift.lab.common.measure import Measurement
+
+MAX_RECORDING_MIB = 1024
 
 _LATENCIES = tuple(f"{name}_p{share}_ms" for name in ("ttft", "tpot", "e2e") for share in (50, 95))
 PART = 40  # requests per part: much longer than one request, short against changes of the machine's speed
@@ -77,7 +80,7 @@ class RecordedRun:
     def load(cls, path: Path) -> RecordedRun:
         """Load a file of `chairlift bench profile --record`."""
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = json.loads(read_text(path, "against", MAX_RECORDING_MIB))
             run = saved["run"]
             parts = tuple(
                 tuple((float(at), int(n_in), int(n_out)) for at, n_in, n_out in part) for part in run["parts"]

@@ -33,6 +33,7 @@ from chairlift.lab.simulator.roofline import ModelShape, StepCost
 from chairlift.lab.simulator.run import simulate
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor
+from chairlift.options.config_file import read_text
 
 SHARE_OF_MEMORY = 0.9  # the rest is for activations
 ALL_AT_ONCE = 1e9  # requests per second
@@ -151,7 +152,7 @@ class MemoryBudget:
 def load_profile(path: Path) -> MeasuredCost:
     """Load the prices of `chairlift bench profile`."""
     try:
-        return MeasuredCost.from_json(json.loads(path.read_text(encoding="utf-8"))["prices"])
+        return MeasuredCost.from_json(json.loads(read_text(path, "profile"))["prices"])
     except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
         raise InvalidParameter("profile", f"cannot read {str(path)!r} ({error})") from None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import MAPPING_SUFFIXES, read_mapping
+from chairlift.options.config_file import MAPPING_SUFFIXES, read_mapping, read_text
 
 FILE_PARAMETER = "api_key_file"
 SAFE_LENGTH = 16  # characters of a key; shorter ones are accepted with a warning
@@ -100,11 +100,7 @@ def _from_file(file: Path, first_number: int) -> list[APIKey]:
     if file.suffix.lower() in MAPPING_SUFFIXES:
         entries = read_mapping(file, FILE_PARAMETER)
         return [key for name, entry in entries.items() for key in _from_entry(file, str(name), entry)]
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise InvalidParameter(FILE_PARAMETER, f"cannot read {str(file)!r}: {problem}") from None
+    lines = read_text(file, FILE_PARAMETER).splitlines()
     return list(_from_texts(filter(str.strip, lines), FILE_PARAMETER, first_number))
 
 

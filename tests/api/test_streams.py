@@ -12,9 +12,10 @@ from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.json_file import read_json_object
 from chairlift.options.config_file import MAX_MIB, read_text
 from chairlift.server.access.keys import KeySources
+from chairlift.server.batch.run import BatchRun
 from chairlift.server.served_model import read_chat_template
 
-ENDLESS = Path("/dev/zero")
+ENDLESS, FULL = Path("/dev/zero"), Path("/dev/full")
 # A command that prints long lines, without the time to import the others.
 PRINTS = """
 from chairlift.terminal.streams import guard_streams
@@ -49,7 +50,7 @@ def test_streams_that_are_closed_or_full_give_no_traceback(redirections: str, st
 
 def test_the_command_line_guards_its_streams() -> None:
     command = [sys.executable, "-m", "chairlift", "--version"]
-    with Path("/dev/full").open("w") as full:
+    with FULL.open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: cannot write to standard output: No space left on device\n")
 
@@ -64,6 +65,10 @@ def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
             read()
     with pytest.raises(CorruptCheckpoint, match="is larger than"):
         read_json_object(ENDLESS)
+    (tmp_path / "lines").write_text("{}")
+    for parameter, source, target in (("input", ENDLESS, tmp_path / "out"), ("output", tmp_path / "lines", FULL)):
+        with pytest.raises(InvalidParameter, match=f"{parameter}: cannot .* it is not a regular file"):
+            BatchRun(source, target, concurrency=1)
     (tmp_path / "text").write_bytes(b"a\r\nb\xff")
     with pytest.raises(InvalidParameter, match="it is not text in UTF-8"):
         read_text(tmp_path / "text", "file")

@@ -48,6 +48,9 @@ class BatchRun:
         lock_timeout: float = 0.0,
     ) -> None:
         """`ranges` are the lines of the input to answer; `lock_timeout` is as in `BatchOutput`."""
+        for parameter, verb, path in (("input", "read", source), ("output", "write", target)):
+            if path.exists() and not path.is_file():  # a device may never end, and a pipe cannot be read twice
+                raise InvalidParameter(parameter, f"cannot {verb} {str(path)!r}: it is not a regular file")
         if target.exists() and source.exists() and target.samefile(source):
             raise InvalidParameter("output", "is the input; give another file")
         self.source = source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from chairlift.lab.bench.soak.resources import ProcessSample, growth_problems, m
 from chairlift.lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
 from chairlift.lab.common.cpu_time import children
 from chairlift.lab.load.local_server import LocalServer
+from tests.cluster.own_ray import own_ray
 from tests.tiny import write_tiny_checkpoint
 
 MIB = 2**20
@@ -188,3 +190,34 @@ def test_a_terminated_bench_stops_its_server(tmp_path: Path) -> None:
 def test_a_minute_of_soak_of_the_default_model(tmp_path: Path) -> None:
     rows = run_soak(Path("smollm2-135m"), tmp_path / "result.json", "--seconds", "60")
     assert {"front end", "engine", "greedy"} <= {row["name"] for row in rows} <= {*KINDS, "front end", "engine"}
+
+
+@pytest.mark.slow
+def test_a_short_soak_of_a_fleet(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
+    folder = write_tiny_checkpoint(tmp_path / "tiny", positions=4096)
+    options = ["--model", str(folder), "--replicas", "2", "--seconds", "3", "--calibration-seconds", "2"]
+    options += ["--concurrency", "4", "--kv-memory", "8MiB", "--memory-tolerance", "200MiB", "-q"]
+    with own_ray() as ray:
+        command = [
+            sys.executable,
+            "-m",
+            "chairlift",
+            "bench",
+            "soak",
+            *options,
+            "--json",
+            str(tmp_path / "result.json"),
+        ]
+        done = subprocess.run(command, env=ray.environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    names = {row["name"] for row in json.loads((tmp_path / "result.json").read_text())["rows"]}
+    assert {"ingress", "front end 1", "engine 1", "front end 2", "engine 2", "greedy"} <= names
+
+
+def test_processes_of_a_fleet_are_named_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.lab.bench.soak import resources
+
+    monkeypatch.setattr(resources, "server_processes", lambda pid: {"front end": pid, "engine": pid + 1})
+    found = resources.fleet_processes(1, [20, 10])
+    assert found == {"ingress": 1, "front end 1": 10, "engine 1": 11, "front end 2": 20, "engine 2": 21}

@@ -102,7 +102,7 @@ def fleet_status(name: str) -> dict[str, Any]:
     }
     ingress_app = name if INGRESS in app.deployments else ingress_name(name)
     if not _has_ingress(ingress_app):  # the fleet is starting, or its ingress is being replaced
-        return {**found, "address": None, "version": None, "router": None, "replicas": []}
+        return {**found, "address": None, "version": None, "pid": None, "router": None, "replicas": []}
     return {**found, **_ingress_status(ingress_app)}
 
 

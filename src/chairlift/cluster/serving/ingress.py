@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -117,6 +118,7 @@ class Ingress:
         return {
             "address": self._address,
             "version": self._version,
+            "pid": os.getpid(),
             "router": self.fleet.router,
             "replicas": self.fleet.describe(),
         }

@@ -53,7 +53,7 @@ def local_server(
 
     `environment`: variables beside those of this process.
     """
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
     command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
     with tempfile.TemporaryFile() as log, _exit_on_sigterm():
@@ -112,7 +112,7 @@ def engine_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

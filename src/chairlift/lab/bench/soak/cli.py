@@ -44,6 +44,7 @@ PROCESS_COLUMNS = (
     "chairlift bench soak",
     "chairlift bench soak --seconds 60 --json result.json",
     "chairlift bench soak --model Qwen/Qwen3-0.6B --load 0.9",
+    "chairlift bench soak --replicas 2",
 )
 def bench_soak(
     context: typer.Context,
@@ -57,20 +58,23 @@ def bench_soak(
     concurrency: Annotated[int, typer.Option(help="Requests in flight to measure the capacity.", min=1)] = 16,
     memory_tolerance: Annotated[str, typer.Option(help="How much the memory of a process may grow.")] = "32MiB",
     seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(help="Replicas of a fleet on Ray, behind its ingress; 0 for a single server.", min=0)
+    ] = 0,
 ) -> BenchResult:
-    """Mixed traffic on a server for a long time; fails if anything fails, changes or grows.
+    """Mixed traffic on a server or a fleet for a long time; fails if anything fails, changes or grows.
 
     Requests of many kinds (greedy, sampled, structured, tools, cancelled,
     killed connections, invalid, …) arrive at random times. There must be no
     5xx, greedy answers must stay the same, structured ones must match their
-    schema, and the memory, file descriptors and threads of both processes must
+    schema, and the memory, file descriptors and threads of all processes must
     not grow. Unless given, the options are --speculate ngram,
     --batch-invariant and --kv-memory 128MiB.
     """
     options = engine.config() | {name: value for name, value in DEFAULTS.items() if not given(context, name)}
     tolerance = parse_bytes("memory_tolerance", memory_tolerance)
     plan = SoakPlan(seconds, load, calibration_seconds, concurrency, tolerance, seed)
-    found = soak(engine.model, options, plan, note)
+    found = soak(engine.model, options, plan, note, replicas=replicas)
     requests = [_request_row(kind, times) for kind, times in sorted(found.kinds.items())]
     processes = [_process_row(role, found) for role in found.resources]
     title = f"{engine.model}: {found.seconds:,.0f} s at {found.rate:.1f} requests/s ({load:.0%} of the capacity)"
@@ -80,7 +84,7 @@ def bench_soak(
         for table in tables:
             table.show()
         raise SoakFailed("; ".join(found.problems))
-    settings = {"model": engine.model, "rate": found.rate, "engine": options} | asdict(plan)
+    settings = {"model": engine.model, "replicas": replicas, "rate": found.rate, "engine": options} | asdict(plan)
     return BenchResult(settings, [*requests, *processes], [*tables, Line("All checks passed.")])
 
 

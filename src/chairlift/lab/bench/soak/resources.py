@@ -35,6 +35,14 @@ def server_processes(pid: int) -> dict[str, int]:
     return found
 
 
+def fleet_processes(ingress: int, replicas: Sequence[int]) -> dict[str, int]:
+    """The ingress of a fleet and the front end and engine of each replica, by role; given the pids of their servers."""
+    found = {"ingress": ingress}
+    for number, replica in enumerate(sorted(replicas), start=1):
+        found |= {f"{role} {number}": pid for role, pid in server_processes(replica).items()}
+    return found
+
+
 def memory_growth(samples: Sequence[ProcessSample]) -> int:
     """Bytes that the last fifth of the samples has more than the second one; the first is for warming up."""
     fifth = max(1, len(samples) // 5)

@@ -17,27 +17,32 @@ import random
 import re
 import time
 import urllib.request
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
+from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.soak.resources import (
     ProcessSample,
+    fleet_processes,
     growth_problems,
     memory_growth,
     process_sample,
     server_processes,
 )
 from chairlift.lab.bench.soak.traffic import QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok
-from chairlift.lab.load.local_server import MODEL_NAME, LocalServer, local_server
+from chairlift.lab.load.local_server import MODEL_NAME, free_port, local_server
 from chairlift.lab.report.progress import Note
+from chairlift.server.options import ServerOptions
 
+FLEET = "bench-soak"
 MAX_WAITING = 1000
 SAMPLE_SECONDS = 1.0
 REQUEST_SECONDS = 120.0  # a request that takes longer hangs
@@ -76,20 +81,57 @@ class SoakFailed(ChairliftError):
     """The server did not hold."""
 
 
-def soak(model: str, options: Mapping[str, Any], plan: SoakPlan, note: Note) -> SoakFigures:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What the traffic is sent to."""
+
+    url: str
+    processes: Callable[[], dict[str, int]]  # pids by role; others after a restart
+
+
+def soak(model: str, options: Mapping[str, Any], plan: SoakPlan, note: Note, *, replicas: int = 0) -> SoakFigures:
+    """`replicas` is the number of those of a fleet; 0 for a single server."""
     block_size = EngineConfig(**options).block_size
+    with _fleet(model, options, replicas) if replicas else _single_server(model, options) as target:
+        return asyncio.run(_Soak(target, block_size, plan, note).run())
+
+
+@contextmanager
+def _single_server(model: str, options: Mapping[str, Any]) -> Iterator[_Target]:
     with local_server(model, options, max_waiting=MAX_WAITING) as server:
-        return asyncio.run(_Soak(server, block_size, plan, note).run())
+        yield _Target(server.url, partial(server_processes, server.process.pid))
+
+
+@contextmanager
+def _fleet(model: str, options: Mapping[str, Any], replicas: int) -> Iterator[_Target]:
+    """A fleet on a Ray cluster of its own on this machine; the traffic goes through its ingress."""
+    from chairlift.cluster.ray_runtime import connect, disconnect
+    from chairlift.cluster.serving.control import fleet_config, fleet_status, start_fleet, stop_fleet
+
+    server = ServerOptions(port=free_port(), served_model_name=[MODEL_NAME], max_waiting=MAX_WAITING, drain_timeout=1.0)
+    config = fleet_config(server, model, options, quiet=True)
+    connect("local", log_to_driver=False)
+    try:
+        url = start_fleet(FLEET, config, ClusterOptions(replicas=replicas, replica_cpus=0))
+
+        def processes() -> dict[str, int]:
+            status = fleet_status(FLEET)
+            return fleet_processes(status["pid"], [replica["pid"] for replica in status["replicas"]])
+
+        yield _Target(url, processes)
+        stop_fleet(FLEET)
+    finally:
+        disconnect()
 
 
 class _Soak:
-    def __init__(self, server: LocalServer, block_size: int, plan: SoakPlan, note: Note) -> None:
-        self._server = server
+    def __init__(self, target: _Target, block_size: int, plan: SoakPlan, note: Note) -> None:
+        self._target = target
         self._block_size = block_size
         self._plan = plan
         self._note = note
-        self._http = HttpClient(Address.parse(server.url))
-        self._pids = server_processes(server.process.pid)
+        self._http = HttpClient(Address.parse(target.url))
+        self._pids = target.processes()
         self._figures = SoakFigures()
         self._num_open = 0
 
@@ -121,7 +163,7 @@ class _Soak:
         sampling.cancel()
         await self._settle()
         figures.idle_after = self._sample()
-        self._judge()
+        self._judge(await asyncio.to_thread(self._target.processes))
 
     async def _reference(self, question: str) -> str:
         try:
@@ -243,27 +285,30 @@ class _Soak:
             held = {name: gauges[name] for name in HELD}
 
     def _gauges(self) -> dict[str, float]:
-        """The server's metrics without labels, by name."""
+        """The metrics without labels, by name; those of a fleet are added up over its replicas."""
         try:
-            with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=METRICS_SECONDS) as response:
+            with urllib.request.urlopen(f"{self._target.url}/metrics", timeout=METRICS_SECONDS) as response:
                 text = response.read().decode()
         except OSError as error:
             raise SoakFailed(f"/metrics: {error}") from error
-        return {found[1]: float(found[2]) for found in re.finditer(r"^chairlift_(\w+) (\S+)$", text, re.MULTILINE)}
+        found: dict[str, float] = defaultdict(float)
+        for name, value in re.findall(r'^chairlift_(\w+)(?:\{replica="[^"]*"\})? (\S+)$', text, re.MULTILINE):
+            found[name] += float(value)
+        return found
 
     def _clear(self) -> None:
         """Forget the figures of the calibration, but not its problems."""
         self._figures.kinds.clear()
         self._figures.statuses.clear()
 
-    def _judge(self) -> None:
+    def _judge(self, pids: Mapping[str, int]) -> None:
         """Add what is wrong with the server as a whole to the problems."""
         figures = self._figures
         failures = sum(count for status, count in figures.statuses.items() if status >= 500)
         if failures:
             figures.problems.append(f"{failures} answers have a 5xx status")
-        if server_processes(self._server.process.pid) != self._pids:
-            figures.problems.append("the engine was restarted")
+        if pids != self._pids:
+            figures.problems.append("a process was restarted")
         for role, samples in figures.resources.items():
             growth, before, after = memory_growth(samples), figures.idle_before[role], figures.idle_after[role]
             figures.problems += growth_problems(role, before, after, growth, self._plan.memory_tolerance)

@@ -114,7 +114,7 @@ class SoakTraffic:
                 text = question * rng.choice((1, 10, 2000))
                 return SoakRequest(kind, "/tokenize", {"prompt": text}, expect_ok)
             case _:
-                wrong = rng.choice(({"temperature": -1}, {"n": 0}, {"guided_regex": "("}, {"nonsense": 1}))
+                wrong = rng.choice(({"temperature": -1}, {"n": 0}, {"guided_regex": "("}, {"temprature": 1}))
                 return SoakRequest(kind, chat, sampled | wrong, _expect_refusal)
 
     def _words(self, count: int) -> str:

@@ -377,3 +377,23 @@ def test_requests_beside_the_one_that_killed_the_engine_are_answered_by_another_
         answers = pool.map(lambda number: post(url, body={"prompt": f"number {number}"}), range(6))
         assert [answer.status_code for answer in answers] == [200] * 6
     assert len(bad.requests) == 3
+
+
+def test_with_isolated_keys_only_administrators_see_the_fleet(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("alice: {key: one}\nroot: {key: two, admin: true}")
+    config = ServerConfig("tiny", keys=KeySources(file=file), isolate_keys=True)
+    with ingress(FakeReplica(whole(200)), config=config) as (url, _):
+        for path in ("/metrics", "/cluster/replicas", "/dashboard/stream"):
+            refused = HTTP.get(url + path, headers={"authorization": "Bearer one"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed"), path
+            with HTTP.stream("GET", url + path, headers={"authorization": "Bearer two"}) as allowed:
+                assert allowed.status_code == 200, path
+
+
+def test_a_page_of_another_origin_reaches_no_replica() -> None:
+    replica = FakeReplica(whole(200))
+    with ingress(replica) as (url, _):
+        page = {"origin": "https://evil.example"}
+        assert HTTP.post(f"{url}/v1/completions", json={}, headers=page).status_code == 403
+    assert not replica.requests

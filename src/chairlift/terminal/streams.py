@@ -68,10 +68,9 @@ def _guarded(stream: TextIO | None, number: int, guard: type[TextIOWrapper]) -> 
     if not isinstance(stream, TextIOWrapper):  # a program that imports this has replaced it
         return stream
     stream.flush()
-    buffering = stream.line_buffering
-    encoding, errors = stream.encoding, "replace" if guard is _Output else stream.errors
-    # Characters that a terminal cannot show are printed as "?".
-    return guard(stream.detach(), encoding=encoding, errors=errors, line_buffering=buffering)
+    errors = "replace" if guard is _Output else stream.errors  # what a terminal cannot show is printed as "?"
+    encoding, lines, through = stream.encoding, stream.line_buffering, stream.write_through
+    return guard(stream.detach(), encoding=encoding, errors=errors, line_buffering=lines, write_through=through)
 
 
 def _opened(number: int, mode: str) -> TextIOWrapper:

@@ -70,6 +70,21 @@ def test_headers_of_a_connection_and_the_path_are_relayed_as_a_proxy_should() ->
     assert request.head.lower().count("accept-encoding: identity") == request.head.lower().count("accept-encoding") == 1
 
 
+def test_other_paths_of_an_endpoint_are_guarded_and_routed_as_its_own(tmp_path: Path) -> None:
+    answer = '{"usage": {"prompt_tokens": 2, "completion_tokens": 1000}}'
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: {key: secret, requests_per_minute: 5}\n")
+    replica = FakeReplica(whole(200, answer))
+    paths = ["//v1/completions", "/completions", "/v1//completions", "/%2Fv1/completions"]
+    with ingress(replica, config=ServerConfig("tiny", keys=KeySources([], keys))) as (url, _):
+        for path in paths:
+            assert post(url, path).status_code == 401
+            assert post(url, path, authorization="Bearer secret").json() == json.loads(answer)
+        assert post(url, "//v1/files", authorization="Bearer secret").json()["error"]["code"] == "files_disabled"
+        assert post(url, "//completions", authorization="Bearer secret").status_code == 429
+    assert [request.head.split()[1] for request in replica.requests] == paths
+
+
 def test_the_names_of_ignored_fields_are_relayed() -> None:
     with ingress(FakeReplica(whole(200, x_chairlift_ignored_fields="colour, messages[0].mood"))) as (url, _):
         assert post(url).headers["x-chairlift-ignored-fields"] == "colour, messages[0].mood"

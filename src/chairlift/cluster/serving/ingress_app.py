@@ -25,6 +25,7 @@ from chairlift.server.http.app import EXPOSED_HEADERS
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard, check_sees_all
 from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.paths import EndpointPaths
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.metrics import Metrics
 
@@ -56,7 +57,7 @@ def make_ingress_app(
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    middleware: list[Middleware] = []
+    middleware = [Middleware(EndpointPaths)]
     if config.access_log is not None:
         middleware.append(Middleware(AccessLog, log=open_access_log(config.access_log)))
     middleware += [Middleware(AnthropicErrors), Middleware(OutermostMiddleware)]
@@ -85,6 +86,7 @@ def make_ingress_app(
     routes: Sequence[Route | Mount] = [
         Route("/health", health),
         Route("/ready", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/cluster/replicas", replicas),
         Route("/metrics", metrics_page),
         *(Route(path, files, methods=METHODS) for path in ("/v1/files", "/v1/batches")),

@@ -29,6 +29,7 @@ from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.paths import EndpointPaths
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.tracing import Tracing
@@ -115,6 +116,7 @@ def make_app(
         app.add_middleware(Tracing, provider=tracer_provider, model=service.model.name)
     if access_log is not None:
         app.add_middleware(AccessLog, log=open_access_log(access_log))
+    app.add_middleware(EndpointPaths)
     _add_error_handlers(app)
     add_generation_routes(app, service)
     add_tokenizer_routes(app, service)

@@ -27,7 +27,7 @@ from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
-PROBE_PATHS = frozenset({"/health", "/ready"})  # without a key and for any host name: they reveal nothing else
+PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # without a key and for any host name: they reveal nothing else
 METRICS_PATH = "/metrics"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UPLOAD_PATH = "/v1/files"
@@ -90,7 +90,8 @@ class RequestGuard:
         self._isolate_keys = isolate_keys
         self._uploads = uploads
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
-        self._keyless_paths = self._any_host_paths | {"/dashboard"}  # the page asks for the key
+        # The page asks for the key; "/" only says that there is a server, before a client sends its key.
+        self._keyless_paths = self._any_host_paths | {"/dashboard", "/"}
         self._keys = keys
         self._hosts = hosts
         self._limits = limits

@@ -180,6 +180,15 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
             return unavailable(f"the engine is {service.engine.state.value}").response()
         return JSONResponse({"status": "ok"})
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:
+        """The probe of SageMaker and of vLLM."""
+        return await health()
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> dict[str, str]:
+        return {"name": "chairlift", "api": "/v1"}
+
     @app.get("/ready", responses=ERRORS)
     async def ready() -> Response:
         """Like /health, but also 503 while the server is shutting down."""

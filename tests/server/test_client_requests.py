@@ -347,12 +347,32 @@ def test_rerank_in_the_form_of_text_embeddings_inference(server: RunningServer) 
     for body, parameter in (
         ({"query": "a"}, "documents"),
         ({"query": "a", "texts": ["a"], "documents": ["a"]}, "documents"),
-        ({"query": "a", "texts": ["a"], "top_n": 1}, "top_n"),
+        ({"query": "a", "texts": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "a", "texts": ["a"], "return_documents": True}, "return_documents"),
         ({"query": "a", "texts": [""]}, "texts"),
         ({"query": "a", "texts": ["a"], "raw_scores": True}, "raw_scores"),
     ):
         refused = server.post("/rerank", body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, parameter)
+
+
+def test_tokenize_in_the_form_of_llama_cpp(server: RunningServer) -> None:
+    plain = server.post("/tokenize", {"prompt": "lift ü"}).json()["tokens"]
+    whole = server.post("/tokenize", {"content": "lift ü", "add_special": True, "with_pieces": True}).json()["tokens"]
+    assert [one["id"] for one in whole] == plain
+    pieces = [one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in whole]
+    assert b"".join(pieces).endswith("lift ü".encode())
+    text = server.post("/detokenize", {"tokens": plain}).json()
+    assert text["content"] == text["prompt"]
+    for body in ({}, {"prompt": "a", "content": "a"}):
+        assert server.post("/tokenize", body).status_code == 400
+
+
+def test_grammars_in_the_form_of_llama_cpp(server: RunningServer) -> None:
+    assert text_of(chat(server, grammar='root ::= "a"{5,5}', max_tokens=10)) == "aaaaa"
+    assert text_of(chat(server, json_schema={"const": "42"}, max_tokens=10)) == '"42"'
+    both = chat(server, grammar='root ::= "a"', guided_regex="a")
+    assert both.json()["error"]["param"] == "grammar"
 
 
 def test_a_conversation_is_embedded(server: RunningServer) -> None:

@@ -145,7 +145,7 @@ BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"endpoint": "/v1/models"}, "endpoint"),
     ({"completion_window": "1h"}, "completion_window"),
     ({"metadata": {"a": 3}}, "metadata.a"),
-    ({"surprise": 1}, "surprise"),
+    ({"metadatta": {}}, "metadatta"),
 ]
 
 

@@ -20,12 +20,12 @@ from chairlift.server.access.keys import KeyTable
 from chairlift.server.access.rate_limits import RateLimiter
 from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.config import ServerConfig
+from chairlift.server.endpoint_paths import EndpointPaths
 from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.app import EXPOSED_HEADERS
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard, check_sees_all
 from chairlift.server.http.host_names import HostNames
-from chairlift.server.http.paths import EndpointPaths
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.metrics import Metrics
 

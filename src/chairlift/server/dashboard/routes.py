@@ -13,14 +13,14 @@ from chairlift.server.dashboard.page import content_policy, dashboard_page
 from chairlift.server.http.errors import APIError, unavailable
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.sse import EventStream
-from chairlift.server.openai.strict import StrictModel
+from chairlift.server.openai.strict import RequestBody
 from chairlift.server.process.messages import SwitchPolicy
 from chairlift.server.service import Service
 
 PATH = "/dashboard"
 
 
-class PolicyRequest(StrictModel):
+class PolicyRequest(RequestBody):
     policy: str
     max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
 

@@ -20,7 +20,7 @@ from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.file_store import PURPOSES, StoredFile
 from chairlift.server.files.folder import FilesFolder, OwnerFolder
 from chairlift.server.http.errors import APIError, too_busy
-from chairlift.server.openai.strict import StrictModel
+from chairlift.server.openai.strict import RequestBody
 
 MAX_FILENAME = 255
 MAX_OPEN_BATCHES = 100  # of one owner
@@ -32,7 +32,7 @@ Entry = TypeVar("Entry", StoredFile, BatchRecord)
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
-class BatchRequest(StrictModel):
+class BatchRequest(RequestBody):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]

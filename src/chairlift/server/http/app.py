@@ -21,6 +21,7 @@ from chairlift.server.access.keys import KeyTable
 from chairlift.server.access.usage_reports import UsageReports
 from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.dashboard.routes import add_dashboard_routes
+from chairlift.server.endpoint_paths import EndpointPaths
 from chairlift.server.files.batch_runner import BatchRunner
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.files.routes import add_file_routes
@@ -29,7 +30,6 @@ from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
-from chairlift.server.http.paths import EndpointPaths
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.tracing import Tracing

@@ -145,23 +145,34 @@ def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: i
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> bytes:
     tokens = _token_ids(body, model)
-    return _json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+    shown = [_piece(token, model) for token in tokens] if body.with_pieces else tokens
+    return _json.encode({"tokens": shown, "count": len(tokens), "max_model_len": max_model_len})
+
+
+def _piece(token: int, model: ServedModel) -> dict[str, Any]:
+    data = model.tokenizer.token_bytes(token)
+    try:
+        return {"id": token, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
 
 
 def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidParameter("prompt", "give either prompt or messages")
-    if body.prompt is not None:
+    if [body.prompt, body.content, body.messages].count(None) != 2:
+        raise InvalidParameter("prompt", "give either prompt (or content) or messages")
+    if body.messages is None:
         for name in ("tools", "add_generation_prompt", "continue_final_message"):
             if getattr(body, name) is not None:
                 raise InvalidParameter(name, "only goes with messages")
-        special = True if body.add_special_tokens is None else body.add_special_tokens
-        return model.tokenizer.encode(body.prompt, add_special_tokens=special)
-    if body.add_special_tokens is not None:
-        raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
+        given = body.add_special_tokens if body.add_special is None else body.add_special
+        special = body.content is None if given is None else given
+        return model.tokenizer.encode(body.prompt or body.content or "", add_special_tokens=special)
+    for name in ("add_special_tokens", "add_special"):
+        if getattr(body, name) is not None:
+            raise InvalidParameter(name, "only goes with prompt: a chat template writes its own")
     return encode_messages(
         model,
-        body.messages or [],
+        body.messages,
         body.tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -169,7 +180,8 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
-    return _json.encode({"prompt": model.tokenizer.decode(check_token_ids("tokens", body.tokens))})
+    text = model.tokenizer.decode(check_token_ids("tokens", body.tokens))
+    return _json.encode({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
 
 
 def add_status_routes(app: FastAPI, service: Service) -> None:

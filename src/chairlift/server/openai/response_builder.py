@@ -194,10 +194,11 @@ class CompletionResponseBuilder:
             for choice in self._choices.values()
         ]
         body = {**self._head, "object": self._format.object, "choices": choices, "usage": self.usage.body()}
-        top = self._prompt_logprobs
-        if top is not None:
-            scored = [choice.prompt_logprobs for choice in self._choices.values()]
-            self._format.add_prompt_logprobs(body, [prompt_logprobs(one, top, self._tokenizer) for one in scored])
+        top = self._prompt_logprobs  # without it the field is null, as in vLLM
+        scored = [choice.prompt_logprobs for choice in self._choices.values()]
+        self._format.add_prompt_logprobs(
+            body, [None if top is None else prompt_logprobs(one, top, self._tokenizer) for one in scored]
+        )
         return body
 
     def events(self, update: Update) -> list[bytes]:

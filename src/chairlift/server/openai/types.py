@@ -90,6 +90,8 @@ class GenerationBody(EngineBody):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    json_schema: Schema | None = None  # llama.cpp's names of guided_json and guided_grammar
+    grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters registered by plugins
 
@@ -131,6 +133,8 @@ class GenerationBody(EngineBody):
             *as_structure(Structure.regex, self.guided_regex, "guided_regex"),
             *as_structure(Structure.choice, self.guided_choice, "guided_choice"),
             *as_structure(Structure.grammar, self.guided_grammar, "guided_grammar"),
+            *as_structure(Structure.json, self.json_schema, "json_schema"),
+            *as_structure(Structure.grammar, self.grammar or None, "grammar"),
             *([self.structured_outputs.structure()] if self.structured_outputs else []),
         ]
 
@@ -331,9 +335,12 @@ class ChatRequest(WithLabels, CompletionBody):
 class TokenizeRequest(RequestBody):
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None  # llama.cpp's name of the prompt
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None  # llama.cpp's name of add_special_tokens, false by default
+    with_pieces: bool | None = None  # as in llama.cpp, the text or the bytes of each token
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

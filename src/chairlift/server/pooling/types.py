@@ -103,7 +103,7 @@ class RerankRequest(EngineBody):
         """Return the name of the documents, once the parameters are known to go together."""
         if (self.documents is None) == (self.texts is None):
             raise InvalidParameter("documents", "give either documents or texts", "missing_required_parameter")
-        others = ("top_n", "return_documents") if self.in_teis_form else ("return_text", "raw_scores")
+        others = ("return_documents",) if self.in_teis_form else ("return_text", "raw_scores")
         for name in others:
             if getattr(self, name) is not None:
                 raise InvalidParameter(name, f"does not go with {'texts' if self.in_teis_form else 'documents'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,10 @@ from anthropic.types.shared import ErrorResponse
 
 from chairlift.core.request_limits import RequestLimits
 from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.anthropic.endpoint import MessagesGeneration
 from chairlift.server.anthropic.errors import AnthropicErrors
+from chairlift.server.anthropic.types import MessagesRequest
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.http.guards import OutermostMiddleware
 from chairlift.server.limits import Limits
@@ -155,6 +159,19 @@ def test_bodies_and_events_have_the_declared_types(front: FrontEnd, name: str) -
         assert cut or {field: found[field] for field in whole if field != "id"} == {
             field: value for field, value in whole.items() if field != "id"
         }
+
+
+def test_the_input_of_a_tool_is_streamed_in_pieces(front: FrontEnd) -> None:
+    model = front.service.model
+    generation = MessagesGeneration(MessagesRequest(**BODY), model, "req-1")
+    generation.tokenize(2048)
+    builder = generation.response_builder("msg_1", ["r"], Usage())
+    text = "Hm.</think>" + CALL
+    updates = [Update("r", text=text[at : at + 10], tokens=[5]) for at in range(0, len(text), 10)]
+    events = [event for update in updates for event in builder.events(update)]
+    pieces = [piece for event in events for piece in re.findall(rb'"partial_json":("(?:[^"\\]|\\.)*")', event)]
+    assert len(pieces) > 2
+    assert json.loads("".join(json.loads(piece) for piece in pieces)) == {"city": "Oslo", "days": 2}
 
 
 def test_thinking_is_left_out_if_its_display_is_omitted(front: FrontEnd) -> None:

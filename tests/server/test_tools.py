@@ -23,7 +23,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "retrieval"}]}, "tools[0]", "invalid_value"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
     ({"tools": [function(name="a b")]}, "tools[0].function.name", "invalid_value"),
-    ({"tools": [function(name="x" * 65)]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [function(name="x" * 129)]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [function(name=None)]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [function(description="\ud800")]}, "tools", "invalid_value"),
     ({"tools": [function(strict=1)]}, "tools[0].function.strict", "invalid_type"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -90,26 +91,18 @@ class ClearToolUses(ContextEdit):
             return None
         kept = KEPT_TOOL_USES if self.keep is None else self.keep.value
         names = {use["id"]: use["name"] for use in uses[: max(len(uses) - kept, 0)]}
-        names = {id_: name for id_, name in names.items() if name not in (self.exclude_tools or ())}
-        edited = [self._without(message, names) for message in messages]
+        excluded = frozenset(self.exclude_tools or ())
+        names = {id_: name for id_, name in names.items() if name not in excluded}
+        inputs = self._cleared_inputs(names)
+        edited = [_without(message, names, inputs) for message in messages]
         return (edited, {"type": self.type, "cleared_tool_uses": len(names)}) if names else None
 
-    def _without(self, message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-        """Return a message without what belongs to the uses with these ids and names."""
-        if not isinstance(message["content"], list):
-            return message
-        content = []
-        for block in _blocks(message):
-            if block["type"] == "tool_result" and block["tool_use_id"] in names:
-                block = {**block, "content": CLEARED}
-            elif block["type"] == "tool_use" and block["id"] in names and self._clears_input(block["name"]):
-                block = {**block, "input": {}}
-            content.append(block)
-        return {**message, "content": content}
-
-    def _clears_input(self, name: str) -> bool:
-        cleared = self.clear_tool_inputs
-        return name in cleared if isinstance(cleared, list) else bool(cleared)
+    def _cleared_inputs(self, names: Mapping[str, str]) -> Collection[str]:
+        """Return the ids of the uses whose inputs are cleared too."""
+        if not isinstance(self.clear_tool_inputs, list):
+            return names if self.clear_tool_inputs else ()
+        cleared = frozenset(self.clear_tool_inputs)
+        return {id_ for id_, name in names.items() if name in cleared}
 
 
 class Compact(ContextEdit):
@@ -142,3 +135,15 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _is_thinking(block: dict[str, Any]) -> bool:
     return block["type"] in ("thinking", "redacted_thinking")
+
+
+def _without(message: dict[str, Any], results: Collection[str], inputs: Collection[str]) -> dict[str, Any]:
+    """Return a message without the results and the inputs of the tool uses with these ids."""
+    content = []
+    for block in _blocks(message):
+        if block["type"] == "tool_result" and block["tool_use_id"] in results:
+            block = {**block, "content": CLEARED}
+        elif block["type"] == "tool_use" and block["id"] in inputs:
+            block = {**block, "input": {}}
+        content.append(block)
+    return {**message, "content": content} if content else message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
@@ -116,20 +117,42 @@ _BLOCKS: dict[str, dict[str, type[StrictModel]]] = {
 _REFUSED = {"image": "this server reads text only", "document": "this server reads text only"}
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A chat message, made of all messages of one role that follow each other."""
+
+    location: str
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str | None = None  # of the call whose result this is
+
+    def message(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"role": self.role, "content": "\n".join(text for text in self.texts if text)}
+        if self.call_id is not None:
+            found["tool_call_id"] = self.call_id
+        if thoughts := "\n".join(thought for thought in self.thoughts if thought):
+            found["reasoning_content"] = thoughts
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
 class MessageInput:
-    """Chat messages and the location of each in the request. Consecutive messages of one role are one turn."""
+    """Chat messages and the location of each in the request."""
 
     def __init__(self, given: list[dict[str, Any]], system: str | None = None, *, later_system: bool = True) -> None:
         """Without `later_system`, what the system says in mid-conversation becomes a part of what the model reads
         before it: for templates that would not show it."""
-        self.messages: list[dict[str, Any]] = []
-        self._locations: list[str] = []
+        self._turns: list[_Turn] = []
         self._later_system = later_system
         if system is not None:
-            self._add("system", {"role": "system", "content": system})
+            self._turn("system", "system").texts.append(system)
         last_user = max((index for index, message in enumerate(given) if message.get("role") == "user"), default=-1)
         for index, message in enumerate(given):
             self._add_message(f"messages[{index}]", message, before_user=index < last_user)
+        self.messages = [turn.message() for turn in self._turns]
 
     @property
     def ends_with_assistant(self) -> bool:
@@ -141,15 +164,13 @@ class MessageInput:
         """Return the location in the request of the chat message `messages[2]…`; other names are returned
         unchanged."""
         found = re.match(r"messages\[(\d+)\]", parameter)
-        return self._locations[int(found[1])] if found else parameter
+        return self._turns[int(found[1])].location if found else parameter
 
-    def _add(self, location: str, message: dict[str, Any]) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is not None and last["role"] == message["role"] != "tool":
-            _extend(last, message)
-            return
-        self.messages.append(message)
-        self._locations.append(location)
+    def _turn(self, location: str, role: str) -> _Turn:
+        """Return the last turn if it has this role, else a new one."""
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(location, role))
+        return self._turns[-1]
 
     def _add_message(self, location: str, given: dict[str, Any], *, before_user: bool) -> None:
         role, content = given.get("role"), given.get("content")
@@ -177,38 +198,28 @@ class MessageInput:
             if isinstance(block, _ToolResult):
                 place = f"{location}.content[{index}]"
                 text = _result_text(f"{place}.content", block)
-                self._add(place, {"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                self._turns.append(_Turn(place, "tool", [text], call_id=block.tool_use_id))
         if not all(isinstance(block, _ToolResult) for block in blocks):
-            self._add(location, {"role": "user", "content": _joined(blocks, _READABLE)})
+            self._turn(location, "user").texts.append(_joined(blocks, _READABLE))
 
     def _add_assistant(self, location: str, blocks: list[StrictModel]) -> None:
-        message: dict[str, Any] = {"role": "assistant", "content": _joined(blocks, TextBlock)}
-        if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking) and block.thinking]:
-            message["reasoning_content"] = "\n".join(thoughts)
-        if calls := [_call(block) for block in blocks if isinstance(block, _ToolUse)]:
-            message["tool_calls"] = calls
-        if len(message) > 2 or message["content"]:  # a model that ended its turn at once has said nothing
-            self._add(location, message)
+        text = _joined(blocks, TextBlock)
+        thoughts = [block.thinking for block in blocks if isinstance(block, _Thinking)]
+        calls = [_call(block) for block in blocks if isinstance(block, _ToolUse)]
+        if text or calls or any(thoughts):  # a model that ended its turn at once has said nothing
+            turn = self._turn(location, "assistant")
+            turn.texts.append(text)
+            turn.thoughts += thoughts
+            turn.calls += calls
 
     def _add_system(self, location: str, text: str) -> None:
-        is_first = all(message["role"] == "system" for message in self.messages)
-        if is_first or self._later_system:
-            self._add(location, {"role": "system", "content": text})
+        if self._later_system or all(turn.role == "system" for turn in self._turns):
+            self._turn(location, "system").texts.append(text)
             return
         text = f"<system>\n{text}\n</system>"
-        if self.messages[-1]["role"] in ("user", "tool"):  # a turn of its own would break the alternation of roles
-            _extend(self.messages[-1], {"content": text})
-        else:
-            self._add(location, {"role": "user", "content": text})
-
-
-def _extend(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Append the texts and calls of another message of the same turn."""
-    for name in ("content", "reasoning_content"):
-        if texts := [text for text in (message.get(name), more.get(name)) if text]:
-            message[name] = "\n".join(texts)
-    if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
-        message["tool_calls"] = calls
+        # A turn of its own behind a tool's result would break the alternation of roles.
+        turn = self._turns[-1] if self._turns[-1].role == "tool" else self._turn(location, "user")
+        turn.texts.append(text)
 
 
 def _joined(blocks: list[StrictModel], kind: Any) -> str:

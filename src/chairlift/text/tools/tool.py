@@ -16,7 +16,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10  # total size as JSON
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_SCHEMA_DEPTH = 24
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as in the Messages API; OpenAI allows 64
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -80,7 +80,7 @@ def _tool(path: str, tool: Any) -> Tool:
             raise InvalidParameter(f"{path}.{str(key)[:40]}", "unknown parameter", "unknown_parameter")
     name, description, strict = function.get("name"), function.get("description"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidParameter(f"{path}.name", "must be 1 to 64 letters, digits, _ or -")
+        raise InvalidParameter(f"{path}.name", "must be 1 to 128 letters, digits, _ or -")
     if not isinstance(description, str | None):
         raise InvalidParameter(f"{path}.description", "must be text", "invalid_type")
     if not isinstance(strict, bool | None):

@@ -10,14 +10,16 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.context_edits import CLEARED, ContextManagement
+from chairlift.server.anthropic.endpoint import MessagesGeneration, renamed
 from chairlift.server.anthropic.input import MessageInput
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.openai.strict import parse_at
+from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME as SCRIPTED
 from tests.server.front_end import FrontEnd, front_end
 from tests.server.running_server import HTTP, NAME, RunningServer
-from tests.server.sample_tools import THINKING_TEMPLATE
+from tests.server.sample_tools import THINKING_TEMPLATE, TOOL_TEMPLATE
 from tests.server.test_message_types import LOADED
 from tests.server.test_messages import PATH, QUESTION, SEARCH, WEATHER, events_of, user
 from tests.tiny import CHATML, byte_level_tokenizer
@@ -64,6 +66,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"fallbacks": [{"model": "other"}], "mcp_servers": [], "container": None, "thread": None},
     {"stop_sequences": ["", "END", ""]},
     {"stop_sequences": [""]},
+    {"model": None, "top_p": 0, "temperature": 1.0, "top_k": 0},
     {"output_format": {"type": "json_schema", "schema": {"type": "boolean"}}},
     {"context_management": {"edits": []}},
     {"context_management": {"edits": [{"type": "compact_20260112"}, {"type": "clear_tool_uses_20250919"}]}},
@@ -101,16 +104,48 @@ def test_beta_headers_and_no_headers_are_taken(server: RunningServer) -> None:
     assert HTTP.post(f"{server.url}{PATH}?beta=true", json=body, headers=headers).status_code == 200
 
 
-def test_effort_and_thinking_are_named_as_the_client_wrote_them(thinking_server: RunningServer) -> None:
-    """Models that reason have errors of their own, which name what set the effort."""
+ALWAYS_REASONS = TOOL_TEMPLATE.replace(
+    "{{ message.content }}", "<think>{{ message.reasoning_content }}</think>{{ message.content }}"
+).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, ""),
+        ({"output_config": {"effort": "max"}}, ""),
+        ({"thinking": {"type": "disabled"}}, "thinking: this model always reasons"),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "thinking: this model always reasons"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: must be at least 1"),
+    ],
+)
+def test_models_that_always_reason_refuse_only_not_to(change: dict[str, Any], refused: str) -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(more_special=["<think>", "</think>"]), chat_template=ALWAYS_REASONS)
+    model = ServedModel.create("m", tokenizer)
+    assert model.reasoning_format is not None
+    body = MessagesRequest(messages=QUESTION, max_tokens=2, **change)
+
+    def tokenize() -> None:
+        MessagesGeneration(body, model, "req-1").tokenize(1000)
+
+    if not refused:
+        tokenize()
+        return
+    with pytest.raises(InvalidParameter) as error:
+        tokenize()
+    assert str(renamed(error.value, body)).startswith(refused)
+
+
+def test_errors_of_the_effort_name_what_set_it() -> None:
+    effort = {"effort": "high"}
     for change, named in (
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": effort}, "output_config.effort"),
         ({"thinking": {"type": "adaptive"}}, "thinking"),
-        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "thinking"),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"thinking": {"type": "disabled"}, "output_config": effort}, "thinking"),
+        ({"thinking": {"type": "adaptive"}, "output_config": effort}, "output_config.effort"),
     ):
-        body = MessagesRequest(model="m", messages=QUESTION, max_tokens=2, **change)
-        assert body.reasoning_parameter == named
+        body = MessagesRequest(messages=QUESTION, max_tokens=2, **change)
+        assert renamed(InvalidParameter("reasoning_effort", "no"), body).parameter == named
 
 
 def claude_code_body(session: str) -> dict[str, Any]:

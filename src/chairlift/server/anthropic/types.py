@@ -191,8 +191,8 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def as_chat(self, *, reasons: bool, **more: Any) -> ChatRequest:
-        stop = [one for one in self.stop_sequences or [] if one] or None  # an empty one would stop nothing
-        return super().as_chat(reasons=reasons, max_completion_tokens=self.max_tokens or None, stop=stop, **more)
+        limits = {"max_completion_tokens": self.max_tokens or None, "stop": self.stop_sequences}
+        return super().as_chat(reasons=reasons, **limits, **more)
 
 
 def _chat_tool(index: int, given: dict[str, Any]) -> dict[str, Any]:

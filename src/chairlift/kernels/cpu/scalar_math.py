@@ -1,12 +1,8 @@
-"""Scalar functions for compiled loops that numba only offers as slow calls, and the decorators that compile kernels."""
+"""Scalar functions for compiled loops that numba only offers as slow calls, and the decorator that compiles kernels."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -26,43 +22,6 @@ def compiled(fastmath: set[str] | bool = False, **more: Any) -> Callable[[Callab
         return numba.njit(function, fastmath=fastmath, nogil=True, error_model="numpy", **more)
 
     return decorate
-
-
-def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Like `compiled`, cached on disk where it is writable: for functions called from Python."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        before = numba.config.CACHE_DIR
-        try:
-            numba.config.CACHE_DIR = str(_cache_folder())
-            return compiled(fastmath, cache=True)(function)
-        except RuntimeError:  # no writable cache, as in a read-only container: compile at every start
-            return compiled(fastmath)(function)
-        finally:
-            numba.config.CACHE_DIR = before
-
-    return decorate
-
-
-def kept_c_function(signature: Any, function: Callable[..., Any]) -> Any:
-    """Compile a C function with sums in the given order, to be called by its address; cached on disk where possible."""
-    before = numba.config.CACHE_DIR
-    try:
-        numba.config.CACHE_DIR = str(_cache_folder())
-        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        return numba.cfunc(signature, error_model="numpy")(function)
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-@cache
-def _cache_folder() -> Path:
-    """The cache folder of this version of the kernels. numba only checks the file of a function, not those of the
-    functions it calls."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift" / "kernels" / digest
 
 
 @intrinsic

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from chairlift.kernels.cpu.scalar_math import FAST, compiled_and_kept
+from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
+from chairlift.kernels.cpu.scalar_math import FAST
 from chairlift.kernels.cpu.threads import barrier, claim, the_team
 from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.common.timing import best_seconds

@@ -9,7 +9,8 @@ import numpy as np
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.blocks.kinds import COLUMNS, KINDS, PANEL, STEP, BlockKind
-from chairlift.kernels.cpu.scalar_math import compiled, compiled_and_kept
+from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
+from chairlift.kernels.cpu.scalar_math import compiled
 
 _UNIT = 256  # the largest block of a file
 _SIGN = 0x8000  # of a float16

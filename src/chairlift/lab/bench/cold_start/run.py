@@ -74,8 +74,9 @@ class ColdStart:
 
     def _measure(self, start: str, streams: int, seconds: float, cache: str) -> dict[str, Any]:
         begun = time.perf_counter()
-        # Triton's cache, and that of the kernels for CPUs.
-        variables = {"TRITON_CACHE_DIR": f"{cache}/triton", "XDG_CACHE_HOME": cache}
+        # Of kernels for GPUs, of those for CPUs, and of packed weights.
+        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "NUMBA_CACHE_DIR": f"{cache}/numba"}
+        variables = caches | {"XDG_CACHE_HOME": cache}
         with local_server(self.model, self.options, max_waiting=MAX_WAITING, environment=variables) as server:
             ready = time.perf_counter() - begun
             records = asyncio.run(self._load(Address.parse(server.url), streams, seconds))

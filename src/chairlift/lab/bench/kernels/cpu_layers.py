@@ -7,7 +7,8 @@ from typing import Any
 from chairlift.kernels.cpu.attention import Cache, Score
 from chairlift.kernels.cpu.attention_work import AttentionWork
 from chairlift.kernels.cpu.decoder import attend_layer
-from chairlift.kernels.cpu.scalar_math import FAST, compiled_and_kept
+from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
+from chairlift.kernels.cpu.scalar_math import FAST
 
 
 @compiled_and_kept(FAST)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from chairlift import registry as registry_module
+from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
 from chairlift.registry import Registry
+from tests.api.cli_runner import run
 
 PACKAGE = "chairlift_example_choices"
 
@@ -72,3 +75,49 @@ def test_a_file_named_by_the_environment_variable_adds_a_choice(tmp_path: Path) 
 def test_a_missing_plugin_is_an_error_that_names_the_variable(missing: str) -> None:
     program = "from chairlift.registry import load_plugins; load_plugins()"
     assert "CHAIRLIFT_PLUGINS" in run_with_plugins(missing, program).stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("from chairlift.core.policies.base import POLICIES\nPOLICIES.register('half')(int)\n1 / 0", "line 3"),
+        ("x = = 3", "invalid syntax (plugin.py, line 1)"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_broken_plugin_is_one_line_of_every_command(
+    source: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    if source is not None:
+        plugin.write_text(source)
+    monkeypatch.setenv("CHAIRLIFT_PLUGINS", str(plugin))
+    own_choices = dict(POLICIES._registered)
+    for command in ("models", "serve"):
+        monkeypatch.setattr(registry_module, "_plugins", registry_module._Plugins())
+        registry_module._import_plugins.cache_clear()
+        result = run(command)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: CHAIRLIFT_PLUGINS: cannot import '{plugin}': ")
+        assert problem in result.stderr
+        assert result.stderr.count("\n") == 1
+        with pytest.raises(InvalidParameter, match="cannot import"):  # not "registered twice"
+            POLICIES.names()
+        POLICIES._registered.clear()
+        POLICIES._registered.update(own_choices)
+    registry_module._import_plugins.cache_clear()
+
+
+def test_the_files_of_plugins_are_listed(tmp_path: Path) -> None:
+    package = tmp_path / "some_plugins"
+    package.mkdir()
+    for name in ("__init__", "colours", "sizes"):
+        (package / f"{name}.py").write_text("from chairlift.registry import load_plugins; load_plugins()")
+    (tmp_path / "alone.py").write_text("")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chairlift.registry import plugin_sources;"
+        "print(*(file.name for file in plugin_sources()))"
+    )
+    listed = run_with_plugins(f"some_plugins, {tmp_path / 'alone.py'}", program).stdout
+    assert listed.split() == ["__init__.py", "colours.py", "sizes.py", "alone.py"]

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
+from traceback import extract_tb
+from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from chairlift.errors import InvalidParameter
@@ -80,24 +83,72 @@ class Registry(Generic[T]):
         return [name.replace("_", self._separator) for name in found if name != "base" and not name.startswith("_")]
 
 
-@cache
+@dataclass(slots=True)
+class _Plugins:
+    """The plugins of this process."""
+
+    sources: dict[str, list[Path]] = field(default_factory=dict)  # the files of each one whose import has begun
+    problem: InvalidParameter | None = None
+
+
+_plugins = _Plugins()
+
+
 def load_plugins() -> None:
-    """Import the plugins named by CHAIRLIFT_PLUGINS and by installed packages, once."""
-    for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
-        _import_plugin(name.strip())
-    for entry_point in entry_points(group="chairlift.plugins"):
-        entry_point.load()
+    """Import the plugins named by CHAIRLIFT_PLUGINS and by installed packages, once.
 
-
-def _import_plugin(name: str) -> None:
-    if not name.endswith(".py"):
+    Raises the same InvalidParameter at every call if one of them cannot be imported.
+    """
+    if _plugins.problem is None:
         try:
-            import_module(name)
-        except ModuleNotFoundError as error:
-            raise InvalidParameter(PLUGINS_VARIABLE, f"cannot import {name!r}: {error}") from error
+            _import_plugins()
+        except InvalidParameter as problem:
+            _plugins.problem = problem
+    if _plugins.problem is not None:
+        raise _plugins.problem
+
+
+def plugin_sources() -> list[Path]:
+    """The files of all plugins."""
+    load_plugins()
+    return [file for files in _plugins.sources.values() for file in files]
+
+
+@cache
+def _import_plugins() -> None:
+    for name in filter(None, map(str.strip, os.environ.get(PLUGINS_VARIABLE, "").split(","))):
+        _import_plugin(name, PLUGINS_VARIABLE)
+    for entry_point in entry_points(group="chairlift.plugins"):
+        _import_plugin(entry_point.module, f"plugin {entry_point.name}")
+
+
+def _import_plugin(name: str, source: str) -> None:
+    if name in _plugins.sources:  # its import has begun, and requires a registry
         return
+    _plugins.sources[name] = []
+    try:
+        module = _import_file(name) if name.endswith(".py") else import_module(name)
+    except Exception as error:
+        problem = str(error)
+        if not isinstance(error, ImportError | SyntaxError):  # those say where they are
+            place = extract_tb(error.__traceback__)[-1]
+            problem = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        raise InvalidParameter(source, f"cannot import {name!r}: {problem}") from error
+    _plugins.sources[name] = _source_files(module)
+
+
+def _import_file(name: str) -> ModuleType:
     path = Path(name)
     spec = spec_from_file_location(f"chairlift_plugin_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise InvalidParameter(PLUGINS_VARIABLE, f"there is no file {name!r}")
-    spec.loader.exec_module(module_from_spec(spec))
+        raise ImportError("there is no such file")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _source_files(module: ModuleType) -> list[Path]:
+    """The file of a module, or all files of a package."""
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    own = [] if module.__file__ is None else [Path(module.__file__)]
+    return [file for folder in folders for file in sorted(folder.rglob("*.py"))] or own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from chairlift.cli.environment import known_variables
 from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
@@ -24,6 +26,7 @@ from chairlift.terminal.options import EngineOptions
 
 SERVE_OPTIONS = [option for group in (EngineOptions, ServerOptions) for option in options_of(group)]
 DOCS = Path(__file__).parents[2] / "docs"
+USING_VARIABLES = {".py", ".md", ".yaml", ".yml", ".toml", ".service", ".js", ".mjs"}
 
 
 @pytest.fixture
@@ -303,3 +306,31 @@ def test_the_options_page_is_up_to_date() -> None:
     command = [sys.executable, "-m", "chairlift.cli.options_page"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (DOCS / "options.md").read_text() == page, "run `make options-page`"
+
+
+# ---- variables --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_variable_is_refused_with_a_suggestion(served: list[ServerConfig]) -> None:
+    result = serve(CHAIRLIFT_MAX_BATCH_TOKEN="200")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: CHAIRLIFT_MAX_BATCH_TOKEN: is not a variable of Chairlift; did you mean CHAIRLIFT_MAX_BATCH_TOKENS?\n"
+    )
+    assert "docs/options.md lists all" in serve(CHAIRLIFT_ZZZZ="").stderr
+    assert not served
+
+
+def test_variables_of_kubernetes_are_ignored(served: list[ServerConfig]) -> None:
+    service = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80"}
+    service |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1"}
+    assert serve(**{f"CHAIRLIFT_BATCH_{name}": value for name, value in service.items()}).exit_code == 0
+    assert "CHAIRLIFT_BATCH_PORT: is not a variable" in serve(CHAIRLIFT_BATCH_PORT="tcp://10.0.0.1:80").stderr
+
+
+def test_all_variables_that_the_repository_uses_are_known() -> None:
+    wrong = {"CHAIRLIFT_MAX_BATCH_TOKEN", "CHAIRLIFT_ZZZZ", "CHAIRLIFT_BATCH_PORT", "CHAIRLIFT_COMPLETE"}
+    folders = [DOCS.parent / name for name in ("src", "tests", "docs", "examples", "deploy")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in USING_VARIABLES]
+    used = {name for file in files for name in re.findall(r"\bCHAIRLIFT_[A-Z_]*[A-Z]\b", file.read_text())}
+    assert used - known_variables() <= wrong

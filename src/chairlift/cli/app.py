@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from chairlift import __version__
+from chairlift.cli.environment import check_environment
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options.aliases import alias_flags
 from chairlift.options.declaration import options_of
+from chairlift.registry import load_plugins
 from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import show_error
 
@@ -27,11 +29,13 @@ class _Chairlift(CommandGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            check_environment(os.environ)
+            load_plugins()
             return super().invoke(ctx)
         except ChairliftError as error:
             if os.environ.get("CHAIRLIFT_DEBUG") == "1":
                 raise
-            show_error(_describe(error, self.commands[ctx.invoked_subcommand]))
+            show_error(_describe(error, self.commands.get(ctx.invoked_subcommand)))
             raise typer.Exit(2) from error
         except OSError as error:
             if error.errno not in _BROKEN_DISK or os.environ.get("CHAIRLIFT_DEBUG") == "1":
@@ -41,8 +45,8 @@ class _Chairlift(CommandGroup):
 
 
 def _describe(error: ChairliftError, command: Any) -> str:
-    """Return the error's message, with the parameter written as its command line flag."""
-    if isinstance(error, InvalidParameter):
+    """Return the error's message, with the parameter written as the flag of the command, if it has begun."""
+    if isinstance(error, InvalidParameter) and command is not None:
         flag = _flags(command).get(error.parameter)
         if flag is not None:
             return f"{flag}: {error.problem}"

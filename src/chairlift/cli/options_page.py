@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chairlift.cli.environment import VARIABLES
 from chairlift.cluster.options import ClusterOptions
 from chairlift.options.declaration import Option, options_of
 from chairlift.server.options import ServerOptions
@@ -29,10 +30,10 @@ They read neither variables nor files.
 Names in files, variables and Python have `_` where the command line has `-`. In a file, an option that may be repeated
 is a list, `tenant_weights` may also be a mapping, and names that the command does not have are errors. A flag such as
 `--prefix-caching` is turned off with `--no-prefix-caching`, or with `prefix_caching: false` in a file. An empty
-variable counts as not set.
+variable counts as not set; a variable that begins with `CHAIRLIFT_` and is none of those on this page is an error.
 
 In a Kubernetes cluster, a service that is called `chairlift` sets `CHAIRLIFT_PORT` in every container. Give the service
-another name, or set `enableServiceLinks: false`.
+another name, or set `enableServiceLinks: false`. Those of services with longer names (`chairlift-batch`) are ignored.
 
 vLLM's names for these options are accepted too, in Python, in files and on the command line.
 
@@ -47,16 +48,7 @@ SECTIONS: Sequence[tuple[str, str, type]] = (
     ("Search", "Of `chairlift generate`.", SearchOptions),
 )
 
-OTHER_VARIABLES = """\
-## Other environment variables
-
-| variable | meaning |
-|---|---|
-| `CHAIRLIFT_API_KEY` | for `serve` a key to require besides those of `--api-key`; for other commands the key to send |
-| `CHAIRLIFT_CACHE` | the folder for fetched models and packed weights |
-| `CHAIRLIFT_DEBUG` | `1` shows errors with their traceback |
-| `CHAIRLIFT_PLUGINS` | modules or .py files with own policies, orderings, backends, …; separated by commas |
-"""
+OTHER_VARIABLES = "## Other environment variables\n\n| variable | meaning |\n|---|---|\n"
 
 
 def options_page() -> str:
@@ -69,7 +61,8 @@ def options_page() -> str:
         for group, options in groups.items():
             heading = f"### {group}\n\n" if len(groups) > 1 else ""
             parts.append(heading + _table(options))
-    return "\n".join([*parts, OTHER_VARIABLES])
+    variables = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in VARIABLES.items())
+    return "\n".join([*parts, OTHER_VARIABLES + variables])
 
 
 def _table(options: Sequence[Option]) -> str:

@@ -61,7 +61,7 @@ class ServerOptions:
         None,
         help="Format of the model's tool calls.",
         group=SERVER,
-        choices=TOOL_FORMATS.names(),
+        choices=TOOL_FORMATS.names,
         default_text="from its chat template",
     )
     unknown_fields: str = option(

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from chairlift.loading.weight_cache import cache_file
+import chairlift
+from chairlift.loading.weight_cache import cache_file, identity
 from chairlift.loading.weight_cache.cache_file import (
     TRAILER,
     CacheWriter,
@@ -21,7 +23,7 @@ from chairlift.loading.weight_cache.cache_file import (
     UnusableCache,
     read_cache,
 )
-from chairlift.loading.weight_cache.identity import checkpoint_state
+from chairlift.loading.weight_cache.identity import checkpoint_state, config_state
 from chairlift.loading.weight_cache.store import WeightRecorder
 
 IDENTITY = {"checkpoint": "a", "version": [1, 2]}
@@ -222,3 +224,76 @@ def test_a_changed_checkpoint_has_another_state(tmp_path: Path) -> None:
     path.write_bytes(bytes(100) + b"x" + bytes((1 << 20) - 101))
     os.utime(path, ns=times)
     assert checkpoint_state(path) != before
+
+
+def test_a_folder_counts_files_that_say_how_weights_are_read(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.safetensors.index.json", "quantize_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    states = [checkpoint_state(tmp_path)]
+    for name in ("tokenizer.json", "model.safetensors.index.json", "quantize_config.json"):
+        (tmp_path / name).write_text('{"changed": true}')
+        states.append(checkpoint_state(tmp_path))
+    assert states[0] == states[1] != states[2] != states[3]
+
+
+def test_a_changed_config_has_another_state() -> None:
+    assert config_state({"a": 1, "b": [2]}) == config_state({"b": [2], "a": 1}) != config_state({"a": 1, "b": [3]})
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "loading/safetensors_checkpoint.py",
+        "loading/gguf/names.py",
+        "loading/quantized/awq.py",
+        "models/families/base.py",
+        "models/weights.py",
+        "layers/formats/int8.py",
+        "kernels/cpu/blocks/panels.py",
+    ],
+)
+def test_a_changed_reader_family_or_format_has_another_state(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Path(chairlift.__file__).parent
+    for source in identity.SOURCES:
+        shutil.copytree(package / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(chairlift, "__file__", str(tmp_path / "__init__.py"))
+    before = identity.code_state.__wrapped__()
+    assert identity.code_state.__wrapped__() == before
+    changed = tmp_path / file
+    changed.write_text(changed.read_text() + "# changed")
+    assert identity.code_state.__wrapped__() != before
+
+
+def test_versions_and_plugins_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("one")
+    states = [identity.code_state.__wrapped__()]
+    monkeypatch.setattr(identity, "plugin_sources", lambda: [plugin])
+    states.append(identity.code_state.__wrapped__())
+    plugin.write_text("two")
+    states.append(identity.code_state.__wrapped__())
+    monkeypatch.setattr(chairlift, "__version__", "0.0.0")
+    states.append(identity.code_state.__wrapped__())
+    assert len({repr(state) for state in states}) == 4
+
+
+def test_links_and_files_of_others_are_neither_written_nor_read(tmp_path: Path) -> None:
+    path, victim = tmp_path / "file.weights", tmp_path / "victim"
+    victim.write_text("precious")
+    partial = tmp_path / "file.weights.partial"
+    partial.symlink_to(victim)
+    with pytest.raises(OSError, match="is a link, or belongs to another user"):
+        write(path)
+    assert victim.read_text() == "precious"
+    partial.unlink()
+    partial.write_text("of a start that was killed")
+    write(path)
+    read_cache(path, IDENTITY, 1)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(UnusableCache, match="symbolic links"):
+        read_cache(tmp_path / "link", IDENTITY, 1)
+    path.chmod(0o666)
+    with pytest.raises(UnusableCache, match="can be written by other users"):
+        read_cache(path, IDENTITY, 1)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_defaults import num_threads, torch_device
@@ -18,7 +16,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.known_models import cache_dir
 from chairlift.loading.weight_cache.cache_file import UnusableCache
-from chairlift.loading.weight_cache.identity import checkpoint_state
+from chairlift.loading.weight_cache.identity import checkpoint_state, code_state, config_state
 from chairlift.loading.weight_cache.store import StoredWeights, WeightRecorder, WeightStore
 from chairlift.models import is_native
 from chairlift.models.base import CausalLM
@@ -28,8 +26,6 @@ log = logging.getLogger("chairlift")
 OFF = "off"
 MIN_BYTES = 64 << 20  # of packed weights: packing fewer takes a fraction of a second
 DISK_RESERVE = 1 << 30  # bytes of the disk that stay free
-# What decides how weights are rounded and where their numbers lie.
-SOURCES = ("layers/formats", "layers/group_rounding.py", "kernels/cpu/int8.py", "kernels/cpu/blocks")
 
 Build = Callable[[WeightStore], CausalLM]
 """Builds the model with the packed weights of a store, or gives them to it."""
@@ -81,21 +77,14 @@ def _identity(checkpoint: Checkpoint, quantization: str, config: EngineConfig) -
 
     return {
         "checkpoint": checkpoint_state(checkpoint.path),
+        "config": config_state(checkpoint.config),
         "quantization": quantization,
         "quantize_head": config.quantize_head,
         "tied": bool(checkpoint.config.get("tie_word_embeddings")),
         "dtype": config.dtype,
         "instruction_set": find_instruction_set().name,
-        "torch": torch.__version__,  # rounds the weights
-        "code": _code_version(),
+        "code": code_state(),
     }
-
-
-def _code_version() -> str:
-    """A hash of the code that packs weights."""
-    package = Path(__file__).parents[1]
-    files = [file for source in SOURCES for file in sorted((package / source).rglob("*.py")) or [package / source]]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _name(identity: dict[str, Any]) -> str:

@@ -4,7 +4,8 @@
 
 The arrays are mapped, so processes share their pages, which are huge ones where the file system supports it: reading
 weights then misses the TLB less often. A file is written under another name and renamed when it is complete. It may
-still be damaged or old: whatever does not fit raises `UnusableCache`, and the caller packs the weights again.
+still be damaged, old or of another user: whatever does not fit raises `UnusableCache`, and the caller packs the weights
+again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from chairlift.machine.private_files import create_private, open_private
 
 MAGIC = b"chairlift-pack-1"
 TRAILER = struct.Struct("<16sQQ32s")
@@ -87,7 +90,7 @@ class _Entry:
 def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, PackedWeightArrays]:
     """Map the weights of a file and check every byte of them."""
     try:
-        with path.open("rb") as file:
+        with open(open_private(path), "rb") as file:
             data = np.frombuffer(_mapped(file.fileno(), 0, 0), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise UnusableCache(str(error)) from None
@@ -167,7 +170,7 @@ class CacheWriter:
         self._partial = path.with_name(f"{path.name}.partial")
         self._weights: dict[str, Any] = {}
         self._end = self._reserved = 0
-        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = create_private(self._partial)  # that of a start that was killed is replaced
 
     def add(self, name: str, weight: PackedWeightArrays, num_threads: int) -> PackedWeightArrays:
         """Write the arrays of a weight; returns them as mapped from the file."""

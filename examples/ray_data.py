@@ -1,6 +1,6 @@
 """Add a model's answers to a dataset with Ray Data: JSON lines in, Parquet out, on all machines of a Ray cluster.
 
-Needs `pip install 'chairlift[ray-data]'`.
+Needs `pip install -e '.[ray-data]' -c constraints.txt`.
 """
 
 import json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +177,11 @@ def test_prompt_outputs(default_model: LoadedModel, hf_default: Any) -> None:
 def test_beams_of_one_prompt_equal_transformers(default_model: LoadedModel, hf_default: Any) -> None:
     """Here rather than in test_beams.py, because each file in `make test` loads the models anew."""
     check_beams(default_model, hf_default, SHORT[2:3], width=4, new=6)
+
+
+def test_the_startup_log_in_the_docs_is_that_of_today(default_model: LoadedModel) -> None:
+    """With the KV cache of int8, the default on most CPUs."""
+    config = EngineConfig(device="cpu", kv_memory="2GiB", max_model_len=2048, kv_dtype="bfloat16")
+    _, *cache = start_engine(default_model, config).memory.lines()
+    page = Path(__file__).parents[2] / "docs" / "kv-cache.md"
+    assert "\n".join(cache) in page.read_text(encoding="utf-8")

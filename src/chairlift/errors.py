@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class ChairliftError(Exception):
     """Base class of the exceptions that Chairlift raises on purpose."""
@@ -43,6 +45,16 @@ class CorruptCheckpoint(ChairliftError):
 
 class TemporaryFailure(ChairliftError):
     """The request failed for a reason outside of it; a retry may succeed."""
+
+
+class StorageFull(TemporaryFailure):
+    """Something cannot be written because the disk is full, or a quota of it."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a file could not be written for lack of space."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, StorageFull) or (isinstance(error, OSError) and error.errno in full)
 
 
 class EngineDead(ChairliftError):

@@ -58,13 +58,16 @@ BAD_LINES = [
     (request("d") | {"url": None}, "invalid_url", "d"),
     (request("e") | {"body": "text"}, "invalid_body", "e"),
     (request("f", stream=True), "invalid_body", "f"),
-    ("[" * 100_000, "invalid_json", None),
+    ("[" * 1500, "invalid_line", None),
+    ('{"body":' + "[" * 1500 + "}", "invalid_json", None),
+    (request("g", padding=[0] * 3000), "too_many_values", None),
     ('"' + "x" * 3000 + '"', "line_too_long", None),
 ]
 
 
 def test_an_invalid_line_gets_an_error_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 200_000)
+    monkeypatch.setattr(batch_input, "MAX_LINE_VALUES", 2000)
     content = [line for line, _, _ in BAD_LINES[:-1]]
     source = write(tmp_path / "in.jsonl", ["", *content, "x" * 300_000, request("good")])
     lines = list(read_lines(source))
@@ -184,9 +187,10 @@ def test_a_large_file_is_never_held_in_memory(tmp_path: Path) -> None:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        await asyncio.sleep(0)
+        while most < 7:
+            await asyncio.sleep(0.001)
         under_way -= 1
-        return BatchResponse(200, "r", b'{"usage":{"completion_tokens":2}}')
+        return BatchResponse(200, "r", b"{}", output_tokens=2)
 
     import tracemalloc
 

@@ -82,7 +82,7 @@ def test_an_interrupted_run_with_shards_is_continued_without_them(tmp_path: Path
 
     async def send(path: str, body: bytes) -> BatchResponse:
         sent.append(path)
-        return BatchResponse(200, "r", OK)
+        return BatchResponse(200, "r", OK, output_tokens=2)
 
     run = BatchRun(source, target, concurrency=2)
     assert (run.done_before, run.total) == (5, 7)

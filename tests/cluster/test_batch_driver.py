@@ -19,7 +19,7 @@ from chairlift.server.batch.shards import Shard, shard_folder
 from chairlift.server.config import ServerConfig
 from tests.cluster.fake_ray import FakeRay, RayError
 
-OK = BatchResponse(200, "r", b'{"usage":{"completion_tokens":3}}')
+OK = BatchResponse(200, "r", b'{"usage":{"completion_tokens":3}}', output_tokens=3)
 
 
 def write_input(path: Path, count: int) -> Path:

@@ -14,6 +14,7 @@ from chairlift.server.batch.run import BatchResponse
 async def call(app: FastAPI, path: str, body: bytes, state: dict[str, Any] | None = None) -> BatchResponse:
     """Send a POST request to an ASGI application; the client never disconnects. `state` is what the guards of a server
     would have found out about it."""
+    state = {} if state is None else state
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -24,7 +25,7 @@ async def call(app: FastAPI, path: str, body: bytes, state: dict[str, Any] | Non
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "state": state or {},
+        "state": state,
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
     }
     unread, sent = [body], list[Message]()
@@ -42,4 +43,6 @@ async def call(app: FastAPI, path: str, body: bytes, state: dict[str, Any] | Non
     start, *parts = sent
     headers = {name.lower(): value for name, value in start["headers"]}
     request_id, content = headers.get(b"x-request-id", b"").decode(), b"".join(part.get("body", b"") for part in parts)
-    return BatchResponse(start["status"], request_id, content, may_retry=b"retry-after" in headers)
+    usage = state.get("usage")  # that the handler has counted
+    tokens = 0 if usage is None else usage.completion_tokens
+    return BatchResponse(start["status"], request_id, content, b"retry-after" in headers, tokens)

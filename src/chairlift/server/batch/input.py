@@ -1,19 +1,32 @@
-"""Reading of batch files in OpenAI's format: one JSON request per line, each with a unique custom_id."""
+"""Reading of batch files in OpenAI's format: one JSON request per line, each with a unique custom_id.
+
+A line has the limits that the body of a request has. Its JSON is checked but no values are created, so that a thread
+that reads a file holds the GIL for some milliseconds at a time; the server's application parses the request.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+import msgspec
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.limits import Limits
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-MAX_LINE_BYTES = 16 * 2**20
+MAX_LINE_BYTES = Limits().max_body_bytes
+MAX_LINE_VALUES = Limits().max_body_values
+PIECE = 2**16  # bytes of a line whose values are counted at a time
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_Fields = dict[str, msgspec.Raw]
+_decode_fields = msgspec.json.Decoder(_Fields).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,35 +139,60 @@ def _read_line(file: IO[bytes]) -> bytes:
 def _parse(number: int, data: bytes, paths: Sequence[str]) -> BatchLine:
     if len(data) > MAX_LINE_BYTES:
         return _invalid(number, None, "line_too_long", f"is longer than {MAX_LINE_BYTES} bytes")
+    if _count_values(data) > MAX_LINE_VALUES:
+        return _invalid(number, None, "too_many_values", f"has more than {MAX_LINE_VALUES} values")
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError):
-        return _invalid(number, None, "invalid_json", "is not valid JSON")
-    if not isinstance(fields, dict):
+        fields = _decode_fields(data.removeprefix(BYTE_ORDER_MARK))
+    except msgspec.ValidationError:
         return _invalid(number, None, "invalid_line", "must be a JSON object")
-    custom_id = fields.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+    except (msgspec.DecodeError, RecursionError):
+        return _invalid(number, None, "invalid_json", "is not valid JSON")
+    custom_id = _text(fields.get("custom_id"))
+    if not custom_id:
         return _invalid(number, None, "invalid_custom_id", "custom_id must be a string that is not empty")
     return _parse_fields(number, custom_id, fields, paths)
 
 
-def _parse_fields(number: int, custom_id: str, fields: dict[str, Any], paths: Sequence[str]) -> BatchLine:
-    method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
+def _count_values(data: bytes) -> int:
+    counter = ValueCounter()
+    for start in range(0, len(data), PIECE):
+        counter.feed(data[start : start + PIECE])
+    return counter.count
+
+
+def _parse_fields(number: int, custom_id: str, fields: _Fields, paths: Sequence[str]) -> BatchLine:
     if unknown := sorted(set(fields) - {"custom_id", "method", "url", "body"}):
         return _invalid(number, custom_id, "invalid_line", f"unknown keys {', '.join(unknown)[:200]}")
-    if method != "POST":
-        return _invalid(number, custom_id, "invalid_method", f"method must be POST, got {str(method)[:40]!r}")
-    if not isinstance(url, str) or url not in paths:
-        return _invalid(
-            number, custom_id, "invalid_url", f"url must be one of {', '.join(paths)}, got {str(url)[:100]!r}"
-        )
-    if not isinstance(body, dict):
+    method, url, body = fields.get("method", msgspec.Raw(b'"POST"')), fields.get("url"), fields.get("body")
+    if _text(method) != "POST":
+        return _invalid(number, custom_id, "invalid_method", f"method must be POST, got {_shown(method)}")
+    path = _text(url)
+    if path not in paths:
+        return _invalid(number, custom_id, "invalid_url", f"url must be one of {', '.join(paths)}, got {_shown(url)}")
+    try:
+        parameters = _decode_fields(body or b"null")
+    except (msgspec.DecodeError, RecursionError):
         return _invalid(number, custom_id, "invalid_body", "body must be a JSON object")
-    if body.get("stream"):
+    if bytes(parameters.get("stream", b"null")) not in (b"null", b"false"):
         return _invalid(
             number, custom_id, "invalid_body", "body must not ask for a stream: a batch is answered in whole"
         )
-    return BatchLine(number, custom_id, url, json.dumps(body).encode())
+    assert path is not None
+    assert body is not None
+    return BatchLine(number, custom_id, path, bytes(body))
+
+
+def _text(value: msgspec.Raw | None) -> str | None:
+    """Return a JSON string; None for any other value."""
+    try:
+        return None if value is None else msgspec.json.decode(value, type=str)
+    except msgspec.DecodeError:
+        return None
+
+
+def _shown(value: msgspec.Raw | None) -> str:
+    """The beginning of a value, for an error."""
+    return "nothing" if value is None else bytes(value)[:100].decode(errors="replace")
 
 
 def _invalid(number: int, custom_id: str | None, code: str, problem: str) -> BatchLine:

@@ -8,19 +8,27 @@ Other processes may write parts of the output to files of their own (`shards.py`
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
+import threading
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.errors import ChairliftError, InvalidParameter, StorageFull, is_full
 from chairlift.server.batch.input import BatchLine, LineSet
 
 LOCK_RETRY_SECONDS = 0.1
+
+# How a line with a response begins. Its body, which may have 100 MiB, is not parsed to find out whose response it is.
+_RESPONSE = re.compile(
+    rb'\{"id":"batch_req_[0-9a-f]{32}","custom_id":("[^"\\]*(?:\\.[^"\\]*)*"),"response":\{"status_code":(\d{3}),'
+)
 
 
 @dataclass(slots=True)
@@ -31,11 +39,11 @@ class BatchCounts:
     failed: int = 0
     output_tokens: int = 0
 
-    def add(self, status: int | None, body: Any) -> None:
+    def add(self, status: int | None, output_tokens: int) -> None:
         """Count a response; `status` is None for an invalid line."""
         if status == 200:
             self.answered += 1
-            self.output_tokens += _output_tokens(body)
+            self.output_tokens += output_tokens
         else:
             self.failed += 1
 
@@ -51,6 +59,7 @@ class BatchOutput:
     def __init__(self, path: Path, *, lock_timeout: float = 0.0) -> None:
         """`lock_timeout`: seconds to wait for another process that writes the file."""
         self.path = path
+        self._writing = threading.Lock()
         try:
             # Not mode "a": a truncated line must be removed.
             self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
@@ -77,7 +86,8 @@ class BatchOutput:
             time.sleep(LOCK_RETRY_SECONDS)
 
     def close(self) -> None:
-        self._file.close()
+        with self._writing:  # a thread may still write the response of a run that was cancelled
+            self._file.close()
 
     def take_over(self, part: BatchOutput) -> BatchCounts:
         """Move the responses of another file here, except to lines that have one, and delete that file."""
@@ -86,11 +96,11 @@ class BatchOutput:
             for data in lines:
                 fields = _parse(data)
                 assert fields is not None  # it was checked when the part was opened
-                if not self.done.has(*_identity(fields)):
+                if not self.done.has(*_identity_of(fields)):
                     self._write_line(data)
-                    self.done.add(*_identity(fields))
+                    self.done.add(*_identity_of(fields))
                     response = fields["response"] or {}
-                    counts.add(response.get("status_code"), response.get("body"))
+                    counts.add(response.get("status_code"), output_tokens(response.get("body")))
         self.sync()  # before the only other copy is deleted
         part.path.unlink()
         part.close()
@@ -111,12 +121,19 @@ class BatchOutput:
         self._write_line(data)
 
     def _write_line(self, data: bytes) -> None:
-        try:
-            if self._file.write(data) != len(data):
-                raise OSError(0, "the disk is full")
-        except OSError as problem:
-            raise ChairliftError(f"cannot write {str(self.path)!r} ({problem.strerror})") from None
-        self._unsynced = True
+        with self._writing:
+            begin = self._file.tell()
+            try:
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, "the disk is full")
+            except OSError as problem:
+                # Another line must not follow the part that was written.
+                self._file.truncate(begin)
+                self._file.seek(begin)
+                if is_full(problem):
+                    raise StorageFull(f"cannot write {str(self.path)!r}: the disk is full") from None
+                raise ChairliftError(f"cannot write {str(self.path)!r} ({problem.strerror})") from None
+            self._unsynced = True
 
     def sync(self) -> None:
         """Flush to disk, so that a power failure loses nothing."""
@@ -130,39 +147,54 @@ class BatchOutput:
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             for data in lines:
                 number += 1
-                fields = _parse(data)
-                if fields is None:
+                identity = _identity(data)
+                if identity is None:
                     if lines.read(1):
                         problem = f"line {number} of {str(self.path)!r} is no answer to a batch; give another file"
                         raise InvalidParameter("output", problem)
                     break
-                done.add(*_identity(fields))
+                done.add(*identity)
                 good += len(data)
         self._file.truncate(good)
         self._file.seek(good)
         return done
 
 
+def is_answered(data: bytes) -> bool:
+    """Whether a line of an output file has a response with status 200."""
+    if head := _RESPONSE.match(data):
+        return head[2] == b"200"
+    response = json.loads(data)["response"]
+    return response is not None and response["status_code"] == 200
+
+
+def _identity(data: bytes) -> tuple[str | None, int] | None:
+    """The custom_id of a response, and the number of the line if it has none; None if this is no whole response."""
+    if data.endswith(b"\n") and (head := _RESPONSE.match(data)):
+        return json.loads(head[1]), 0
+    fields = _parse(data)
+    return None if fields is None else _identity_of(fields)
+
+
 def _parse(data: bytes) -> dict[str, Any] | None:
     """Read a line of an output file; return None if it is truncated or something else."""
     try:
         fields: Any = json.loads(data) if data.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or not {"custom_id", "response", "error"} <= set(fields):
         return None
-    custom_id, number = _identity(fields)
+    custom_id, number = _identity_of(fields)
     return fields if custom_id is not None or number else None
 
 
-def _identity(fields: dict[str, Any]) -> tuple[str | None, int]:
-    """The custom_id of a response, and the number of the line if it has none."""
+def _identity_of(fields: dict[str, Any]) -> tuple[str | None, int]:
     custom_id, error = fields["custom_id"], fields["error"]
     number = error.get("line") if isinstance(error, dict) else None
     return custom_id if isinstance(custom_id, str) else None, number if isinstance(number, int) else 0
 
 
-def _output_tokens(body: Any) -> int:
+def output_tokens(body: Any) -> int:
     """Return the output tokens in a response's usage, for the progress display."""
     usage = body.get("usage") if isinstance(body, dict) else None
     counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []

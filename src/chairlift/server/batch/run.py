@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from chairlift.server.batch.shards import shard_files, shard_folder
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
 SHARD_LOCK_SECONDS = 30.0  # for the workers of a run that was killed to end, too
+MAX_HELD_BYTES = 64 * 2**20  # requests of a run that are in memory; one more line is read beyond it
 MAX_ATTEMPTS = 3  # for a request whose engine died, since the request may be the cause
 
 
@@ -26,6 +26,7 @@ class BatchResponse:
     request_id: str
     body: bytes
     may_retry: bool = True  # whether the same request may succeed later
+    output_tokens: int = 0
 
 
 Send = Callable[[str, bytes], Awaitable[BatchResponse]]
@@ -69,6 +70,9 @@ class BatchRun:
         self.done_before = len(self.output.done)
         self.counts = BatchCounts()  # of this run
         self._suspects = asyncio.Lock()
+        self._reading = asyncio.Lock()
+        self._held_bytes = 0
+        self._released = asyncio.Event()  # set when a line's request is no longer needed
 
     def _require_own(self, output: BatchOutput, lines: LineSet) -> None:
         if not output.done <= lines:
@@ -112,14 +116,27 @@ class BatchRun:
         return (line for line in lines if not done.has(line.custom_id, line.number))
 
     async def _work(self, todo: Iterator[BatchLine], send: Send, on_progress: ProgressCallback) -> None:
-        for line in todo:
-            if line.problem:
-                self.output.write_problem(line)
-                self.counts.add(None, None)
-            else:
-                await self._answer(line, send)
+        while (line := await self._next(todo)) is not None:
+            try:
+                if line.problem:
+                    await asyncio.to_thread(self.output.write_problem, line)
+                    self.counts.add(None, 0)
+                else:
+                    await self._answer(line, send)
+            finally:
+                self._held_bytes -= len(line.body)
+                self._released.set()
             on_progress(self)
-            await asyncio.sleep(0)  # a series of invalid lines must not block the event loop
+
+    async def _next(self, todo: Iterator[BatchLine]) -> BatchLine | None:
+        """Read the next line in a thread, once there is room for it; None at the end."""
+        async with self._reading:
+            while self._held_bytes > MAX_HELD_BYTES:
+                self._released.clear()
+                await self._released.wait()
+            line = await asyncio.to_thread(next, todo, None)
+            self._held_bytes += 0 if line is None else len(line.body)
+            return line
 
     async def _answer(self, line: BatchLine, send: Send) -> None:
         response = await self._send_until_accepted(line, send)
@@ -130,8 +147,8 @@ class BatchRun:
             # do not fail others.
             async with self._suspects:
                 response = await self._send_until_accepted(line, send)
-        self.output.write_response(line, response.status, response.request_id, response.body)
-        self.counts.add(response.status, json.loads(response.body))
+        await asyncio.to_thread(self.output.write_response, line, response.status, response.request_id, response.body)
+        self.counts.add(response.status, response.output_tokens)
 
     async def _send_until_accepted(self, line: BatchLine, send: Send) -> BatchResponse:
         while True:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.server.batch.asgi_call import call
+from chairlift.server.batch.output import output_tokens
 from chairlift.server.batch.run import BatchResponse, Send
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import make_service
@@ -59,9 +60,9 @@ async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
             try:
                 response = await http.post(path, body, parts.append)
                 if response.status != 503:
-                    return BatchResponse(
-                        response.status, response.headers.get("x-request-id", ""), _as_json_line(b"".join(parts))
-                    )
+                    line, tokens = _as_json_line(b"".join(parts))
+                    request_id = response.headers.get("x-request-id", "")
+                    return BatchResponse(response.status, request_id, line, output_tokens=tokens)
                 problem = "it answers with status 503"
             except (OSError, BadResponse) as error:
                 problem = str(error)
@@ -75,9 +76,9 @@ async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
         http.close()
 
 
-def _as_json_line(body: bytes) -> bytes:
-    """Convert a body to one line of JSON for the output file. Other servers may send several lines; an HTML page of a
-    proxy becomes an error that quotes it."""
+def _as_json_line(body: bytes) -> tuple[bytes, int]:
+    """Convert a body to one line of JSON for the output file, and count its output tokens. Other servers may send
+    several lines; an HTML page of a proxy becomes an error that quotes it."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -85,5 +86,5 @@ def _as_json_line(body: bytes) -> bytes:
     if not isinstance(fields, dict):
         fields = {"error": {"message": body[:1000].decode(errors="replace"), "type": "not_json"}}
     elif b"\n" not in body and b"\r" not in body:
-        return body
-    return json.dumps(fields).encode()
+        return body, output_tokens(fields)
+    return json.dumps(fields).encode(), output_tokens(fields)

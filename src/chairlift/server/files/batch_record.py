@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from chairlift.server.files.file_store import OUTPUT_SECONDS
+
 
 class BatchStatus(StrEnum):
     VALIDATING = "validating"
@@ -43,6 +45,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    output_seconds: int = OUTPUT_SECONDS  # from when they are written until the output files are deleted
     problem: str | None = None  # why the whole batch failed
     metadata: dict[str, str] | None = None
     key: bytes | None = None  # digest of the API key that created it
@@ -53,10 +56,16 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         self.status = status
         setattr(self, f"{status.value}_at", int(now))
 
+    def is_expired(self, now: float) -> bool:
+        """Whether it need not be kept any longer."""
+        ends = (self.completed_at, self.failed_at, self.expired_at, self.cancelled_at)
+        ended = max((end for end in ends if end is not None), default=self.expires_at)
+        return self.status.is_final and ended + OUTPUT_SECONDS <= now
+
     def body(self) -> dict[str, Any]:
         fields = msgspec.structs.asdict(self)
         counts = {name: fields.pop(name) for name in ("total", "completed", "failed")}
-        for name in ("key", "tenant"):
+        for name in ("key", "tenant", "output_seconds"):
             del fields[name]
         problem = fields.pop("problem")
         errors = None if problem is None else {"object": "list", "data": [_error(problem)]}

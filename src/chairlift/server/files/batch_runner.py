@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
+import itertools
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO
 
 from fastapi import FastAPI
 
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, StorageFull, is_full
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.batch.asgi_call import call
+from chairlift.server.batch.output import is_answered
 from chairlift.server.batch.run import BatchResponse, BatchRun
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.file_store import OUTPUT_PURPOSE
@@ -35,6 +35,9 @@ log = logging.getLogger("chairlift.server")
 POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
 WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
 FREE_SHARE = 0.25  # of the engine's slots stay free for interactive requests
+PAUSE_SECONDS = 60.0  # before a batch is continued that could not be written
+SWEEP_SECONDS = 600.0  # between removals of what has expired
+MIN_FREE_BYTES = 16 * 2**20  # of the disk, for a batch to begin
 MAX_LINES = 50_000  # of a batch, as in OpenAI's API; they are in memory
 
 
@@ -49,16 +52,22 @@ class BatchRunner:
         # By owner and id: a copied folder has the same ids again.
         self._running: dict[tuple[Path, str], asyncio.Task[None]] = {}
         self._finished: set[tuple[Path, str]] = set()  # batches that need not be read again
+        self._paused: dict[tuple[Path, str], float] = {}  # when batches may be continued that could not be written
+        self._next_sweep = 0.0
+        self._problem = ""  # with the folder, which was logged
 
     async def run(self) -> None:
         """Run batches until cancelled; what is not finished continues at the next start."""
         try:
             while True:
                 try:
-                    if self._folder.lock():
+                    if await asyncio.to_thread(self._folder.lock):
                         await self._look()
-                except Exception:  # such as no file descriptors, for a while
-                    log.exception("the folder of batches cannot be read")
+                    self._problem = ""
+                except Exception as error:  # such as no file descriptors, for a while
+                    if self._problem != (problem := f"{type(error).__name__}: {error}"):
+                        log.exception("the folder of batches cannot be read")
+                    self._problem = problem
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             for task in self._running.values():
@@ -67,6 +76,10 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Start batches that are new or were interrupted, and cancel those that clients have cancelled."""
+        if time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_SECONDS
+            await asyncio.to_thread(self._folder.remove_expired)
+            self._finished.clear()
         batches = await asyncio.to_thread(self._batches)
         busy = {owner.path for owner, batch in batches if (owner.path, batch.id) in self._running}
         for owner, batch in sorted(batches, key=lambda found: found[1].created_at):
@@ -75,11 +88,12 @@ class BatchRunner:
             task = self._running.get(key)
             if task is not None and task.done():
                 del self._running[key]
-            elif task is None and not batch.status.is_final and (is_cancelling or owner.path not in busy):
+            elif task is not None or batch.status.is_final or time.monotonic() < self._paused.get(key, 0.0):
+                if task is not None and is_cancelling and not task.cancelling():
+                    task.cancel("by the client")
+            elif is_cancelling or owner.path not in busy:
                 busy.add(owner.path)
                 self._running[key] = asyncio.create_task(self._run_batch(owner, batch))
-            elif task is not None and is_cancelling and not task.cancelling():
-                task.cancel("by the client")
 
     def _batches(self) -> list[tuple[OwnerFolder, BatchRecord]]:
         """Read the batches that are not finished."""
@@ -95,6 +109,23 @@ class BatchRunner:
         return found
 
     async def _run_batch(self, owner: OwnerFolder, batch: BatchRecord) -> None:
+        """Run a batch to its end. If it cannot be written, it continues later."""
+        try:
+            if await self._answer_all(owner, batch):
+                finishing = asyncio.create_task(asyncio.to_thread(_finish, owner, batch))
+                while not finishing.done():
+                    with suppress(asyncio.CancelledError):  # a second run would write the same files at the same time
+                        await asyncio.wait([finishing])
+                finishing.result()
+        except Exception as error:
+            if is_full(error):
+                log.error("batch %s waits, because the disk is full", batch.id)
+            else:
+                log.exception("batch %s cannot be written", batch.id)
+            self._paused[owner.path, batch.id] = time.monotonic() + PAUSE_SECONDS
+
+    async def _answer_all(self, owner: OwnerFolder, batch: BatchRecord) -> bool:
+        """Answer the lines of a batch; return whether its responses are to be made files of."""
         try:
             if batch.status is not BatchStatus.CANCELLING:
                 await self._answer(owner, batch)
@@ -102,19 +133,20 @@ class BatchRunner:
             if error.args != ("by the client",):
                 raise  # the server stops
             batch.enter(BatchStatus.CANCELLING, batch.cancelling_at or time.time())
-        except ChairliftError as error:
-            source = str(owner.files.content(batch.input_file_id))
-            await self._fail(owner, batch, str(error).replace(repr(source), "the input file"))
-            return
-        except Exception:
-            log.exception("batch %s stopped", batch.id)
-            await self._fail(owner, batch, "the server could not run this batch")
-            return
-        finishing = asyncio.create_task(asyncio.to_thread(_finish, owner, batch))
-        while not finishing.done():
-            with suppress(asyncio.CancelledError):  # a second run would write the same files at the same time
-                await asyncio.wait([finishing])
-        finishing.result()
+        except Exception as error:
+            if is_full(error):
+                raise
+            if not isinstance(error, ChairliftError):
+                log.exception("batch %s stopped", batch.id)
+                await self._fail(owner, batch, "the server could not run this batch")
+                return False
+            names = {owner.files.content(batch.input_file_id): "the input file", owner.results(batch.id): "the output"}
+            problem = str(error)
+            for path, name in names.items():
+                problem = problem.replace(repr(str(path)), name)
+            await self._fail(owner, batch, problem)
+            return False
+        return True
 
     @staticmethod
     async def _fail(owner: OwnerFolder, batch: BatchRecord, problem: str) -> None:
@@ -127,6 +159,8 @@ class BatchRunner:
         source, target = owner.files.content(batch.input_file_id), owner.results(batch.id)
         if not source.exists():
             raise ChairliftError("the input file was deleted")
+        if shutil.disk_usage(source.parent).free < MIN_FREE_BYTES:
+            raise StorageFull("no responses can be written")  # before any are computed
         run = await asyncio.to_thread(self._open, source, target, await self._most_lines(), batch.endpoint)
         batch.total = run.total
         before = await asyncio.to_thread(_count, target)
@@ -176,7 +210,8 @@ async def _keep_saved(owner: OwnerFolder, batch: BatchRecord) -> None:
     while True:
         save = asyncio.create_task(asyncio.to_thread(owner.batches.save, batch.id, copy.copy(batch)))
         try:
-            await asyncio.shield(save)
+            with suppress(OSError):  # such as a full disk; the responses are written elsewhere
+                await asyncio.shield(save)
         except asyncio.CancelledError:
             await asyncio.wait([save])
             raise
@@ -188,13 +223,8 @@ def _count(results: Path) -> tuple[int, int]:
     good = bad = 0
     with results.open("rb") as lines:
         for line in lines:
-            good, bad = (good + 1, bad) if _is_good(line) else (good, bad + 1)
+            good, bad = (good + 1, bad) if is_answered(line) else (good, bad + 1)
     return good, bad
-
-
-def _is_good(line: bytes) -> bool:
-    response = json.loads(line)["response"]
-    return response is not None and response["status_code"] == 200
 
 
 def _finish(owner: OwnerFolder, batch: BatchRecord) -> None:
@@ -206,8 +236,8 @@ def _finish(owner: OwnerFolder, batch: BatchRecord) -> None:
     now = time.time()
     if results.exists():
         batch.completed, batch.failed = _count(results)
-        batch.output_file_id = _save(owner, batch.id, "output", results, _is_good)
-        batch.error_file_id = _save(owner, batch.id, "error", results, lambda line: not _is_good(line))
+        batch.output_file_id = _save(owner, batch, "output", is_answered)
+        batch.error_file_id = _save(owner, batch, "error", lambda line: not is_answered(line))
     if batch.status is BatchStatus.CANCELLING:
         batch.enter(BatchStatus.CANCELLED, now)
     elif batch.completed + batch.failed < batch.total:
@@ -219,15 +249,13 @@ def _finish(owner: OwnerFolder, batch: BatchRecord) -> None:
     results.unlink(missing_ok=True)
 
 
-def _save(owner: OwnerFolder, batch_id: str, kind: str, results: Path, chosen: Callable[[bytes], bool]) -> str | None:
-    """Save the chosen lines as a file; None if there are none."""
-    file_id, name = f"file-{batch_id}-{kind}", f"{batch_id}_{kind}.jsonl"
-    temporary: IO[bytes]
-    with TemporaryFile() as temporary, results.open("rb") as lines:
-        for line in lines:
-            if chosen(line):
-                temporary.write(line)
-        if not temporary.tell():
+def _save(owner: OwnerFolder, batch: BatchRecord, kind: str, chosen: Callable[[bytes], bool]) -> str | None:
+    """Save the chosen responses as a file; None if there are none."""
+    file_id, name = f"file-{batch.id}-{kind}", f"{batch.id}_{kind}.jsonl"
+    with owner.results(batch.id).open("rb") as lines:
+        found = filter(chosen, lines)
+        if (first := next(found, None)) is None:
             return None
-        temporary.seek(0)
-        return owner.files.add(temporary, name, OUTPUT_PURPOSE, file_id=file_id).id
+        expires_at = int(time.time()) + batch.output_seconds
+        pieces = itertools.chain([first], found)
+        return owner.files.add(pieces, name, OUTPUT_PURPOSE, file_id=file_id, expires_at=expires_at).id

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.files.records import RecordFolder
+from chairlift.server.files.records import RecordFolder, locked
+from chairlift.server.http.errors import too_busy
 
 PURPOSES = ("batch",)  # that a client may upload for
 OUTPUT_PURPOSE = "batch_output"
 PIECE = 2**20
+STEP = 8 * 2**20  # bytes that an upload of unknown length reserves at a time
+MAX_FILES = 10_000  # of one owner; each list reads all descriptions
+MAX_UPLOADS = 16  # of one owner at a time
+OUTPUT_SECONDS = 30 * 86_400  # after which a finished batch and its output files are deleted, as in OpenAI's API
+LEFTOVER_SECONDS = 3600.0
+_CONTENT, _UPLOAD = ".content", ".upload-"
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
@@ -28,65 +40,165 @@ class StoredFile(msgspec.Struct, kw_only=True):
     def body(self) -> dict[str, Any]:
         return {"object": "file", "status": "processed", **msgspec.structs.asdict(self)}
 
+    def is_expired(self, now: float) -> bool:
+        # Earlier versions wrote output files without an expiry.
+        end = self.created_at + OUTPUT_SECONDS if self.purpose == OUTPUT_PURPOSE else None
+        end = end if self.expires_at is None else self.expires_at
+        return end is not None and end <= now
+
 
 class FileStore:
     """The files of one owner."""
 
     def __init__(self, folder: Path, quota: int) -> None:
         """`quota`: bytes that all files together may have."""
-        self._folder = folder
-        self._quota = quota
+        self.folder = folder
+        self.quota = quota
         self._records = RecordFolder(folder, StoredFile)
 
     def add(
         self,
-        source: IO[bytes],
+        pieces: Iterable[bytes],
         filename: str,
         purpose: str,
         *,
         file_id: str | None = None,
         expires_at: int | None = None,
     ) -> StoredFile:
-        """Copy a file into the store. A file with the same id is replaced."""
+        """Write a file of the server, which may exceed the quota. A file with the same id is replaced."""
         file_id = file_id or f"file-{uuid.uuid4().hex}"
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        used, size = sum(file.bytes for file in self._records.all()), 0
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self.content(f".{file_id}")
         try:
             with temporary.open("wb") as target:
-                while piece := source.read(PIECE):
-                    size += len(piece)
-                    if purpose != OUTPUT_PURPOSE and used + size > self._quota:
-                        problem = f"would exceed the limit of {self._quota} bytes for all files; delete some"
-                        raise InvalidParameter("file", problem, "quota_exceeded")
-                    target.write(piece)
-            temporary.replace(self.content(file_id))
+                target.writelines(pieces)
+                size = target.tell()
+            return self.keep(temporary, file_id, size, filename, purpose, expires_at)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def keep(
+        self, content: Path, file_id: str, size: int, filename: str, purpose: str, expires_at: int | None
+    ) -> StoredFile:
+        """Make a file of the content in a temporary one."""
+        content.replace(self.content(file_id))
         now = int(time.time())
         file = StoredFile(
             id=file_id, bytes=size, created_at=now, filename=filename, purpose=purpose, expires_at=expires_at
         )
-        self._records.save(file_id, file)
+        try:
+            self._records.save(file_id, file)
+        except OSError:
+            self.content(file_id).unlink(missing_ok=True)
+            raise
         return file
 
     def find(self, file_id: str) -> StoredFile | None:
         """Return a file's description. A file whose time has passed is deleted."""
         file = self._records.find(file_id)
-        if file is not None and file.expires_at is not None and file.expires_at <= time.time():
+        if file is not None and file.is_expired(time.time()):
             self.delete(file_id)
             return None
         return file
 
     def all(self) -> list[StoredFile]:
         """Return all files, the newest first."""
-        files = (self.find(file.id) for file in self._records.all())
-        return sorted(filter(None, files), key=lambda file: (file.created_at, file.id), reverse=True)
+        files = filter(None, map(self.find, self._records.ids()))
+        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def delete(self, file_id: str) -> None:
         self._records.delete(file_id)
         self.content(file_id).unlink(missing_ok=True)
 
+    def remove_expired(self) -> None:
+        """Remove files whose time has passed, and content that a killed server left without a description."""
+        known = {file.id for file in self.all()}
+        old = time.time() - LEFTOVER_SECONDS
+        for path in self.folder.glob(f"[!.]*{_CONTENT}"):
+            with suppress(FileNotFoundError):
+                if path.name[: -len(_CONTENT)] not in known and path.stat().st_mtime < old:
+                    path.unlink()
+
     def content(self, file_id: str) -> Path:
         """The path of a file's content, for the id of an existing file."""
-        return self._folder / f"{file_id}.content"
+        return self.folder / f"{file_id}{_CONTENT}"
+
+    def contents(self) -> Iterator[os.DirEntry[str]]:
+        """The contents of all files and uploads."""
+        with os.scandir(self.folder) as entries:
+            yield from (entry for entry in entries if entry.name.endswith(_CONTENT))
+
+
+class Upload:
+    """A file that is being uploaded.
+
+    It is a hidden file as long as the room that is reserved for it, so that uploads in other processes see it, and is
+    locked while its process lives.
+    """
+
+    def __init__(self, store: FileStore, size: int) -> None:
+        """Begin an upload of at least `size` bytes."""
+        self.size = 0  # bytes that are reserved
+        self._store = store
+        self._path = store.content(f"{_UPLOAD}{uuid.uuid4().hex}")
+        with locked(store.folder):
+            others = [entry.name for entry in store.contents()]
+            uploads = [name for name in others if name.startswith(_UPLOAD) and not self._remove_abandoned(name)]
+            if len(uploads) >= MAX_UPLOADS:
+                raise too_busy(f"{MAX_UPLOADS} uploads are not finished yet; wait for one of them")
+            if sum(not name.startswith(".") for name in others) >= MAX_FILES:
+                raise InvalidParameter("file", f"{MAX_FILES} files are kept already; delete some", "quota_exceeded")
+            self._file: IO[bytes] = self._path.open("xb")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self.reserve(max(0, size))
+        except BaseException:
+            self.close()
+            raise
+
+    def _remove_abandoned(self, name: str) -> bool:
+        path = self._store.folder / name
+        if abandoned := _is_abandoned(path):
+            path.unlink(missing_ok=True)
+        return abandoned
+
+    def reserve(self, size: int, more: int = 0) -> None:
+        """Reserve room for `size` bytes in all, and for `more` if there is as much. Raises if the quota is exceeded."""
+        with locked(self._store.folder):
+            used = 0
+            for entry in self._store.contents():
+                with suppress(FileNotFoundError):  # a file that was deleted meanwhile
+                    used += 0 if entry.name == self._path.name else entry.stat().st_size
+            free = self._store.quota - used
+            if size > free:
+                problem = f"would exceed the limit of {self._store.quota} bytes for all files; delete some"
+                raise InvalidParameter("file", problem, "quota_exceeded")
+            self.size = min(size + more, free)
+            self._file.truncate(self.size)
+
+    def finish(self, source: IO[bytes], filename: str, purpose: str, expires_at: int | None) -> StoredFile:
+        """Make a file of what was uploaded."""
+        size = source.seek(0, os.SEEK_END)
+        if not size:
+            raise InvalidParameter("file", "must not be empty")
+        self.reserve(size)
+        source.seek(0)
+        self._file.writelines(iter(partial(source.read, PIECE), b""))
+        self._file.flush()
+        return self._store.keep(self._path, f"file-{uuid.uuid4().hex}", size, filename, purpose, expires_at)
+
+    def close(self) -> None:
+        """Give back what is reserved, unless it has become a file."""
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # the disk is full, which was reported
+            self._file.close()
+
+
+def _is_abandoned(upload: Path) -> bool:
+    """Whether the process of an upload has exited."""
+    try:
+        with upload.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

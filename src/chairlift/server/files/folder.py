@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
-from chairlift.server.files.file_store import FileStore
-from chairlift.server.files.records import RecordFolder
+from chairlift.server.files.file_store import LEFTOVER_SECONDS, FileStore
+from chairlift.server.files.records import RecordFolder, report_once
 
-LEFTOVER_SECONDS = 3600.0
 PUBLIC = "public"  # the owner of what clients without a key create
+_OWNER = re.compile(rf"{PUBLIC}|[0-9a-f]+")  # or the digest of a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,20 @@ class OwnerFolder:
 
     def all_batches(self) -> Iterator[BatchRecord]:
         return map(self._with_cancellation, self.batches.all())
+
+    def remove_expired(self) -> None:
+        """Remove the files and the finished batches whose time has passed."""
+        self.files.remove_expired()
+        now = time.time()
+        for batch in self.batches.all():
+            if batch.is_expired(now):
+                self.remove_batch(batch.id)
+
+    def remove_batch(self, batch_id: str) -> None:
+        """Remove a finished batch. Its output files have an expiry of their own."""
+        self.batches.delete(batch_id)
+        self._cancellation(batch_id).unlink(missing_ok=True)
+        self.results(batch_id).unlink(missing_ok=True)
 
     def cancel(self, batch_id: str) -> None:
         """Cancel a batch by a file of its own: the process that runs the batch writes its record."""
@@ -77,10 +94,11 @@ class FilesFolder:
     def owner(self, key: bytes | None) -> OwnerFolder:
         return OwnerFolder(self._path / (PUBLIC if key is None else key.hex()), self._quota)
 
-    def owners(self) -> Iterator[OwnerFolder]:
-        for path in sorted(self._path.iterdir()):
-            if path.is_dir():
-                yield OwnerFolder(path, self._quota)
+    def owners(self) -> list[OwnerFolder]:
+        """The folders that belong to an owner; others, such as lost+found, are not touched."""
+        with os.scandir(self._path) as entries:
+            names = sorted(entry.name for entry in entries if _OWNER.fullmatch(entry.name) and entry.is_dir())
+        return [OwnerFolder(self._path / name, self._quota) for name in names]
 
     def lock(self) -> bool:
         """Try to become the process that runs the batches of this folder; return whether it is this one."""
@@ -95,9 +113,20 @@ class FilesFolder:
             self._remove_leftovers()
         return True
 
+    def remove_expired(self) -> None:
+        """Remove what need not be kept any longer."""
+        self._remove_leftovers()
+        for owner in self.owners():
+            try:
+                owner.remove_expired()
+            except OSError as error:
+                report_once(owner.path, error.strerror or str(error))
+
     def _remove_leftovers(self) -> None:
         """Remove temporary files of uploads and records that a killed server did not finish."""
         old = time.time() - LEFTOVER_SECONDS
-        for path in self._path.glob("*/*/.*"):
-            if path.stat().st_mtime < old:  # other processes may be writing newer ones
-                path.unlink(missing_ok=True)
+        for path in (path for owner in self.owners() for path in owner.path.glob("*/.*")):
+            with suppress(OSError):
+                # Other processes may be writing newer ones.
+                if path.name != ".lock" and path.stat().st_mtime < old:
+                    path.unlink(missing_ok=True)

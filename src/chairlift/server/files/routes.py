@@ -8,28 +8,38 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.batch.input import PATHS
 from chairlift.server.files.batch_record import BatchRecord, BatchStatus
-from chairlift.server.files.file_store import PURPOSES, StoredFile
+from chairlift.server.files.file_store import OUTPUT_SECONDS, PURPOSES, STEP, StoredFile, Upload
 from chairlift.server.files.folder import FilesFolder, OwnerFolder
+from chairlift.server.files.records import locked
 from chairlift.server.http.errors import APIError, too_busy
-from chairlift.server.openai.strict import RequestBody
+from chairlift.server.openai.strict import RequestBody, StrictModel
 
 MAX_FILENAME = 255
 MAX_OPEN_BATCHES = 100  # of one owner
-MAX_LIFETIME = 30 * 86_400  # seconds
+MAX_BATCHES = 5_000  # of one owner, finished ones too
+MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 86_400  # seconds
+FORM_BYTES = 2**16  # of an upload beside its file
 WINDOW_SECONDS = 24 * 3600
 FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 Entry = TypeVar("Entry", StoredFile, BatchRecord)
 Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class OutputExpiry(StrictModel):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_LIFETIME, le=MAX_LIFETIME)]
 
 
 class BatchRequest(RequestBody):
@@ -39,6 +49,7 @@ class BatchRequest(RequestBody):
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
     ] = None
+    output_expires_after: OutputExpiry | None = None
 
 
 def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int | str, dict[str, Any]]) -> None:
@@ -49,9 +60,14 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
 
     @app.post("/v1/files", responses=errors)
     async def upload(http: Request) -> JSONResponse:
-        owner = owner_of(http)
-        async with http.form(max_files=1, max_fields=len(FORM_FIELDS)) as form:
-            return JSONResponse((await asyncio.to_thread(_store, owner, dict(form))).body())
+        store, length = owner_of(http).files, int(http.headers.get("content-length", 0))
+        upload = await asyncio.to_thread(Upload, store, length - FORM_BYTES)
+        try:
+            reserved = Request(http.scope, _reserving(http.receive, upload))
+            async with reserved.form(max_files=1, max_fields=len(FORM_FIELDS)) as form:
+                return JSONResponse((await asyncio.to_thread(_store, upload, dict(form))).body())
+        finally:
+            upload.close()
 
     @app.get("/v1/files", responses=errors)
     async def files(
@@ -60,10 +76,14 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
         limit: Limit = 10_000,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:
-        found = await asyncio.to_thread(owner_of(http).files.all)
-        chosen = [file for file in found if purpose is None or file.purpose == purpose]
-        return _page(chosen if order == "desc" else chosen[::-1], limit, after)
+    ) -> Response:
+        store = owner_of(http).files
+
+        def page() -> bytes:
+            chosen = [file for file in store.all() if purpose is None or file.purpose == purpose]
+            return _page(chosen if order == "desc" else chosen[::-1], limit, after)
+
+        return Response(await asyncio.to_thread(page), media_type="application/json")
 
     @app.get("/v1/files/{file_id}", responses=errors)
     async def file(file_id: str, http: Request) -> dict[str, Any]:
@@ -98,6 +118,7 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
             created_at=now,
             expires_at=now + WINDOW_SECONDS,
             metadata=body.metadata,
+            output_seconds=OUTPUT_SECONDS if body.output_expires_after is None else body.output_expires_after.seconds,
             key=http.state.key,
             tenant=http.state.tenant,
         )
@@ -105,10 +126,14 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
         return batch.body()
 
     @app.get("/v1/batches", responses=errors)
-    async def batches(http: Request, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
+    async def batches(http: Request, limit: Limit = 20, after: str | None = None) -> Response:
         owner = owner_of(http)
-        found = await asyncio.to_thread(lambda: list(owner.all_batches()))
-        return _page(sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True), limit, after)
+
+        def page() -> bytes:
+            found = sorted(owner.all_batches(), key=lambda batch: (batch.created_at, batch.id), reverse=True)
+            return _page(found, limit, after)
+
+        return Response(await asyncio.to_thread(page), media_type="application/json")
 
     @app.get("/v1/batches/{batch_id}", responses=errors)
     async def batch(batch_id: str, http: Request) -> dict[str, Any]:
@@ -126,12 +151,32 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
 
 
 def _add_batch(owner: OwnerFolder, batch: BatchRecord) -> None:
-    if sum(not other.status.is_final for other in owner.batches.all()) >= MAX_OPEN_BATCHES:
-        raise too_busy(f"{MAX_OPEN_BATCHES} batches are not finished yet; wait for one of them")
-    owner.batches.save(batch.id, batch)
+    with locked(owner.batches.folder):
+        others = list(owner.batches.all())
+        finished = sorted((other for other in others if other.status.is_final), key=lambda other: other.created_at)
+        if len(others) - len(finished) >= MAX_OPEN_BATCHES:
+            raise too_busy(f"{MAX_OPEN_BATCHES} batches are not finished yet; wait for one of them")
+        for oldest in finished[: max(0, len(others) + 1 - MAX_BATCHES)]:
+            owner.remove_batch(oldest.id)
+        owner.batches.save(batch.id, batch)
 
 
-def _store(owner: OwnerFolder, form: dict[str, Any]) -> StoredFile:
+def _reserving(receive: Receive, upload: Upload) -> Receive:
+    """Reserve room for a form before it is written anywhere, also if its length is not known."""
+    arrived = 0
+
+    async def receive_within_quota() -> Message:
+        nonlocal arrived
+        message = await receive()
+        arrived += len(message.get("body", b""))
+        if arrived - FORM_BYTES > upload.size:
+            await asyncio.to_thread(upload.reserve, arrived - FORM_BYTES, STEP)
+        return message
+
+    return receive_within_quota
+
+
+def _store(upload: Upload, form: dict[str, Any]) -> StoredFile:
     if unknown := sorted(set(form) - set(FORM_FIELDS)):
         raise InvalidParameter(unknown[0][:100], "unknown parameter", "unknown_parameter")
     purpose, file = form.get("purpose"), form.get("file")
@@ -140,7 +185,7 @@ def _store(owner: OwnerFolder, form: dict[str, Any]) -> StoredFile:
     if not isinstance(file, UploadFile):
         raise InvalidParameter("file", "must be a file")
     name = (file.filename or "file").replace("\\", "/").rsplit("/", 1)[-1][:MAX_FILENAME]
-    return owner.files.add(file.file, name, purpose, expires_at=_expiry(form))
+    return upload.finish(file.file, name, purpose, _expiry(form))
 
 
 def _expiry(form: dict[str, Any]) -> int | None:
@@ -149,9 +194,10 @@ def _expiry(form: dict[str, Any]) -> int | None:
         return None
     if anchor != "created_at":
         raise InvalidParameter("expires_after.anchor", "must be created_at")
-    if not str(seconds).isdecimal() or not 3600 <= int(str(seconds)) <= MAX_LIFETIME:
-        raise InvalidParameter("expires_after.seconds", f"must be from 3600 to {MAX_LIFETIME}")
-    return int(time.time()) + int(str(seconds))
+    digits = str(seconds)
+    if not digits.isdecimal() or len(digits) > 10 or not MIN_LIFETIME <= int(digits) <= MAX_LIFETIME:
+        raise InvalidParameter("expires_after.seconds", f"must be from {MIN_LIFETIME} to {MAX_LIFETIME}")
+    return int(time.time()) + int(digits)
 
 
 def _found(entry: Entry | None, kind: str) -> Entry:
@@ -160,16 +206,18 @@ def _found(entry: Entry | None, kind: str) -> Entry:
     return entry
 
 
-def _page(entries: Sequence[Entry], limit: int, after: str | None) -> dict[str, Any]:
+def _page(entries: Sequence[Entry], limit: int, after: str | None) -> bytes:
+    """Return a part of a list as JSON."""
     ids = [entry.id for entry in entries]
     begin = ids.index(after) + 1 if after in ids else 0
     if after is not None and not begin:
         raise InvalidParameter("after", "is not an id of this list")
     page = entries[begin : begin + limit]
-    return {
+    body = {
         "object": "list",
         "data": [entry.body() for entry in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
         "has_more": begin + limit < len(entries),
     }
+    return msgspec.json.encode(body)

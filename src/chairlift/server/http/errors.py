@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from chairlift.errors import EngineDead, EngineDied, InvalidParameter, TemporaryFailure, UnsupportedModel
+from chairlift.errors import EngineDead, EngineDied, InvalidParameter, TemporaryFailure, UnsupportedModel, is_full
 
 ENGINE_DIED = "engine_died"  # code of the error of requests that were in flight
 
@@ -44,6 +44,9 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(400, str(error), param=error.parameter or None, code=error.code)
     if isinstance(error, UnsupportedModel):
         return APIError(400, "the model's chat template or tokenizer cannot take this input", code="invalid_value")
+    if is_full(error):
+        problem = "the server's disk is full; try again later"
+        return APIError(507, problem, type_="server_error", code="insufficient_storage")
     if isinstance(error, TemporaryFailure):
         return unavailable("the request could not be answered just now; try again shortly")
     if isinstance(error, EngineDied):

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chairlift.errors import is_full
 from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.generation.shares import SharedLimit
 from chairlift.server.http.errors import APIError, as_api_error, too_busy
@@ -63,8 +64,8 @@ class OutermostMiddleware:
             await self._app(inner, receive, send_with_id)
         except Exception as error:
             # Log the traceback without the error's message, which may quote a prompt.
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s in the request %s\n%s", type(error).__name__, request_id, frames)
+            frames = "" if is_full(error) else "\n" + "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s in the request %s%s", type(error).__name__, request_id, frames)
             if not started:  # otherwise the response ends early and uvicorn closes the connection
                 await as_api_error(error).response()(scope, receive, send_with_id)
 

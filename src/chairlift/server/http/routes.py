@@ -51,7 +51,7 @@ _json = msgspec.json.Encoder()  # used in threads: FastAPI's own takes a second 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also removes FastAPI's description of validation errors, which this server never sends.
 ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
-    ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
+    ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 507), _ERROR
 )
 
 

@@ -39,7 +39,7 @@ class Service:
         self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
         self.admission = admission
         self.rate_limits = rate_limits
-        self.tokenizer_pool = TokenizerPool()
+        self.tokenizer_pool = TokenizerPool(limits.tenant_weights)
         self.subscribers = Subscribers(engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting)
         self.generation = GenerationHandler(
             model,

@@ -8,7 +8,6 @@ import uuid
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
@@ -23,15 +22,13 @@ from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import ENGINE_DIED, APIError, as_api_error
-from chairlift.server.http.sse import EventStream, collect, first_updates, response_events
+from chairlift.server.http.sse import EventStream, collect, encoded_body, first_updates, response_events
 from chairlift.server.metrics import Metrics
 from chairlift.server.openai.types import EngineBody
 from chairlift.server.process.engine_port import EnginePort
 from chairlift.server.process.messages import Submit
 from chairlift.server.process.stream import UpdateStream
 from chairlift.server.served_model import ServedModel
-
-_json = msgspec.json.Encoder()
 
 RETRY_SECONDS = 0.05  # between attempts to submit the rest of a request while the queue is full
 
@@ -96,7 +93,7 @@ class GenerationHandler:
             deadline = Deadline(http.state.arrived, timeout)
             tokenize = partial(request.tokenize, loaded.limits.max_model_len)
             async with deadline.enforced():
-                work = self._tokenizer_pool.run(len(await http.body()), tokenize)
+                work = self._tokenizer_pool.run(tenant, len(await http.body()), tokenize)
                 tokenized = await unless_disconnected(http, work)
             # The engine checks this too, but here a prompt that is too long does not reach its loop.
             longest, prompt_only = max(map(len, tokenized.prompts)), tokenized.params.max_tokens == 0
@@ -161,11 +158,11 @@ class GenerationHandler:
             builder = request.response_builder(submission.response_id, submission.completion_ids, usage)
             updates = aiter(submission.updates)
             if not request.body.streams:
-                await unless_disconnected(http, collect(updates, builder))
+                size = await unless_disconnected(http, collect(updates, builder))
                 while submission.num_submitted < len(prompts):
                     await self._submit_more(request, submission, http)
-                    await unless_disconnected(http, collect(aiter(submission.updates), builder))
-                return Response(_json.encode(builder.body()), media_type="application/json")
+                    size += await unless_disconnected(http, collect(aiter(submission.updates), builder))
+                return Response(await encoded_body(builder, size), media_type="application/json")
             first = await unless_disconnected(http, first_updates(updates))
         except BaseException as error:
             self._engine.cancel(submission.updates)

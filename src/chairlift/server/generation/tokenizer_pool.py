@@ -1,35 +1,108 @@
-"""Threads for tokenization and detokenization, which would block the event loop."""
+"""Threads for work that would block the event loop: tokenization, detokenization, parsing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 LONG_TEXT = 20_000  # characters or token ids
+JOB_SIZE = 1000  # that a job costs beside its text
 
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: Callable[[], Any]
+    size: int
+    result: asyncio.Future[Any]
+
+
+class FairThreads:
+    """A thread pool that tenants share.
+
+    The next job is of the tenant whose jobs have had the least size so far, among those with jobs; a tenant never
+    occupies all threads, so that another one's job does not wait for its long ones to end.
+    """
+
+    def __init__(self, name: str, most: int, weights: Mapping[str, float] | None = None) -> None:
+        """`most`: threads that one tenant may occupy."""
+        self._most = most
+        self._weights = weights or {}
+        self._threads = ThreadPoolExecutor(most + 1, thread_name_prefix=name)
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[_Job]] = {}
+        # The size of a tenant's jobs so far, divided by its weight; a tenant that comes begins where the last job was.
+        self._served: dict[str, float] = {}
+        self._last_served = 0.0
+
+    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+        """Run `work` in a thread. A job that is cancelled before it starts is not run."""
+        job = _Job(work, size, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(tenant, deque()).append(job)
+        self._served.setdefault(tenant, self._last_served)
+        self._start_jobs()
+        try:
+            result: T = await job.result
+            return result
+        finally:
+            with suppress(KeyError, ValueError):  # it has started
+                self._waiting[tenant].remove(job)
+            self._forget_if_idle(tenant)
+
+    def _start_jobs(self) -> None:
+        while self._running.total() <= self._most:
+            ready = [tenant for tenant, jobs in self._waiting.items() if jobs and self._running[tenant] < self._most]
+            if not ready:
+                return
+            tenant = min(ready, key=self._served.__getitem__)
+            job = self._waiting[tenant].popleft()
+            self._last_served = self._served[tenant]
+            self._served[tenant] += (job.size + JOB_SIZE) / self._weights.get(tenant, 1.0)
+            self._running[tenant] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
+            running.add_done_callback(lambda done, tenant=tenant, job=job: self._end(tenant, job, done))  # type: ignore[misc]
+
+    def _end(self, tenant: str, job: _Job, done: asyncio.Future[Any]) -> None:
+        self._running[tenant] -= 1
+        error = done.exception()
+        if job.result.done():  # its client has left
+            pass
+        elif error is not None:
+            job.result.set_exception(error)
+        else:
+            job.result.set_result(done.result())
+        self._forget_if_idle(tenant)
+        self._start_jobs()
+
+    def _forget_if_idle(self, tenant: str) -> None:
+        if not self._running[tenant] and not self._waiting.get(tenant):
+            del self._running[tenant]
+            self._waiting.pop(tenant, None)
+            self._served.pop(tenant, None)
+
+
 class TokenizerPool:
-    """Thread pools: short texts never wait for long ones, and prompts never wait for long text jobs."""
+    """Thread pools: short texts never wait for long ones, prompts never wait for long text jobs, and no tenant waits
+    until the jobs of another one are done."""
 
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(2, thread_name_prefix="short-text")
-        self._long = ThreadPoolExecutor(2, thread_name_prefix="long-text")
-        self._text_jobs = ThreadPoolExecutor(1, thread_name_prefix="text-job")
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` of tenants in their shares; 1 for others."""
+        self._short = FairThreads("short-text", 2, weights)
+        self._long = FairThreads("long-text", 2, weights)
+        self._text_jobs = FairThreads("text-job", 1, weights)
 
-    async def run_text_job(self, size: int, work: Callable[[], T]) -> T:
+    async def run_text_job(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """Like `run`, for work that no completion needs."""
-        return await _run_in(self._text_jobs if size >= LONG_TEXT else self._short, work)
+        pool = self._text_jobs if size >= LONG_TEXT else self._short
+        return await pool.run(tenant, size, work)
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
+    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """Run `work` in a thread; `size` is the number of characters or tokens that it processes."""
-        return await _run_in(self._long if size >= LONG_TEXT else self._short, work)
-
-
-async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Run `work` with the context of its request, which keeps the request's unknown fields."""
-    return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, work)
+        pool = self._long if size >= LONG_TEXT else self._short
+        return await pool.run(tenant, size, work)

@@ -88,7 +88,7 @@ def make_app(
         redirect_slashes=False,
     )
     hosts = hosts or HostNames(origins=cors_origins)
-    app.router.route_class = threaded_body_route(service.admission)
+    app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
     app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(UsageReports)
@@ -131,6 +131,7 @@ def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> Fa
     """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
     keys apply."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
     app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
     app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(OutermostMiddleware)

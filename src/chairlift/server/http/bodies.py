@@ -7,10 +7,8 @@ the two, and between bodies when many arrive at once.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from contextvars import copy_context
 from functools import partial
@@ -22,19 +20,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chairlift.server.generation.admission import Admission
+from chairlift.server.generation.tokenizer_pool import FairThreads
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import as_api_error
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.openai.types import EngineBody
 
 LARGE_BODY = 20_000  # bytes
+MAX_DIGITS = (
+    400  # of an integer; no parameter has as many, and to read thousands of long ones takes a fraction of a second
+)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def threaded_body_route(admission: Admission) -> type[APIRoute]:
+def threaded_body_route(admission: Admission, weights: Mapping[str, float] | None = None) -> type[APIRoute]:
     """Return a route class that parses large bodies in threads after the request is admitted."""
-    threads = ThreadPoolExecutor(2, thread_name_prefix="body")
+    threads = FairThreads("body", 2, weights)
 
     class Route(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -58,7 +60,7 @@ class _ThreadedBody(Request):
     """A request whose `json()` returns a validated model for a large body, which FastAPI accepts."""
 
     def __init__(
-        self, request: Request, body_type: type[BaseModel], admission: Admission, threads: ThreadPoolExecutor
+        self, request: Request, body_type: type[BaseModel], admission: Admission, threads: FairThreads
     ) -> None:
         super().__init__(request.scope, request.receive)
         self._body_type = body_type
@@ -71,8 +73,7 @@ class _ThreadedBody(Request):
             return await super().json()
         await self._reserve()
         parse = partial(copy_context().run, _parse, self._body_type, body)
-        parsing = asyncio.get_running_loop().run_in_executor(self._threads, parse)
-        return await unless_disconnected(self, parsing)
+        return await unless_disconnected(self, self._threads.run(self.state.tenant or "", len(body), parse))
 
     async def _reserve(self) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
@@ -85,8 +86,14 @@ class _ThreadedBody(Request):
 
 
 def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:
-    data = json.loads(body)
+    data = json.loads(body, parse_int=_parse_integer)
     try:
         return body_type.model_validate(data, from_attributes=True)
     except ValidationError as error:
         raise as_api_error(invalid_field(error.errors(include_url=False), data)) from None
+
+
+def _parse_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer has more than {MAX_DIGITS} digits")
+    return int(digits)

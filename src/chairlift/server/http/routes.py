@@ -23,9 +23,11 @@ from chairlift.server.anthropic.endpoint import (
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import unavailable
 from chairlift.server.http.guards import check_sees_all
+from chairlift.server.http.sse import json_pieces
 from chairlift.server.openai.chat import ChatGeneration
 from chairlift.server.openai.chat_fields import encode_messages
 from chairlift.server.openai.completions import TextGeneration
@@ -47,7 +49,9 @@ from chairlift.server.service import Service
 
 MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its limit is unknown
 
-_json = msgspec.json.Encoder()  # used in threads: FastAPI's own takes a second of the event loop for a million tokens
+CHARACTERS_PER_TOKEN = 4  # about
+TextJobResult = tuple[bytes, int]  # JSON, and how many tokens it is about
+
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also removes FastAPI's description of validation errors, which this server never sends.
 ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
@@ -129,24 +133,32 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         return await _run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
 
 
-async def _run_text_job(service: Service, http: Request, size: int, work: Callable[[], bytes]) -> Response:
-    """Respond with the JSON of `work`, which runs in a thread; `size` decides in which."""
+async def _run_text_job(service: Service, http: Request, size: int, work: Callable[[], TextJobResult]) -> Response:
+    """Respond with the JSON of `work`, which runs in a thread; `size` decides in which. The client's key is charged the
+    tokens, whose number is estimated until the work is done."""
+    tenant = http.state.tenant or ""
     await end_admission_for_parsing(http)
-    with service.admission.reserve_text_job(http.state.tenant or ""):
-        done = service.tokenizer_pool.run_text_job(size, work)
-        return Response(await unless_disconnected(http, done), media_type="application/json")
+    with service.admission.reserve_text_job(tenant):
+        usage = Usage(1 + size // CHARACTERS_PER_TOKEN)
+        if http.state.allowance is not None:
+            await http.state.allowance.charge(usage.prompt_tokens)
+        http.state.usage = usage  # also if the client leaves
+        done = service.tokenizer_pool.run_text_job(tenant, size, work)
+        content, usage.prompt_tokens = await unless_disconnected(http, done)
+        return Response(content, media_type="application/json")
 
 
-def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> bytes:
+def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:
     prompt = tokenize_messages(body, chat_of(body, model), max_model_len or MAX_COUNTED_TOKENS)
     original = {} if prompt.edits is None else {"context_management": {"original_input_tokens": prompt.original_tokens}}
-    return _json.encode({"input_tokens": prompt.num_tokens, **original})
+    return msgspec.json.encode({"input_tokens": prompt.num_tokens, **original}), prompt.num_tokens
 
 
-def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> bytes:
+def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:
     tokens = _token_ids(body, model)
     shown = [_piece(token, model) for token in tokens] if body.with_pieces else tokens
-    return _json.encode({"tokens": shown, "count": len(tokens), "max_model_len": max_model_len})
+    answer = {"tokens": shown, "count": len(tokens), "max_model_len": max_model_len}
+    return b"".join(json_pieces(answer)), len(tokens)
 
 
 def _piece(token: int, model: ServedModel) -> dict[str, Any]:
@@ -179,9 +191,10 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     )
 
 
-def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
+def _detokenize(body: DetokenizeRequest, model: ServedModel) -> TextJobResult:
     text = model.tokenizer.decode(check_token_ids("tokens", body.tokens))
-    return _json.encode({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
+    content = msgspec.json.encode({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
+    return content, len(body.tokens)
 
 
 def add_status_routes(app: FastAPI, service: Service) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
+import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -14,14 +17,52 @@ from chairlift.server.process.messages import Update
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.
 PING = b": waiting\n\n"
 
+LARGE_BODY = 20_000  # values or characters of a response that is encoded in a thread
+PIECE = 1000  # values that are encoded at a time
+MAX_DEPTH = 5  # of the lists that are encoded in pieces: the log-probabilities in a message of a choice
+LOGPROB_VALUES = 20  # of one token, about
 
-async def collect(updates: AsyncIterator[list[Update]], builder: ResponseBuilder) -> None:
-    """Add all updates to a whole response."""
+_encode = msgspec.json.Encoder().encode
+
+
+async def collect(updates: AsyncIterator[list[Update]], builder: ResponseBuilder) -> int:
+    """Add all updates to a whole response; return about how many values or characters it has."""
+    size = 0
     async for batch in updates:
         for update in batch:
             builder.usage.add(update)
             _raise_if_cut_short(update)
             builder.add(update)
+            size += len(update.text) + len(update.vector) // 4
+            size += LOGPROB_VALUES * (len(update.logprobs) + len(update.prompt_logprobs))
+    return size
+
+
+async def encoded_body(builder: ResponseBuilder, size: int) -> bytes:
+    """Return the whole response as JSON."""
+    if size < LARGE_BODY:
+        return _encode(builder.body())
+    return await asyncio.to_thread(lambda: b"".join(json_pieces(builder.body())))
+
+
+def json_pieces(value: Any, depth: int = MAX_DEPTH) -> Iterator[bytes]:
+    """Encode a value in pieces, between which other threads run: to encode a hundred megabytes takes a second."""
+    if not depth or not isinstance(value, dict | list):
+        yield _encode(value)
+    elif isinstance(value, dict):
+        for index, (name, item) in enumerate(value.items()):
+            yield b"%b%b:" % (b"," if index else b"{", _encode(name))
+            yield from json_pieces(item, depth - 1)
+        yield b"}" if value else b"{}"
+    elif value and isinstance(value[0], dict | list):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from json_pieces(item, depth - 1)
+        yield b"]"
+    else:
+        for begin in range(0, len(value), PIECE):
+            yield (b"," if begin else b"[") + _encode(value[begin : begin + PIECE])[1:-1]
+        yield b"]" if value else b"[]"
 
 
 async def first_updates(updates: AsyncIterator[list[Update]]) -> list[Update]:

@@ -216,7 +216,7 @@ class CompletionRequest(CompletionBody):
     prompt: (
         str
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Integer | None = None
@@ -366,8 +366,11 @@ def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
 
 def check_unicode(parameter: str, texts: Iterable[str]) -> None:
     """Refuse lone surrogates, which JSON can encode but messages to the engine cannot."""
-    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-        raise InvalidParameter(parameter, "must be valid Unicode")
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameter(parameter, "must be valid Unicode") from None
 
 
 def _seed(given: int | None) -> int | None:

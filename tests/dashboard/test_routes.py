@@ -12,7 +12,7 @@ import pytest
 
 from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
-from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
+from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_SUBSCRIBERS_OF_KEY, MAX_UNREAD_BYTES, Subscriber
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
 from tests.dashboard.frames import deliver, frame, headers, next_frame, open_page, send_frames
 from tests.server.front_end import LOADED, front_end
@@ -133,6 +133,15 @@ def test_the_number_of_pages_is_limited() -> None:
         assert "close one" in refused.json()["error"]["message"]
         subscribers.unsubscribe(admitted[0])
         with open_page(front) as frames:
+            next_frame(frames, "key")
+
+
+def test_the_pages_of_a_key_are_limited() -> None:
+    with front_end(send_frames, **KEYS) as front:
+        for _ in range(MAX_SUBSCRIBERS_OF_KEY):
+            front.service.subscribers.subscribe(b"digest", "alice")
+        assert HTTP.get(f"{front.url}/dashboard/stream", headers=headers("one")).status_code == 429
+        with open_page(front, "two") as frames:
             next_frame(frames, "key")
 
 

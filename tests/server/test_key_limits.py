@@ -297,3 +297,14 @@ def test_sighup_reads_the_keys_and_the_certificate_again(tiny_folder: Path, tmp_
         assert [status(key) for key in ("sk-0", "sk-1", "sk-2")] == [200, 401, 200]
     finally:
         assert running.stop() == 0, running.tail()
+
+
+def test_texts_that_are_only_tokenized_are_charged(tmp_path: Path) -> None:
+    with front_end(keys=keys_in(tmp_path, "alice: {key: sk-alice, tokens_per_minute: 1000}")) as front:
+        answer = post(front, "sk-alice", "/tokenize", prompt="a" * 400)  # a token each
+        assert answer.json()["count"] == 400
+        rest = post(front, "sk-alice", "/detokenize", prompt=None, tokens=[5] * 100)
+        assert 480 <= int(rest.headers["x-ratelimit-remaining-tokens"]) <= 620  # before the second one's end
+        refused = post(front, "sk-alice", "/tokenize", prompt="a" * 4000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "this request alone may need" in refused.json()["error"]["message"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 
 import pytest
 
+from chairlift.server.generation.tokenizer_pool import FairThreads
 from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Submit
 from tests.server.front_end import NAME
@@ -64,3 +66,68 @@ def test_an_engine_that_dies_during_tokenization_is_reported(monkeypatch: pytest
         thread.join(60)
         assert statuses == [503]
         assert post_prompt(front, "short") == 503
+
+
+@pytest.mark.parametrize(("path", "status"), [("/tokenize", 200), (PATH, 400)])  # too long for this model
+def test_long_texts_of_one_tenant_do_not_delay_those_of_another(
+    monkeypatch: pytest.MonkeyPatch, path: str, status: int
+) -> None:
+    def post(key: str, text: str) -> int:
+        body = {"prompt": text, "model": NAME}
+        return HTTP.post(front.url + path, json=body, headers={"authorization": f"Bearer {key}"}).status_code
+
+    with stuck_on_long_texts(monkeypatch, Limits(), api_keys=["alice one", "bob two"]) as (front, go_on):
+        pool, statuses = front.service.tokenizer_pool, list[int]()
+        jobs = pool._text_jobs if path == "/tokenize" else pool._long
+        threads = [threading.Thread(target=lambda: statuses.append(post("one", LONG_TEXT))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: jobs._running["alice"] + len(jobs._waiting.get("alice", ())) == 4, "the long texts")
+        assert post("two", LONG_TEXT[:22_000]) == status  # not short, and not stuck
+        assert not statuses
+        go_on.set()
+        for thread in threads:
+            thread.join(60)
+        assert statuses == [200] * 4
+
+
+def test_jobs_take_turns_by_size_and_cancelled_ones_are_not_run() -> None:
+    async def scenario() -> list[str]:
+        threads, done = FairThreads("test", 1), list[str]()
+        go_on, end = threading.Event(), threading.Event()
+
+        def start(tenant: str, size: int, name: str, after: threading.Event) -> asyncio.Task[None]:
+            def job() -> None:
+                assert after.wait(60)
+                done.append(name)
+
+            return asyncio.create_task(threads.run(tenant, size, job))
+
+        first, last = start("c", 1, "c", go_on), start("d", 1, "d", end)  # which occupy the threads
+        await asyncio.sleep(0)
+        tasks = [start("a", 50_000, name, go_on) for name in ("a1", "a2")]
+        tasks += [start("b", 1_000, name, go_on) for name in ("b1", "b2", "b3")]
+        left = start("a", 1, "left", go_on)
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        go_on.set()
+        await asyncio.gather(first, *tasks)
+        end.set()
+        await last
+        assert not threads._running
+        assert not threads._waiting
+        assert not threads._served
+        return done
+
+    assert asyncio.run(scenario()) == ["c", "a1", "b1", "b2", "b3", "a2", "d"]
+
+
+def test_an_error_of_a_job_reaches_its_caller() -> None:
+    async def scenario() -> None:
+        threads = FairThreads("test", 1)
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("", 1, lambda: 1 // 0)
+        assert await threads.run("", 1, lambda: 7) == 7
+
+    asyncio.run(scenario())

@@ -22,6 +22,7 @@ from chairlift.server.process.messages import DashboardFrame, Loaded, RecorderFa
 log = logging.getLogger("chairlift.server")
 
 MAX_SUBSCRIBERS = 32
+MAX_SUBSCRIBERS_OF_KEY = 8
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording this long after the last RecordSteps message
@@ -169,8 +170,9 @@ class Subscribers:
 
     def subscribe(self, key: bytes | None, tenant: str | None) -> Subscriber:
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            problem = f"{MAX_SUBSCRIBERS} pages look at the dashboard already, and there is room for no more; close one"
-            raise APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
+            raise _too_many(f"{MAX_SUBSCRIBERS} pages")
+        if tenant is not None and sum(one.tenant == tenant for one in self._subscribers) >= MAX_SUBSCRIBERS_OF_KEY:
+            raise _too_many(f"{MAX_SUBSCRIBERS_OF_KEY} pages with this key")
         subscriber = Subscriber(key, tenant)
         self._subscribers.add(subscriber)
         return subscriber
@@ -215,6 +217,11 @@ class Subscribers:
             frame = _encode(totals | {"metrics": self._metrics.values()})
             self._service = time.monotonic(), frame
         return frame
+
+
+def _too_many(pages: str) -> APIError:
+    problem = f"{pages} look at the dashboard already, and there is room for no more; close one"
+    return APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
 
 
 async def _find_nothing(request_id: str, key: bytes | None) -> Text | None:

@@ -1,0 +1,58 @@
+"""Encoding of large responses: in a thread, and in pieces."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chairlift.server.http import sse
+from chairlift.server.http.sse import LARGE_BODY, MAX_DEPTH, PIECE, json_pieces
+from chairlift.server.process.messages import Submit, ToEngine, Update
+from tests.server.front_end import NAME, ScriptedEngine, front_end
+from tests.server.running_server import HTTP
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(value=VALUES, depth=st.integers(0, 5))
+def test_pieces_are_the_encoded_value(value: object, depth: int) -> None:
+    assert json.loads(b"".join(json_pieces(value, depth))) == value
+
+
+def test_no_piece_is_large() -> None:
+    vectors = {"data": [{"embedding": [0.5] * 10_000} for _ in range(20)]}
+    tokens = {"choices": [{"logprobs": {"content": [{"token": "a", "top_logprobs": [{}] * 20}] * 5000}}]}
+    for body in (vectors, tokens):
+        assert json.loads(b"".join(json_pieces(body))) == body
+        assert max(map(len, json_pieces(body))) < 5 * PIECE
+
+
+def test_a_large_response_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def pieces(value: object, depth: int = MAX_DEPTH) -> Iterator[bytes]:
+        threads.add(threading.current_thread().name)
+        return json_pieces(value, depth)
+
+    def answer(engine: ScriptedEngine, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            engine.publish(Update(message.request_id, text=texts.pop(), tokens=[5], finish_reason="length"))
+
+    monkeypatch.setattr(sse, "json_pieces", pieces)
+    expected_texts = ["small", "x" * LARGE_BODY]
+    texts = expected_texts[::-1]
+    with front_end(answer) as front:
+        for expected in expected_texts:
+            body = HTTP.post(f"{front.url}/v1/completions", json={"model": NAME, "prompt": "hello"}).json()
+            assert body["choices"][0]["text"] == expected
+            assert bool(threads) == (len(expected) >= LARGE_BODY)
+    assert all(name.startswith("asyncio_") for name in threads)

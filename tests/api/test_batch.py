@@ -263,7 +263,7 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
         request("image", "/v1/images/generations", prompt="x"),
         request("wrong model", model="gpt-4o"),
         request("wrong value", temperature=-1),
-        request("wrong name", frobnicate=True),
+        request("wrong name", temperatur=1),
         request("too long", prompt="word " * 300),
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -287,7 +287,7 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     assert body("response")["object"] == "response"
     statuses = {name: body(name)["status"] for name in ("text", "chat", "response", "wrong model", "wrong value")}
     assert statuses == {"text": 200, "chat": 200, "response": 200, "wrong model": 404, "wrong value": 400}
-    assert body("wrong name")["error"]["param"] == "frobnicate"
+    assert body("wrong name")["error"]["param"] == "temperatur"
     assert body("too long")["status"] == 400
     assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}  # type: ignore[index]
     assert found["image"]["error"]["code"] == "invalid_url"

@@ -9,6 +9,7 @@ from types import ModuleType
 from chairlift.errors import ChairliftError
 
 MIN_RAY = (2, 60)  # authenticates with a token, and does so for clusters that `ray.init` starts
+_INSTALL = "pip install 'chairlift[ray]', or in a clone pip install -e '.[ray]'"
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and responses do not pass through Ray's object store
 
 
@@ -17,10 +18,10 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
-        raise ChairliftError("this needs Ray: pip install 'chairlift[ray]'") from None
+        raise ChairliftError(f"this needs Ray: {_INSTALL}") from None
     if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < MIN_RAY:
         needed = ".".join(map(str, MIN_RAY))
-        raise ChairliftError(f"this needs Ray {needed} or newer, not {ray.__version__}: pip install 'chairlift[ray]'")
+        raise ChairliftError(f"this needs Ray {needed} or newer, not {ray.__version__}: {_INSTALL}")
     return ray  # type: ignore[no-any-return]
 
 

@@ -30,7 +30,8 @@ def check_traces_endpoint(endpoint: str) -> None:
     """Raise unless traces can be sent there, as far as can be known before."""
     for package in PACKAGES:
         if not _is_installed(package):
-            raise InvalidParameter(OPTION, f"needs {package}: pip install 'chairlift[otel]'")
+            way_out = "pip install 'chairlift[otel]', or in a clone pip install -e '.[otel]'"
+            raise InvalidParameter(OPTION, f"needs {package}: {way_out}")
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidParameter(OPTION, f"must be an http:// or https:// address, got {endpoint!r}")
 

@@ -158,6 +158,11 @@ def test_the_header_is_bounded_and_cannot_hold_another_header(served: FrontEnd) 
     assert len(long) <= MAX_HEADER
 
 
+def test_a_field_without_a_name_does_not_break_the_response(served: FrontEnd) -> None:
+    assert post(served, CHAT, **{"": 1}).headers[HEADER] == '""'
+    assert post(served, CHAT, **{"colour": 1, "": 1}).headers[HEADER] == 'colour, ""'
+
+
 def test_the_work_of_many_unknown_fields_is_bounded(served: FrontEnd) -> None:
     message = HELLO | {f"colour_{i}": 1 for i in range(MAX_IGNORED + 1)}
     response = post(served, CHAT, messages=[message])

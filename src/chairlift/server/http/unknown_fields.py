@@ -59,7 +59,8 @@ class UnknownFields:
         kept: list[str] = []
         room = MAX_HEADER - len(", ...")
         for path in self._paths.values():
-            name = quote(path[:MAX_NAME].encode("utf-8", "replace"), safe="[]")
+            # A header may not end in a space, so a field without a name is quoted.
+            name = quote(path[:MAX_NAME].encode("utf-8", "replace"), safe="[]") or '""'
             room -= len(name) + len(", ")
             if room < 0:
                 return ", ".join([*kept, "..."])

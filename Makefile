@@ -64,7 +64,7 @@ options-page: install  ## write docs/options.md from the declared options
 	$(BIN)/python -m chairlift.cli.options_page > docs/options.md
 
 models-page: install  ## write docs/models.md from docs/models.json
-	$(BIN)/python -m chairlift.lab.report.models_page docs/models.json > docs/models.md
+	$(BIN)/python -m chairlift_lab.report.models_page docs/models.json > docs/models.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

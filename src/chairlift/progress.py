@@ -1,4 +1,4 @@
-"""Progress of generation and of loading, on standard error."""
+"""Progress of generation, of loading and of measurements, on standard error."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ LOG_SECONDS = 10.0  # between two lines of a long load, where there is no termin
 
 Advance = Callable[[int, int], None]
 """Called with the number of open requests and of tokens generated so far."""
+
+
+Note = Callable[[str], None]
+"""Called with a few words about what is measured next."""
 
 
 @contextmanager
@@ -44,6 +48,21 @@ def generation_progress(num_requests: int, *, enabled: bool) -> Iterator[Advance
             progress.update(task, completed=num_requests - num_open, speed=speed)
 
         yield advance
+
+
+@contextmanager
+def watch(*, enabled: bool) -> Iterator[Note]:
+    """Show a spinner with the latest note, if standard error is a terminal."""
+    if not enabled or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda text: progress.update(task, description=text)
 
 
 class Shaped(Protocol):

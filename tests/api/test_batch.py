@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.client.http import HttpResponse
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.lab.load.local_server import MODEL_NAME, local_server
 from chairlift.server.batch import input as batch_input
 from chairlift.server.batch.input import BatchLine, LineSet, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun
 from chairlift.server.batch.send import remote_server
+from chairlift_lab.load.local_server import MODEL_NAME, local_server
 
 
 def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:

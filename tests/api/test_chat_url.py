@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.load.local_server import LocalServer, local_server
+from chairlift_lab.load.local_server import LocalServer, local_server
 
 
 def chat(*arguments: str, stdin: str = "hello\n") -> Any:

@@ -14,10 +14,10 @@ from typer.main import get_command
 
 from chairlift import EngineConfig, SamplingParams, __version__
 from chairlift.cli.main import app
-from chairlift.lab.bench.base import BENCHES
 from chairlift.options.declaration import options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions
+from chairlift_lab.bench.base import BENCHES
 from tests.api.cli_runner import FAST, run
 
 COMMANDS = [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import UnsupportedModel
-from chairlift.lab.report.models_page import ALL_SETTINGS, models_page
 from chairlift.models import describe
 from chairlift.models.fallback.adapters import ADAPTERS
 from chairlift.models.families import FAMILIES
+from chairlift_lab.report.models_page import ALL_SETTINGS, models_page
 from tests.api.family_matrix import RESULTS, SETTINGS, model_types, recorded, run_family
 from tests.models.tiny_configs import tiny_config
 

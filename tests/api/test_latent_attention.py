@@ -14,9 +14,9 @@ from chairlift.core.events import DraftsVerified, StepDone, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, StartedEngine, start_engine
-from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.models import describe
 from chairlift.text.tokenizer import Tokenizer
+from chairlift_lab.common.model_shapes import SHAPES
 from tests.api.conftest import run_greedy
 from tests.comparison import compare, reference_tokens
 from tests.models.checkpoints import load, make_reference, prompts, save
@@ -154,7 +154,7 @@ def test_tokens_do_not_depend_on_the_batch_in_invariant_mode(tmp_path: Path) -> 
 
 def test_a_draft_head_is_not_trained(checkpoint: Checkpoint) -> None:
     from chairlift.errors import UnsupportedModel
-    from chairlift.lab.training.writer import refuse_unusual_attention
+    from chairlift_lab.training.writer import refuse_unusual_attention
 
     with pytest.raises(UnsupportedModel, match="latent attention"):
         refuse_unusual_attention(checkpoint.loaded.model.attention_layers)

@@ -12,11 +12,11 @@ from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, Fleet
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
-from chairlift.lab.planning.run import ReplicaSettings
-from chairlift.lab.simulator.figures import Targets, figures
-from chairlift.lab.simulator.fleet.size import AutoscaledSize
-from chairlift.lab.simulator.records import Arrival, SimulationOutcome
-from chairlift.lab.simulator.run import simulate
+from chairlift_lab.planning.run import ReplicaSettings
+from chairlift_lab.simulator.figures import Targets, figures
+from chairlift_lab.simulator.fleet.size import AutoscaledSize
+from chairlift_lab.simulator.records import Arrival, SimulationOutcome
+from chairlift_lab.simulator.run import simulate
 
 SETTINGS = AutoscalingSettings(max_replicas=10, cold_start=10, down_delay=60)
 

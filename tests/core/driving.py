@@ -20,8 +20,8 @@ from chairlift.core.scheduler.deadlines import Forecast
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
-from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.speculation.control.controller import SpeculationController
+from chairlift_lab.simulator.measured import MeasuredCost
 
 NextToken = Callable[[Request], int]
 

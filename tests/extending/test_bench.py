@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.lab.bench.base import BENCHES
+from chairlift_lab.bench.base import BENCHES
 from tests.tiny import write_tiny_checkpoint
 
 TOY = Path(__file__).parent / "toys" / "load_time_bench.py"
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "bench.md"
-FOLDER = Path(__file__).parents[2] / "src" / "chairlift" / "lab" / "bench"
+FOLDER = Path(__file__).parents[2] / "src" / "chairlift_lab" / "bench"
 
 
 def run(*arguments: str, plugins: Path | None = TOY) -> subprocess.CompletedProcess[str]:

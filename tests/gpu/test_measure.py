@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from chairlift.cli.main import app
-from chairlift.lab.common.model_shapes import SHAPES
+from chairlift_lab.common.model_shapes import SHAPES
 from tests.gpu.measure import DRY, ONLY_GPU, command_line, dry_arguments, line, run_part, table
 from tests.gpu.measurements import PARTS, Command, Found
 

@@ -17,8 +17,8 @@ from chairlift.config import EngineConfig
 from chairlift.engine.kernel_cache import kernels_of_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, described_gpu, known_gpu, on_gpu
-from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.runner.gpu.shapes import MIXED_BUCKETS
+from chairlift_lab.common.model_shapes import SHAPES
 from tests.kernels.test_compilation import without_interpreter
 from tests.kernels.test_plain_gpu import FAMILIES
 from tests.kernels.tiny_config import CONFIG

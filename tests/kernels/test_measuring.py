@@ -14,17 +14,17 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import StartedEngine
 from chairlift.kernels.triton.attention import queries_per_tile
-from chairlift.lab.bench.kernels import run as kernel_speed
-from chairlift.lab.bench.long_context.run import LongContextSettings, measure_long_contexts
-from chairlift.lab.common.floor import Ceilings
-from chairlift.lab.common.step_work import GEMM
-from chairlift.lab.profile.gpu import make_profile
-from chairlift.lab.profile.gpu_timeline import FIRST_KERNEL
-from chairlift.lab.profile.step_profile import Batch
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift_lab.bench.kernels import run as kernel_speed
+from chairlift_lab.bench.long_context.run import LongContextSettings, measure_long_contexts
+from chairlift_lab.common.floor import Ceilings
+from chairlift_lab.common.step_work import GEMM
+from chairlift_lab.profile.gpu import make_profile
+from chairlift_lab.profile.gpu_timeline import FIRST_KERNEL
+from chairlift_lab.profile.step_profile import Batch
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.bench.test_step_profile import number_of_weights, one_step
 from tests.runner.gpu_engine import make_engine

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from chairlift.errors import InvalidParameter, UnsupportedModel
-from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.int4 import Int4Weight
 from chairlift.loading.stored_weight import GroupedIntegers
 from chairlift.models import build_model
 from chairlift.models.dummy import DummyCheckpoint
+from chairlift_lab.common.model_shapes import SHAPES
 from tests.kernels.tiny_config import CONFIG
 
 GPTQ: dict[str, Any] = SHAPES["llama3-8b-gptq"]["quantization_config"]

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
 from chairlift.errors import CorruptCheckpoint
-from chairlift.lab.common.model_shapes import SHAPES
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.gguf.config import hf_generation_config
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.stored_weight import MicroscaledFloats
 from chairlift.models import build_model, describe
 from chairlift.models.dummy import DummyCheckpoint
+from chairlift_lab.common.model_shapes import SHAPES
 from tests.loading.gguf_writing import finish
 from tests.models.checkpoints import reference_logits, run_alone
 from tests.models.gpt_oss_checkpoint import value_of, write_gguf, write_gpt_oss

@@ -17,8 +17,6 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.speculation.run import SpeculationSettings, compare_speculation
-from chairlift.lab.common.engines import EngineMaker
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import graphs as gpu_graphs
 from chairlift.runner.gpu import runner as gpu_runner
@@ -32,6 +30,8 @@ from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead
+from chairlift_lab.bench.speculation.run import SpeculationSettings, compare_speculation
+from chairlift_lab.common.engines import EngineMaker
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.running import assert_same_output, often_right, run
 

@@ -15,12 +15,12 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.core.sampling.structure import Structure
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.training.trainable_head import WholeTextAttention
 from chairlift.sampling import sampler as sampler_module
 from chairlift.sampling.sampler import Sampler
 from chairlift.sampling.token_masks import TokenMasks
 from chairlift.speculation import draft_proposer
 from chairlift.speculation.first_layers import FirstLayers
+from chairlift_lab.training.trainable_head import WholeTextAttention
 from tests.core.driving import make_request
 from tests.sampling import reference
 from tests.speculation.drafting import fixed_length, terms

@@ -17,8 +17,6 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.training.train_draft import TrainSettings, train_draft
-from chairlift.lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation import draft_head, draft_proposer
 from chairlift.speculation.control.proposer import A_FEW, Draft, DraftTerms
@@ -28,6 +26,8 @@ from chairlift.speculation.first_layers import FirstLayers
 from chairlift.speculation.head_config import HeadConfig
 from chairlift.speculation.head_layers import unit
 from chairlift.speculation.head_states import KeptStates
+from chairlift_lab.training.train_draft import TrainSettings, train_draft
+from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from tests.speculation.drafting import draft_by_pattern, fixed_length
 from tests.speculation.running import (
     SETTINGS,

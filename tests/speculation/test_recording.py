@@ -7,11 +7,11 @@ from pathlib import Path
 from chairlift.core.events import TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.bench.speculation.record import record
-from chairlift.lab.bench.speculation.run import encode_prompt
-from chairlift.lab.bench.speculation.texts import SCENARIOS
-from chairlift.lab.common.engines import EngineMaker
 from chairlift.speculation.head_config import MAX_LENGTH
+from chairlift_lab.bench.speculation.record import record
+from chairlift_lab.bench.speculation.run import encode_prompt
+from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.common.engines import EngineMaker
 
 ANSWERS, TOKENS = 2, 12
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.bench.speculation.texts import SCENARIOS
-from chairlift.lab.training.conversation import REPEATED_TOKENS, RepetitionDetector, TurnMarkers
-from chairlift.lab.training.evaluation import evaluate
-from chairlift.lab.training.openings import OPENINGS
-from chairlift.lab.training.prompts import HELD_OUT, QUESTIONS, SUBJECTS, QuestionSource
-from chairlift.lab.training.texts import TrainingTexts, write_texts
-from chairlift.lab.training.trainable_head import WholeTextAttention, visible_positions
 from chairlift.models.decoder import Decoder
+from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.training.conversation import REPEATED_TOKENS, RepetitionDetector, TurnMarkers
+from chairlift_lab.training.evaluation import evaluate
+from chairlift_lab.training.openings import OPENINGS
+from chairlift_lab.training.prompts import HELD_OUT, QUESTIONS, SUBJECTS, QuestionSource
+from chairlift_lab.training.texts import TrainingTexts, write_texts
+from chairlift_lab.training.trainable_head import WholeTextAttention, visible_positions
 
 
 def texts_of(loaded: LoadedModel, count: int, length: int, **options: float) -> TrainingTexts:

@@ -56,7 +56,7 @@ def compile(
     os.environ[CACHE_VARIABLE] = str(out.resolve())  # before Triton reads it
 
     from chairlift.engine.kernel_cache import fill_kernel_cache, kernels_of_model
-    from chairlift.lab.report.progress import watch
+    from chairlift.progress import watch
 
     model = model_argument or engine.model
     with watch(enabled=not engine.quiet) as note:

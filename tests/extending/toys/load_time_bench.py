@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from chairlift import SamplingParams
-from chairlift.lab.bench.base import BenchResult, bench
-from chairlift.lab.report.progress import Note
-from chairlift.lab.report.tables import Column, Table
+from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions
+from chairlift.terminal.tables import Column, Table
+from chairlift_lab.bench.base import BenchResult, bench
 
 COLUMNS = (
     Column("Start", "name"),

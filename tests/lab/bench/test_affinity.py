@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.bench.affinity.run import AffinitySettings
+from chairlift_lab.bench.affinity.run import AffinitySettings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 

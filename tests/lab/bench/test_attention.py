@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.attention.kernels import KV_MEMORY, materialised
-from chairlift.lab.bench.attention.options import AttentionSettings
-from chairlift.lab.bench.attention.run import EXPERIMENTS, run_attention
-from chairlift.lab.common.lengths import SpreadLengths
-from chairlift.lab.common.timing import growth, peak_bytes
-from chairlift.lab.report.lists import parse_names
+from chairlift_lab.bench.attention.kernels import KV_MEMORY, materialised
+from chairlift_lab.bench.attention.options import AttentionSettings
+from chairlift_lab.bench.attention.run import EXPERIMENTS, run_attention
+from chairlift_lab.common.lengths import SpreadLengths
+from chairlift_lab.common.timing import growth, peak_bytes
+from chairlift_lab.report.lists import parse_names
 
 CPU = torch.device("cpu")
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -40,7 +40,7 @@ SMALL = AttentionSettings(
 
 @pytest.fixture(autouse=True)
 def _measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
+    monkeypatch.setattr("chairlift_lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
 
 
 def test_everything_is_measured_and_counted() -> None:

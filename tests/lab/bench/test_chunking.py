@@ -17,22 +17,22 @@ from chairlift.core.executor import PendingStep
 from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.chunking.long_prompts import (
+from chairlift_lab.bench.chunking.long_prompts import (
     ChunkingRun,
     ChunkingSettings,
     TurnClock,
     engine_for_long_prompts,
     run_long_prompts,
 )
-from chairlift.lab.bench.chunking.run import (
+from chairlift_lab.bench.chunking.run import (
     ChunkingPoint,
     best_fixed,
     chunking_rows,
     sweep_chunks,
 )
-from chairlift.lab.bench.claims import prompt_stall
-from chairlift.lab.bench.claims.prompt_stall import measure_stalls, random_maker
-from chairlift.lab.common.engines import EngineMaker
+from chairlift_lab.bench.claims import prompt_stall
+from chairlift_lab.bench.claims.prompt_stall import measure_stalls, random_maker
+from chairlift_lab.common.engines import EngineMaker
 from tests.tiny import write_tiny_checkpoint
 
 SMALL = ChunkingSettings(decodes=3, start=5, output=60, prompts=2, prompt_len=100)

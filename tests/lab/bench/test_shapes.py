@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
-from chairlift.lab.common import cpu_ceilings, floor
-from chairlift.lab.common.floor import Ceilings, Mixture, ModelCost, ceilings_for, floor_seconds
-from chairlift.lab.common.model_shapes import SHAPES, config_file
 from chairlift.models import describe
+from chairlift_lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
+from chairlift_lab.common import cpu_ceilings, floor
+from chairlift_lab.common.floor import Ceilings, Mixture, ModelCost, ceilings_for, floor_seconds
+from chairlift_lab.common.model_shapes import SHAPES, config_file
 from tests.kernels.tiny_config import CONFIG
 from tests.models.tiny_configs import tiny_config
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.bench.shapes import peer as shapes_peer
-from chairlift.lab.bench.shapes.peer import ShapePeer, _finished, _only_this, _run_own
-from chairlift.lab.bench.shapes.run import CaseResult, ShapeRun, make_cases
-from chairlift.lab.common.floor import Ceilings
-from chairlift.lab.peers.process import PROGRAMS, PeerProcess
 from chairlift.models import dummy
+from chairlift_lab.bench.shapes import peer as shapes_peer
+from chairlift_lab.bench.shapes.peer import ShapePeer, _finished, _only_this, _run_own
+from chairlift_lab.bench.shapes.run import CaseResult, ShapeRun, make_cases
+from chairlift_lab.common.floor import Ceilings
+from chairlift_lab.peers.process import PROGRAMS, PeerProcess
 from tests.kernels.tiny_config import CONFIG
 
 OWN = ShapeRun([CaseResult("decode-2", 2, 8, 16, 1.0, 0.5, 9, 0.7, 0.2)] * 2, Ceilings(1e9, 1e12), 3.0, 300)

@@ -20,11 +20,11 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.bench.soak import run
-from chairlift.lab.bench.soak.resources import ProcessSample, growth_problems, memory_growth
-from chairlift.lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
-from chairlift.lab.common.cpu_time import children
-from chairlift.lab.load.local_server import LocalServer
+from chairlift_lab.bench.soak import run
+from chairlift_lab.bench.soak.resources import ProcessSample, growth_problems, memory_growth
+from chairlift_lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
+from chairlift_lab.common.cpu_time import children
+from chairlift_lab.load.local_server import LocalServer
 from tests.cluster.own_ray import own_ray
 from tests.tiny import write_tiny_checkpoint
 
@@ -47,7 +47,7 @@ def find_request(kind: str) -> SoakRequest:
 
 
 def _questions() -> list[str]:
-    from chairlift.lab.bench.soak.traffic import QUESTIONS
+    from chairlift_lab.bench.soak.traffic import QUESTIONS
 
     return list(QUESTIONS)
 
@@ -216,7 +216,7 @@ def test_a_short_soak_of_a_fleet(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_fleet_are_named_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chairlift.lab.bench.soak import resources
+    from chairlift_lab.bench.soak import resources
 
     monkeypatch.setattr(resources, "server_processes", lambda pid: {"front end": pid, "engine": pid + 1})
     found = resources.fleet_processes(1, [20, 10])

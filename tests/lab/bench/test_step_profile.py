@@ -20,8 +20,9 @@ from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu.decoder import _add_product, decode_layer, decode_step, store_layer
-from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
-from chairlift.lab.profile.gpu_timeline import (
+from chairlift.layers.linear import Linear
+from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
+from chairlift_lab.profile.gpu_timeline import (
     FIRST_KERNEL,
     HOST_GAP,
     LAUNCH,
@@ -32,9 +33,8 @@ from chairlift.lab.profile.gpu_timeline import (
     launch_seconds,
     read_timeline,
 )
-from chairlift.lab.profile.kernel_stamps import LAST_PIECE, layer_pieces
-from chairlift.lab.profile.step_profile import Batch, ProfileSettings
-from chairlift.layers.linear import Linear
+from chairlift_lab.profile.kernel_stamps import LAST_PIECE, layer_pieces
+from chairlift_lab.profile.step_profile import Batch, ProfileSettings
 from tests.kernels.tiny_config import CONFIG
 
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from chairlift.attention.storage import KVStorage
 from chairlift.cli.main import app
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.bench.stress.greedy_check import greedy_gaps
-from chairlift.lab.bench.stress.model import stress_model
-from chairlift.lab.bench.stress.run import StressFailed, stress, stress_config
 from chairlift.runner.host_blocks import HostBlocks
+from chairlift_lab.bench.stress.greedy_check import greedy_gaps
+from chairlift_lab.bench.stress.model import stress_model
+from chairlift_lab.bench.stress.run import StressFailed, stress, stress_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

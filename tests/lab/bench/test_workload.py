@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.common.workload import LengthRange, Workload, load_workload, make_workload, text_like_ids
+from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload, text_like_ids
 from tests.tiny import byte_level_tokenizer
 
 VOCABULARY = list(range(10, 60))

@@ -11,10 +11,10 @@ from torch import Tensor
 from chairlift.attention.interface import AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
-from chairlift.lab.explain.listening import AttentionCall, who_sees_whom
-from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.topic_engines import TopicEngines
-from chairlift.lab.explain.topics import attention, masks
+from chairlift_lab.explain.listening import AttentionCall, who_sees_whom
+from chairlift_lab.explain.palette import LIGHT
+from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.topics import attention, masks
 
 
 @pytest.fixture(scope="module")

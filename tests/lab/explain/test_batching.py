@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, StepDone
-from chairlift.lab.explain.palette import DARK, LIGHT
-from chairlift.lab.explain.recording import Run
-from chairlift.lab.explain.topic_engines import TopicEngines
-from chairlift.lab.explain.topics import batching, budget
+from chairlift_lab.explain.palette import DARK, LIGHT
+from chairlift_lab.explain.recording import Run
+from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.topics import batching, budget
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from chairlift.engine.memory_plan import bytes_per_token
-from chairlift.lab.explain.palette import DARK, LIGHT
-from chairlift.lab.explain.recording import Run
-from chairlift.lab.explain.topic_engines import TopicEngines
-from chairlift.lab.explain.topics import heads, paging, prefix
+from chairlift_lab.explain.palette import DARK, LIGHT
+from chairlift_lab.explain.recording import Run
+from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.topics import heads, paging, prefix
 
 
 @pytest.fixture(scope="module")

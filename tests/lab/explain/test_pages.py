@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.explain import registry
-from chairlift.lab.explain.page import index_page
-from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.topic_engines import as_label
-from chairlift.lab.explain.words import to_html, to_markdown
-from chairlift.lab.explain.write import neighbours
+from chairlift_lab.explain import registry
+from chairlift_lab.explain.page import index_page
+from chairlift_lab.explain.palette import LIGHT
+from chairlift_lab.explain.topic_engines import as_label
+from chairlift_lab.explain.words import to_html, to_markdown
+from chairlift_lab.explain.write import neighbours
 
 
 class Page(HTMLParser):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.events import BudgetDecided, DraftsVerified, TokenProduced
-from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.topic_engines import TopicEngines
-from chairlift.lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
+from chairlift_lab.explain.palette import LIGHT
+from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
 
 
 @pytest.fixture(scope="module")

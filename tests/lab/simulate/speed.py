@@ -12,13 +12,13 @@ from typing import Any
 
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
-from chairlift.lab.load.traces import load_trace
-from chairlift.lab.planning.model_shape import model_shape, read_config
-from chairlift.lab.planning.run import ReplicaSettings, trace_arrivals
-from chairlift.lab.simulator.devices import device_named
-from chairlift.lab.simulator.records import Arrival, SimulationOutcome
-from chairlift.lab.simulator.roofline import Roofline
-from chairlift.lab.simulator.run import simulate
+from chairlift_lab.load.traces import load_trace
+from chairlift_lab.planning.model_shape import model_shape, read_config
+from chairlift_lab.planning.run import ReplicaSettings, trace_arrivals
+from chairlift_lab.simulator.devices import device_named
+from chairlift_lab.simulator.records import Arrival, SimulationOutcome
+from chairlift_lab.simulator.roofline import Roofline
+from chairlift_lab.simulator.run import simulate
 
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", "bfloat16")[0], device_named("h200"))
 PROMPTS = (16, 512)

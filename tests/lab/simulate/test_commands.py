@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.cli.simulate import _rounded
+from chairlift_lab.commands.simulate import _rounded
 from tests.kernels.tiny_config import CONFIG
 
 HYBRID = {

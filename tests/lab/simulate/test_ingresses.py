@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
-from chairlift.lab.planning.run import ReplicaSettings
-from chairlift.lab.simulator.figures import Targets, figures
-from chairlift.lab.simulator.fleet.ingresses import Ingresses
-from chairlift.lab.simulator.records import Arrival
-from chairlift.lab.simulator.run import simulate
+from chairlift_lab.planning.run import ReplicaSettings
+from chairlift_lab.simulator.figures import Targets, figures
+from chairlift_lab.simulator.fleet.ingresses import Ingresses
+from chairlift_lab.simulator.records import Arrival
+from chairlift_lab.simulator.run import simulate
 
 
 class Linear:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.cost_model import StepShape
-from chairlift.lab.planning.decode_curve import decode_curve
-from chairlift.lab.planning.plot import unfinished_requests
-from chairlift.lab.simulator.records import RequestRecord
+from chairlift_lab.planning.decode_curve import decode_curve
+from chairlift_lab.planning.plot import unfinished_requests
+from chairlift_lab.simulator.records import RequestRecord
 
 
 class _CostOfPositions:

@@ -11,11 +11,11 @@ import typer
 
 from chairlift.cluster.options import ClusterOptions
 from chairlift.errors import InvalidParameter
-from chairlift.lab.report.tables import show_table
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, ModelArgument
+from chairlift.terminal.tables import show_table
 
 DEFAULT_NAME = "chairlift"
 WATCH_SECONDS = 2.0

@@ -1,0 +1,117 @@
+"""The seam of `chairlift bench`: a bench is a folder of this package, or a plugin, that registers a command.
+
+The module `cli` of the folder `long_context` registers `chairlift bench long-context`:
+
+    @bench("long-context", "chairlift bench long-context --lengths 1024,4096")
+    def bench_long_context(engine: EngineOptions, note: Note, ...) -> BenchResult: ...
+
+The parameters of the function are the command's options and its docstring is the help. Two parameters are no options:
+`note` reports progress and `report` holds the report options. The tables of the result are printed, its rows are
+written to --json, and it draws itself for --plot.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from chairlift.progress import watch
+from chairlift.registry import Registry
+from chairlift.terminal.console import show_log
+from chairlift.terminal.options import EngineOptions
+from chairlift_lab.report.options import Draw, JsonOptions
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariedEngineOptions(EngineOptions):
+    """Engine options of a bench that varies some of them, such as the policy: combinations are checked per engine."""
+
+    def _check_combinations(self) -> None:
+        pass
+
+
+class Shown(Protocol):
+    """Prints itself; see `chairlift.terminal.tables.Table`."""
+
+    def show(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What a bench found. The keys of `settings` and `rows` are explained in docs/bench-json.md."""
+
+    settings: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    tables: Sequence[Shown] = ()
+    draw: Draw | None = None
+
+    def finish(self, bench: str, report: JsonOptions | None) -> None:
+        """Print the tables and write the report."""
+        for table in self.tables:
+            table.show()
+        if report is not None:
+            report.write(bench, self.settings, self.rows, self.draw)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A command of `chairlift bench`."""
+
+    command: Callable[..., None]
+    examples: Sequence[str]
+
+
+BENCHES: Registry[Bench] = Registry("bench", "chairlift_lab.bench", module="cli")
+
+Measure = Callable[..., BenchResult]
+
+
+def bench(name: str, *examples: str, report: type[JsonOptions] | None = JsonOptions) -> Callable[[Measure], Measure]:
+    """Decorator: make a function the command `chairlift bench NAME`, with `examples` below its help.
+
+    `report` says which report options the command has: `JsonOptions`, `ReportOptions` (also --plot), or none.
+    """
+
+    def add(measure: Measure) -> Measure:
+        BENCHES.register(name)(Bench(_command(name, measure, report), examples))
+        return measure
+
+    return add
+
+
+def _command(name: str, measure: Measure, report_type: type[JsonOptions] | None) -> Callable[..., None]:
+    wanted = inspect.signature(measure, eval_str=True).parameters
+    options = [parameter for parameter in wanted.values() if parameter.name not in ("note", "report")]
+    if report_type is not None:
+        options.append(inspect.Parameter("report", inspect.Parameter.KEYWORD_ONLY, annotation=report_type))
+    if "engine" not in wanted and "quiet" not in wanted:  # the engine's options have --quiet
+        kind = inspect.Parameter.KEYWORD_ONLY
+        options.append(inspect.Parameter("quiet", kind, default=False, annotation=Quiet))
+
+    def command(**values: Any) -> None:
+        report = values.pop("report", None)
+        quiet = values["engine"].quiet if "engine" in wanted else values["quiet"]
+        if report is not None:
+            report.check()
+        show_log(quiet=True)
+        values = {name: value for name, value in values.items() if name in wanted}
+        if "report" in wanted:
+            values["report"] = report
+        if "note" in wanted:
+            with watch(enabled=not quiet) as note:
+                result = measure(**values, note=note)
+        else:
+            result = measure(**values)
+        result.finish(name, report)
+
+    command.__doc__ = measure.__doc__
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in options]
+    )
+    return command

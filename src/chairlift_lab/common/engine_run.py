@@ -1,0 +1,189 @@
+"""Run a workload on this engine, timed by its events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
+from chairlift.core.request import FinishReason
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift_lab.common.measure import EngineFigures, Measurement, TokenProgress
+from chairlift_lab.common.workload import BenchRequest, Workload
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests sent one after the other: each prompt is the whole conversation so far plus the turn's `prompt_ids`."""
+
+    turns: tuple[BenchRequest, ...]
+
+    @property
+    def longest(self) -> int:
+        return sum(len(turn.prompt_ids) + turn.n_out for turn in self.turns)
+
+
+def measure_engine(
+    engine: Engine,
+    workload: Workload,
+    advance: TokenProgress,
+    arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> Measurement:
+    """Run all requests, after a short warm-up.
+
+    They arrive at once or at the times of `arrivals` (seconds, rising). `in_flight` limits the number of requests in
+    flight: the next is sent when one has finished.
+    """
+    run_sessions(engine, _single_turns(workload.warm_up()))
+    return run_sessions(engine, _single_turns(workload), advance, arrivals, in_flight)
+
+
+def _single_turns(workload: Workload) -> list[Session]:
+    return [Session((request,)) for request in workload.requests]
+
+
+def run_sessions(
+    engine: Engine,
+    sessions: Sequence[Session],
+    advance: TokenProgress = lambda tokens: None,
+    arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> Measurement:
+    """Run every session to its end. A request that arrives during a step waits for its end, which counts."""
+    longest = max(session.longest for session in sessions)
+    if longest > engine.max_model_len:
+        problem = f"a request of {longest} tokens, prompt and output, exceeds the {engine.max_model_len}"
+        raise InvalidParameter("max_model_len", f"{problem} of this model; use shorter lengths")
+    return _Run(engine, sessions, arrivals or [0.0] * len(sessions), in_flight or len(sessions)).to_end(advance)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request in flight."""
+
+    session: Session
+    index: int
+    prompt: list[int]
+    came: float
+    answer: list[int]
+    token_times: list[float]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.session.turns)
+
+
+class _Run:
+    def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float], in_flight: int) -> None:
+        self._engine = engine
+        self._coming = deque(zip(arrivals, sessions, strict=True))
+        self._in_flight = in_flight
+        self._is_capped = in_flight < len(sessions)
+        self._begun = 0.0
+        self._open: dict[str, _Turn] = {}
+        self._turns: list[_Turn] = []
+        self._inside = _Inside()
+
+    def to_end(self, advance: TokenProgress) -> Measurement:
+        advance(0)
+        self._begun = self._engine.now()
+        while self._coming or self._open:
+            self._let_in()
+            time.sleep(self._pause())
+            self._record(self._engine.step())
+            self._engine.check_alive()
+            advance(sum(len(turn.answer) for turn in self._turns))
+        turns = self._turns
+        return Measurement(
+            seconds=self._now(),
+            input_tokens=sum(len(turn.prompt) for turn in turns),
+            token_times=[turn.token_times for turn in turns],
+            inside=self._inside.figures(),
+            arrivals=[turn.came for turn in turns],
+        )
+
+    def _now(self) -> float:
+        return self._engine.now() - self._begun
+
+    def _let_in(self) -> None:
+        while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
+            came, session = self._coming.popleft()
+            self._submit(session, 0, [], self._now() if self._is_capped else came)
+
+        if not self._coming and all(turn.is_last for turn in self._open.values()):
+            self._engine.expect_no_more()
+
+    def _pause(self) -> float:
+        """Seconds until there is something to compute or a request arrives."""
+        until_next = self._coming[0][0] - self._now() if self._coming else math.inf
+        return max(0.0, min(self._engine.pause(), until_next))
+
+    def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
+        turn = session.turns[index]
+        prompt = [*said, *turn.prompt_ids]
+        # Token ids only, no text, as for other engines.
+        params = SamplingParams(temperature=0.0, max_tokens=turn.n_out, ignore_eos=True, detokenize=False)
+        (request_id,) = self._engine.submit(prompt, params)
+        self._open[request_id] = _Turn(session, index, prompt, came, [], [])
+        self._turns.append(self._open[request_id])
+
+    def _record(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._inside.record(event)
+            if isinstance(event, TokenProduced):
+                turn = self._open[event.request_id]
+                turn.answer.append(event.token)
+                turn.token_times.append(event.time - self._begun)
+            elif isinstance(event, RequestFinished):
+                if event.ending.reason is not FinishReason.LENGTH:
+                    raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
+                turn = self._open.pop(event.request_id)
+                if not turn.is_last:
+                    said = turn.prompt + turn.answer
+                    self._submit(turn.session, turn.index + 1, said, event.time - self._begun)
+
+
+class _Inside:
+    """Collects figures from the engine's events."""
+
+    def __init__(self) -> None:
+        self._preemptions = 0
+        self._cached: dict[str, int] = {}  # at first admission; after a preemption a request finds its own blocks
+        self._steps: list[StepDone] = []
+
+    def record(self, event: Event) -> None:
+        match event:
+            case RequestAdmitted():
+                self._cached.setdefault(event.request_id, event.cached_tokens)
+            case RequestPreempted():
+                self._preemptions += 1
+            case StepDone():
+                self._steps.append(event)
+            case _:
+                pass
+
+    def figures(self) -> EngineFigures:
+        steps = self._steps
+        scheduling = sum(step.schedule_seconds + step.apply_seconds for step in steps)
+        building = sum(step.timing.build for step in steps)
+        running = sum(step.timing.total for step in steps)
+        useful = sum(step.decode_tokens + step.prefill_tokens for step in steps)
+        return EngineFigures(
+            steps=len(steps),
+            mean_batch_requests=sum(step.requests for step in steps) / len(steps),
+            scheduler_share=(scheduling + building) / (scheduling + running),
+            preemptions=self._preemptions,
+            peak_kv_blocks=max(step.used_blocks for step in steps),
+            peak_batch_requests=max(step.requests for step in steps),
+            useful_token_share=useful / (useful + sum(step.padding_tokens for step in steps)),
+            cached_tokens=sum(self._cached.values()),
+        )

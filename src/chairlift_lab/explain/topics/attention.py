@@ -1,0 +1,296 @@
+"""Attention in one head of a real layer, from the hidden states to the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidParameter
+from chairlift_lab.explain.palette import DARK_INK, LIGHT_INK, Look, Theme
+from chairlift_lab.explain.recording import Run, TimedRequest, record
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chairlift_lab.explain.listening import AttentionCall
+
+SENTENCE = "The cat sat on the mat because it was tired"
+LOOKS_FROM, LOOKS_AT = "it", "cat"  # the head is chosen in which the first looks at the second the most
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionData:
+    words: tuple[str, ...]
+    layer: int
+    head: int
+    kv_head: int
+    heads: int
+    layers: int
+    scale: float
+    hidden: Matrix  # [tokens, hidden]: what the layer is given
+    q: Matrix  # [tokens, head_dim], rotated by the positions
+    k: Matrix
+    v: Matrix
+    scores: Matrix  # [tokens, tokens]: q·k·scale
+    weights: Matrix  # after mask and softmax
+    output: Matrix  # [tokens, head_dim]: weights·v
+    difference: float  # to what the engine's own kernel had for this head, at most
+    asks: tuple[int, int]  # the row and column by which the head was chosen
+    run: Run
+
+
+def run(engines: TopicEngines) -> AttentionData:
+    from chairlift.models.decoder import Decoder
+    from chairlift_lab.explain.listening import listening
+
+    model = engines.loaded.model
+    if not isinstance(model, Decoder):
+        raise InvalidParameter("model", "this topic looks into our own decoder; choose a model that runs on it")
+    started = engines.start(prefix_caching=False)
+    tokens = tuple(engines.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
+    calls: list[AttentionCall] = []
+    with listening(started, calls.append), _noting_inputs(model) as inputs:
+        recorded = record(started.engine, [TimedRequest("A", tokens, 1)])
+    words = tuple(engines.labels(tokens))
+    asks = _pair(words)
+    call, head = max(
+        ((call, head) for call in calls for head in range(call.layer.num_heads)),
+        key=lambda pair: float(_weights(*pair)[asks]),
+    )
+    return _data(call, head, words, asks, inputs[call.layer.index], len(calls), recorded)
+
+
+class _Noting:
+    """A linear map that keeps what it is given."""
+
+    def __init__(self, inner: Any, inputs: list[Any]) -> None:
+        self.inner, self.inputs = inner, inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.inputs.append(x.clone())
+        result: Tensor = self.inner(x)
+        return result
+
+
+@contextmanager
+def _noting_inputs(model: Any) -> Iterator[list[Tensor]]:
+    """While it lasts, the inputs of all projections to queries, keys and values, layer by layer."""
+    parts, inputs = [layer.attention for layer in model.layers], []  # type: ignore[var-annotated]
+    for part in parts:
+        part.qkv = _Noting(part.qkv, inputs)
+    try:
+        yield inputs
+    finally:
+        for part in parts:
+            part.qkv = part.qkv.inner
+
+
+def _pair(words: tuple[str, ...]) -> tuple[int, int]:
+    if LOOKS_FROM in words and LOOKS_AT in words:
+        return words.index(LOOKS_FROM), words.index(LOOKS_AT)
+    return len(words) - 3, 1  # other tokenizers cut other pieces
+
+
+def _scores(call: AttentionCall, head: int) -> Tensor:
+    group = call.layer.num_heads // call.layer.num_kv_heads
+    return call.q[:, head] @ call.k[:, head // group].T * call.layer.scale
+
+
+def _weights(call: AttentionCall, head: int) -> Tensor:
+    from chairlift.attention.interface import visible_mask
+
+    scores = _scores(call, head)
+    mask = visible_mask(call.layer, 0, len(scores), scores.device)
+    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+
+
+def _data(
+    call: AttentionCall,
+    head: int,
+    words: tuple[str, ...],
+    asks: tuple[int, int],
+    hidden: Tensor,
+    layers: int,
+    recorded: Run,
+) -> AttentionData:
+    layer = call.layer
+    kv_head = head // (layer.num_heads // layer.num_kv_heads)
+    weights = _weights(call, head)
+    output = weights @ call.v[:, kv_head]
+    return AttentionData(
+        words=words,
+        layer=layer.index,
+        head=head,
+        kv_head=kv_head,
+        heads=layer.num_heads,
+        layers=layers,
+        scale=layer.scale,
+        hidden=_matrix(hidden),
+        q=_matrix(call.q[:, head]),
+        k=_matrix(call.k[:, kv_head]),
+        v=_matrix(call.v[:, kv_head]),
+        scores=_matrix(_scores(call, head)),
+        weights=_matrix(weights),
+        output=_matrix(output),
+        difference=float((output - call.output[:, head]).abs().max()),
+        asks=asks,
+        run=recorded,
+    )
+
+
+def _matrix(tensor: Tensor) -> Matrix:
+    return tuple(tuple(round(value, 5) for value in row) for row in tensor.tolist())
+
+
+def draw(data: AttentionData, theme: Theme) -> Sheet:
+    title = f"One attention head at work: layer {data.layer + 1} of {data.layers}, head {data.head + 1} of {data.heads}"
+    sheet = Sheet(theme, title, size=(12, 8.6))
+    grid = sheet.grid(2, 12, height_ratios=[1, 1.35])
+    top = {"hidden": grid[0, 0:3], "q": grid[0, 3:6], "k": grid[0, 6:9], "v": grid[0, 9:12]}
+    size = len(data.q[0])
+    titles = {
+        "hidden": f"① each token is {len(data.hidden[0])} numbers",
+        "q": f"② Q, its question: {size} numbers",
+        "k": f"③ K, its label: {size} numbers",
+        "v": f"④ V, its content: {size} numbers",
+    }
+    for name, place in top.items():
+        panel = sheet.panel(name, place)
+        values = getattr(data, name)
+        panel.heat(values, "number", most=_typical(values))
+        panel.title(titles[name])
+        _label(panel, data, show_rows=name == "hidden")
+        panel.axes.set_xticks([])
+    _draw_scores(sheet.panel("scores", grid[1, 0:5]), data)
+    _draw_weights(sheet.panel("weights", grid[1, 5:9]), data)
+    output = sheet.panel("output", grid[1, 9:12])
+    output.heat(data.output, "number", most=_typical(data.v))
+    output.title("⑦ output: a mix of V")
+    _label(output, data, show_rows=False)
+    output.axes.set_xticks([])
+    sheet.legend(
+        {"masked": "mask: it comes later, so it does not count"},
+        [
+            (Look("#5d3a8c"), "a number above zero"),
+            (Look("#e08214"), "a number below zero"),
+            (Look("#2171b5"), "a large share of the attention"),
+        ],
+    )
+    return sheet
+
+
+def _typical(values: Matrix) -> float:
+    """A bound that most numbers keep, so that a few large ones do not fade all others."""
+    flat = sorted(abs(value) for row in values for value in row)
+    return flat[int(0.98 * (len(flat) - 1))] or 1.0
+
+
+def _label(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
+    panel.grid_only(panel.axes.get_xlim()[1], len(data.words), equal=False)
+    panel.row_names(data.words if show_rows else [""] * len(data.words), size=8.5)
+
+
+def _draw_scores(panel: Panel, data: AttentionData) -> None:
+    import matplotlib
+
+    panel.title("⑤ scores: every Q with every K")
+    most = max(abs(data.scores[i][j]) for i in range(len(data.words)) for j in range(i + 1)) or 1.0
+    colours = matplotlib.colormaps["PuOr"]
+    for i, row in enumerate(data.scores):
+        for j, score in enumerate(row):
+            if j > i:
+                panel.cell(j, i, "masked", "×")
+            else:
+                _number(panel, j, i, "score", f"{score:.1f}".replace("-0.0", "0.0"), colours(0.5 + 0.5 * score / most))
+    _squares(panel, data, show_rows=True)
+
+
+def _draw_weights(panel: Panel, data: AttentionData) -> None:
+    import matplotlib
+    from matplotlib.patches import Rectangle
+
+    panel.title("⑥ after the mask and softmax: %")
+    colours = matplotlib.colormaps["Blues"]
+    for i, row in enumerate(data.weights):
+        for j, weight in enumerate(row[: i + 1]):
+            _number(panel, j, i, "weight", f"{100 * weight:.0f}", colours(weight))
+    _squares(panel, data, show_rows=False)
+    ring = Rectangle(
+        (data.asks[1], data.asks[0]), 1, 1, fill=False, edgecolor=panel.theme.look("recomputed").fill, linewidth=2
+    )
+    panel.axes.add_patch(ring)
+
+
+def _number(panel: Panel, x: float, y: float, kind: str, label: str, colour: tuple[float, ...]) -> None:
+    from matplotlib.colors import to_hex
+
+    bright = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.55
+    panel.cell(x, y, kind, label, look=Look(to_hex(colour), DARK_INK if bright else LIGHT_INK), size=7)
+
+
+def _squares(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
+    panel.grid_only(len(data.words), len(data.words), equal=False)
+    panel.column_names(data.words, size=8.5, rotation=40)
+    panel.row_names(data.words if show_rows else [""] * len(data.words), size=8.5)
+
+
+def says(data: AttentionData) -> str:
+    row, column = data.asks
+    return (
+        f"Layer {data.layer + 1}, head {data.head + 1}: hidden states, Q, K, V, {len(data.words)}×{len(data.words)} "
+        f"scores, the weights after mask and softmax, and the output. “{data.words[row]}” gives "
+        f"{data.weights[row][column]:.0%} of its attention to “{data.words[column]}”."
+    )
+
+
+def teach(data: AttentionData) -> str:
+    row, column = data.asks
+    n, d = len(data.words), len(data.q[0])
+    return f"""
+Attention is how a token learns from the tokens before it. This is one head of layer {data.layer + 1}, reading
+“{SENTENCE}”. All numbers are those that the engine computed.
+
+[[attention]]
+
+1. **Hidden states.** On its way through the model, each token is a row of {len(data.hidden[0])} numbers.
+2. **Q, the query.** The row times a matrix of weights gives {d} numbers that say what this token is looking for.
+3. **K, the key.** Another matrix: what this token has to offer. (Q and K are also turned by the token's position, so
+   that *near* and *far* make a difference.)
+4. **V, the value.** A third matrix: what it hands over to tokens that attend to it.
+5. **Scores.** Row by row, each Q is compared with each K: multiply the {d} numbers in pairs, add them up, times
+   {data.scale:g} (one over the root of {d}). A high score means: what you offer is what I am looking for. The crosses
+   are the **mask**: tokens that come later do not count. When a text is written, they do not exist yet.
+6. **Softmax.** Each row becomes shares of 100 %. “{data.words[row]}” gives {data.weights[row][column]:.0%} to
+   “{data.words[column]}” (ringed): this head was chosen among {data.layers * data.heads} because it does that the most.
+7. **Output.** Each token takes that share of every V and adds them up. That is all: a mix of what the tokens before it
+   had to say.
+
+The same is done in all {data.heads} heads of all {data.layers} layers. Done again here with the formula, the output
+differs from what the engine's fast kernel had by at most {data.difference:.0e}.
+
+Two things to remember for the rest of this guide. K and V of a token depend only on the tokens **before** it, so they
+can be kept (the *KV cache*). And a new token needs only **its own row**: its Q, against all K and V that are kept.
+The full table of {n}×{n} scores is only there while a prompt is read, and even then it is never stored as a whole.
+"""
+
+
+TOPIC = Topic(
+    name="attention",
+    title="Attention, from Q, K and V to the output",
+    question="What does a token do when it looks at the tokens before it?",
+    run=run,
+    pictures=(Picture("attention", draw, says),),
+    teach=teach,
+    code=(
+        "chairlift/models/decoder.py",
+        "chairlift/attention/backends/bursted.py",
+        "chairlift/kernels/cpu/attention.py",
+    ),
+)

@@ -1,0 +1,235 @@
+"""Generation without a KV cache and with one, and why what is cached stays right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chairlift_lab.explain.palette import Look, Theme
+from chairlift_lab.explain.recording import Run, TimedRequest
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chairlift.runner.base import ModelRunner
+
+PROMPT, NEW = 5, 9
+CHANGED = 6  # the place of the token that is exchanged in the second experiment
+TOKENS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class CacheData:
+    words: tuple[str, ...]  # prompt and output
+    num_prompt: int
+    without: tuple[tuple[int, int], ...]  # the (start, count) that each step computed
+    with_cache: tuple[tuple[int, int], ...]
+    same_output: bool
+    before: tuple[str, ...]  # a text, and the same with one word exchanged
+    after: tuple[str, ...]
+    changed: int
+    differences: tuple[tuple[float, ...], ...]  # [layers][positions]: how much keys and values differ, relatively
+    run: Run
+
+
+def run(engines: TopicEngines) -> CacheData:
+    prompt = engines.prompt(PROMPT)
+    played = engines.record([TimedRequest("A", prompt, NEW)], prefix_caching=False)
+    output = [token for step in played.steps for token in step.sampled.get("A", ())]
+    generated, spans = _without_cache(engines, prompt)
+    text = engines.prompt(TOKENS, skip=24)
+    other = (*text[:CHANGED], engines.prompt(1, skip=60)[0], *text[CHANGED + 1 :])
+    return CacheData(
+        words=tuple(engines.labels((*prompt, *output))),
+        num_prompt=PROMPT,
+        without=tuple(spans),
+        with_cache=tuple((chunk.start, chunk.count) for step in played.steps for chunk in step.chunks),
+        same_output=generated == output,
+        before=tuple(engines.labels(text)),
+        after=tuple(engines.labels(other)),
+        changed=CHANGED,
+        differences=_differences(engines, text, other),
+        run=played,
+    )
+
+
+def _without_cache(engines: TopicEngines, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Generate as if nothing were kept: every step reads the whole text from its first token."""
+    runner: ModelRunner = engines.start(prefix_caching=False).runner
+    tokens, spans = list(prompt), []
+    for _ in range(NEW):
+        tokens.append(_next_token(runner, tokens))
+        spans.append((0, len(tokens) - 1))
+    return tokens[len(prompt) :], spans
+
+
+def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
+    from chairlift.core.plan import Chunk, StepPlan
+    from chairlift.core.request import Request
+    from chairlift.core.sampling.params import SamplingParams
+
+    request = Request("A", tokens, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
+    table = range(-(-len(tokens) // runner.storage.block_size))
+    result = runner.run(StepPlan(0, (Chunk(request, 0, len(tokens), table, samples=True),)))
+    runner.forget(request.id)
+    return result.tokens[0]
+
+
+def _differences(engines: TopicEngines, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """How far the keys and values of two texts are apart, for each layer and position."""
+    one, two = _keys_and_values(engines, text), _keys_and_values(engines, other)
+    rows = []
+    for a, b in zip(one, two, strict=True):
+        apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
+        rows.append(tuple(float(value) for value in apart))
+    return tuple(rows)
+
+
+def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
+    """[positions, numbers] for each layer."""
+    import torch
+
+    from chairlift_lab.explain.listening import AttentionCall, listening
+    from chairlift_lab.explain.recording import record
+
+    started, found = engines.start(prefix_caching=False), []
+
+    def listen(call: AttentionCall) -> None:
+        found.append(torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1))
+
+    with listening(started, listen):
+        record(started.engine, [TimedRequest("A", tokens, 1)])
+    return found
+
+
+def draw_generation(data: CacheData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "Making the same text without a KV cache, and with one", size=(11.5, 5.6))
+    grid = sheet.grid(1, 2)
+    without, kept = sheet.panel("without", grid[0, 0]), sheet.panel("with", grid[0, 1])
+    without.title("without a cache", f"{computed(data.without)} tokens computed")
+    kept.title("with a cache", f"{computed(data.with_cache)} tokens computed")
+    _draw_steps(without, data, data.without)
+    _draw_steps(kept, data, data.with_cache)
+    sheet.legend(
+        {
+            "new": "computed for the first time",
+            "recomputed": "computed again, with the same result",
+            "cached": "keys and values are in the cache",
+        }
+    )
+    return sheet
+
+
+def computed(spans: tuple[tuple[int, int], ...]) -> int:
+    return sum(count for _, count in spans)
+
+
+def _draw_steps(panel: Panel, data: CacheData, spans: tuple[tuple[int, int], ...]) -> None:
+    known = 0
+    for row, (start, count) in enumerate(spans):
+        for position in range(start + count):
+            kind = "cached" if position < start else "recomputed" if position < known else "new"
+            panel.cell(position, row, kind)
+        known = start + count
+        panel.text(known + 0.15, row + 0.5, f"→ {data.words[known]}", ha="left", size=8.5)
+    panel.grid_only(len(data.words) + 1.5, len(spans), equal=False)
+    panel.row_names([f"step {row + 1}" for row in range(len(spans))])
+    panel.column_names(data.words[: len(data.words) - 1], size=8, rotation=55)
+    panel.axes.tick_params(axis="x", pad=1)
+
+
+def draw_past(data: CacheData, theme: Theme) -> Sheet:
+    title = f"Exchange one word (“{data.before[data.changed]}” for “{data.after[data.changed]}”): what changes?"
+    sheet = Sheet(theme, title, size=(10, 6.2))
+    panel = sheet.panel("layers", sheet.grid(1, 1)[0, 0])
+    import matplotlib
+    from matplotlib.colors import to_hex
+
+    colours = matplotlib.colormaps["Blues"]
+    for layer, row in enumerate(data.differences):
+        for position, apart in enumerate(row):
+            if apart:
+                look = Look(to_hex(colours(0.25 + 0.75 * min(apart, 1.0))))
+                panel.cell(position, layer, "changed", look=look)
+            else:
+                panel.cell(position, layer, "unchanged", look=theme.look("empty"))
+    layers = len(data.differences)
+    panel.grid_only(len(data.before), layers, equal=False)
+    ticks = [layer for layer in range(layers) if layer % 5 == 0 or layer == layers - 1]
+    panel.axes.set_yticks([layer + 0.5 for layer in ticks], [f"layer {layer + 1}" for layer in ticks])
+    names = [a if a == b else f"{a} → {b}" for a, b in zip(data.before, data.after, strict=True)]
+    panel.column_names(names, size=9, rotation=30)
+    sheet.legend(
+        {},
+        [
+            (theme.look("empty"), "keys and values exactly as before"),
+            (Look(to_hex(colours(0.35))), "changed a little"),
+            (Look(to_hex(colours(1.0))), "changed very much"),
+        ],
+    )
+    return sheet
+
+
+def says_generation(data: CacheData) -> str:
+    return (
+        f"{len(data.without)} new tokens: {computed(data.without)} tokens computed without a cache, "
+        f"{computed(data.with_cache)} with it."
+    )
+
+
+def unchanged_before(data: CacheData) -> int:
+    return sum(not apart for row in data.differences for apart in row[: data.changed])
+
+
+def says_past(data: CacheData) -> str:
+    return (
+        f"Keys and values in {len(data.differences)} layers when token {data.changed} is exchanged: "
+        f"{unchanged_before(data)} of {data.changed * len(data.differences)} before it stay exactly the same."
+    )
+
+
+def teach(data: CacheData) -> str:
+    more = computed(data.without) / computed(data.with_cache)
+    same = "the same text" if data.same_output else "another text (rounding decided between two equal tokens)"
+    return f"""
+A language model makes one token at a time. To make the next one, it needs the keys and values of **all** tokens so
+far. There are two ways to have them: compute them again, or keep them.
+
+[[cache]]
+
+Each row is a step, each column a token. On the left nothing is kept, so that every step reads the whole text from the
+start: the red cells are work that was done before. On the right the keys and values stay in memory, the **KV cache**,
+and a step computes only the token that is new.
+
+Here that is {computed(data.without)} against {computed(data.with_cache)} tokens, {more:.1f} times as much, for
+{same}. The red triangle grows with the square of the length: for a text of 1,000 tokens it would have
+{1000 * 1001 // 2:,} cells.
+
+## Why the kept values stay right
+
+May we keep them, though? Would the new token not change what the earlier ones mean? It cannot: a token only looks
+**back**. Here is an experiment. The same text is read twice, with one word exchanged.
+
+[[cache-past]]
+
+Each row is a layer of the model. **Before** the exchanged word, {unchanged_before(data)} of
+{data.changed * len(data.differences)} cells are exactly the same, to the last bit. From it on everything is different
+(except in the first layer, where no token has attended to another yet). So a new token can never
+make a cached value wrong, and cached values can be shared by all texts that begin the same way.
+
+The price is memory: the cache grows with every token of every request. The next pages are about that.
+"""
+
+
+TOPIC = Topic(
+    name="cache",
+    title="The KV cache",
+    question="What is computed again without a cache, and why can a new token not change the past?",
+    run=run,
+    pictures=(Picture("cache", draw_generation, says_generation), Picture("cache-past", draw_past, says_past)),
+    teach=teach,
+    code=("chairlift/core/request.py", "chairlift/runner/cpu.py", "chairlift/attention/interface.py"),
+)

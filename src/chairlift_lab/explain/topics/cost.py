@@ -1,0 +1,243 @@
+"""The cost model: how long a step will take, and the chunk of prompt that is chosen by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.core.budgets.base import BatchLoad, TokenBudget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.step_limits import LimitReason, StepLimits
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, TimedRequest, record
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import CPU_TIME, TopicEngines
+
+MOST = 128  # prompt tokens of a step
+ROOM = 28  # prompt tokens that the target leaves room for, about
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the budget thought before one step."""
+
+    step: int
+    decodes: int
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]  # predicted, for each size
+    chosen: int
+    reason: str
+    target: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostData:
+    target: float  # seconds per output token
+    coefficients: dict[str, float]
+    measured: tuple[float, ...]  # seconds of each step
+    predicted: tuple[float | None, ...]
+    prefill: tuple[int, ...]  # prompt tokens of each step
+    decode: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+    learning: Run
+    run: Run
+
+
+class _Watching(TokenBudget):
+    """A budget that writes down what it decides, and what it expects of the sizes that it did not choose."""
+
+    def __init__(self, inner: TokenBudget, cost: CostModel) -> None:
+        super().__init__(inner.most, cost)
+        self.inner = inner
+        self.calls = 0
+        self.decisions: list[Decision] = []
+
+    def limits(self, load: BatchLoad) -> StepLimits:
+        from chairlift.core.budgets._adaptive import StepForecast, chunk_sizes
+
+        limits = self.inner.limits(load)
+        if load.decoding and (load.prefilling or load.waiting):
+            forecast = StepForecast(self._cost, load)
+            sizes = tuple(chunk_sizes(MOST))
+            self.decisions.append(
+                Decision(
+                    self.calls,
+                    forecast.decodes,
+                    sizes,
+                    tuple(forecast.seconds(size) for size in sizes),
+                    limits.prefill_tokens,
+                    str(limits.reason),
+                    limits.target_seconds,
+                )
+            )
+        self.calls += 1
+        return limits
+
+
+def run(engines: TopicEngines) -> CostData:
+    from chairlift.core.cost_model import StepShape
+
+    options: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_requests": 8, "prefix_caching": False}
+    first = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, **options)
+    learning = record(first.engine, _requests(engines))
+    learned = first.engine.cost_model
+    target = learned.predict(StepShape(4, ROOM, 4 * 40, ROOM * 40, 5))
+    started = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, target_tpot_ms=1e3 * target, **options)
+    watching = _Watching(started.engine.scheduler.budget, started.engine.cost_model)
+    started.engine.scheduler.budget = watching
+    played = record(started.engine, _requests(engines))
+    done = played.done()
+    return CostData(
+        target=target,
+        coefficients=dict(started.engine.cost_model.coefficients),
+        measured=tuple(step.seconds for step in done),
+        predicted=tuple(step.predicted_seconds for step in done),
+        prefill=tuple(step.prefill_tokens for step in done),
+        decode=tuple(step.decode_tokens for step in done),
+        decisions=tuple(watching.decisions),
+        learning=learning,
+        run=played,
+    )
+
+
+def _requests(engines: TopicEngines) -> list[TimedRequest]:
+    """Some that are being answered all the time, and long prompts between."""
+    short = [TimedRequest(f"S{index}", engines.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
+    return [
+        *short,
+        *(TimedRequest(f"L{index}", engines.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4)),
+    ]
+
+
+def shown(data: CostData) -> Decision:
+    """The decision that is drawn: with the most decodes and the latest, if one, of those that the target decided."""
+    by_target = [decision for decision in data.decisions if decision.reason == LimitReason.TPOT]
+    return max(by_target or data.decisions, key=lambda decision: (decision.decodes, decision.step))
+
+
+def draw(data: CostData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "The cost model, and the chunk that it chose", size=(11.5, 7.6))
+    grid = sheet.grid(2, 2, height_ratios=[1, 1])
+    _draw_choice(sheet.panel("choice", grid[0, 0]), data)
+    _draw_predictions(sheet.panel("predictions", grid[0, 1]), data)
+    _draw_steps(sheet.panel("steps", grid[1, :]), data)
+    sheet.legend({"decode": "tokens of answers", "prefill": "tokens of prompts (the chunk)"})
+    return sheet
+
+
+def _draw_choice(panel: Panel, data: CostData) -> None:
+    choice = shown(data)
+    panel.title(f"before step {choice.step + 1}: how long would it take?")
+    axes, theme = panel.axes, panel.theme
+    axes.plot(choice.sizes, [1e3 * value for value in choice.seconds], color=theme.look("prefill").fill, linewidth=2)
+    axes.axhline(1e3 * data.target, color=theme.look("recomputed").fill, linestyle="--", linewidth=1.2)
+    panel.text(
+        choice.sizes[-1], 1e3 * data.target, f"target {1e3 * data.target:.0f} ms", ha="right", va="bottom", size=8.5
+    )
+    height = 1e3 * choice.seconds[choice.sizes.index(choice.chosen)]
+    axes.plot([choice.chosen], [height], "o", color=theme.look("decode").fill, markersize=9)
+    axes.annotate(
+        f"chosen: {choice.chosen}",
+        (choice.chosen, height),
+        xytext=(14, -16),
+        textcoords="offset points",
+        color=theme.ink,
+        fontsize=9,
+    )
+    panel.chart(f"prompt tokens beside {choice.decodes} decodes", "predicted milliseconds")
+    axes.set_ylim(bottom=0)
+    panel.drawn["size"] += len(choice.sizes)
+
+
+def _draw_predictions(panel: Panel, data: CostData) -> None:
+    panel.title("every step: predicted and measured")
+    pairs = [(p, m) for p, m in zip(data.predicted, data.measured, strict=True) if p is not None]
+    panel.drawn["point"] += len(pairs)
+    theme = panel.theme
+    most = 1e3 * max(max(pair) for pair in pairs)
+    panel.axes.plot([0, most], [0, most], color=theme.hidden, linewidth=1)
+    panel.axes.plot(
+        [1e3 * p for p, _ in pairs],
+        [1e3 * m for _, m in pairs],
+        "o",
+        markersize=4.5,
+        alpha=0.75,
+        color=theme.look("cached").fill,
+    )
+    panel.chart("predicted milliseconds", "measured milliseconds")
+    panel.axes.set_xlim(0, 1.05 * most)
+    panel.axes.set_ylim(0, 1.05 * most)
+
+
+def _draw_steps(panel: Panel, data: CostData) -> None:
+    panel.title("the tokens of every step")
+    for step, (decode, prefill) in enumerate(zip(data.decode, data.prefill, strict=True)):
+        panel.drawn["decode"] += decode
+        panel.drawn["prefill"] += prefill
+        panel.axes.bar(step + 1, decode, 0.8, color=panel.theme.look("decode").fill)
+        panel.axes.bar(step + 1, prefill, 0.8, bottom=decode, color=panel.theme.look("prefill").fill)
+    panel.chart("step", "tokens")
+    panel.axes.set_xlim(0.3, len(data.decode) + 0.7)
+
+
+def typical_error(data: CostData) -> float:
+    """The median of |measured / predicted - 1| once the model has seen some steps."""
+    pairs = list(zip(data.predicted, data.measured, strict=True))[10:]
+    errors = sorted(abs(m / p - 1) for p, m in pairs if p)
+    return errors[len(errors) // 2] if errors else 0.0
+
+
+def says(data: CostData) -> str:
+    choice = shown(data)
+    return (
+        f"Predicted time of a step by its prompt tokens; a target of {1e3 * data.target:.0f} ms makes the engine "
+        f"choose {choice.chosen} tokens. Over {len(data.measured)} steps, the typical error is "
+        f"{typical_error(data):.0%}."
+    )
+
+
+def teach(data: CostData) -> str:
+    choice = shown(data)
+    ms = {name: 1e3 * value for name, value in data.coefficients.items()}
+    return f"""
+How many tokens of a prompt should one step read? Many: then the prompt is done soon. Few: then those who are being
+answered wait less. To choose, the engine must know **how long a step will take** before it runs it.
+
+[[cost]]
+
+## The cost model
+
+After every step the engine compares what it expected with what it measured, and improves a simple formula:
+
+```
+time of a step = a fixed part + a price for each token + a price for what attention reads + a price for each request
+```
+
+It learns the prices while it runs. At the end of this run a token costs {ms["token"]:.2f} ms and
+the fixed part is {ms["step"]:.2f} ms. On the right, each dot is one step: the nearer to the line, the better the
+prediction. The typical error is {typical_error(data):.0%} (once ten steps have been seen).
+
+## The chosen chunk
+
+On the left is one moment of the run: {choice.decodes} requests are being answered, and a prompt waits. The curve is
+what the model expects of a step with that number of prompt tokens beside them. The target (`--target-tpot-ms`) says
+that a step should not take longer than {1e3 * data.target:.0f} ms. The engine takes the largest chunk that stays below:
+{choice.chosen} tokens. (It plans a little below the line where steps often take longer than expected.)
+
+Below you see the result, step by step: answers go on in every step (orange), and prompts get what is left (blue). At
+the very beginning nothing is known yet and the engine tries small chunks first.
+
+Times are the processor's, with one thread, so that other programs on the machine do not disturb the picture.
+"""
+
+
+TOPIC = Topic(
+    name="cost",
+    title="The cost model and the chosen chunk",
+    question="How does the engine know how much of a prompt fits into a step?",
+    run=run,
+    pictures=(Picture("cost", draw, says),),
+    teach=teach,
+    code=("chairlift/core/cost_model.py", "chairlift/core/budgets/latency.py"),
+)

@@ -1,0 +1,335 @@
+"""FlashAttention: what a tiled kernel loads, and what it never writes. The engine's own tiles, in slow motion."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidParameter
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, TimedRequest, record
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from chairlift_lab.explain.listening import AttentionCall
+
+TOKENS = 252
+ROW = 230  # whose walk over the tiles is shown
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTile:
+    """Scores of some tokens against some keys: made, used and forgotten."""
+
+    first: int  # token
+    last: int
+    keys: int  # the first key
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What a row remembers after one more tile of keys and values."""
+
+    highest: float  # score so far
+    total: float  # of exp(score - highest) so far
+    error: float  # of the output that these would give, relative to the final one
+
+
+@dataclass(frozen=True, slots=True)
+class FlashData:
+    tokens: int
+    heads: int  # query heads that share the keys of this KV head
+    head_dim: int
+    layer: int
+    kv_head: int
+    tile_rows: int  # of a tile of scores
+    tile_keys: int
+    made: tuple[ScoreTile, ...]
+    skipped: tuple[ScoreTile, ...]  # all of it lies in the future
+    loads: dict[str, int]  # numbers that were read, by what they are
+    stores: dict[str, int]  # numbers that were written
+    row: int
+    walk: tuple[Stop, ...]
+    difference: float  # between the slow motion and what the compiled kernel had in the run
+    run: Run
+
+
+def run(engines: TopicEngines) -> FlashData:
+    from chairlift_lab.explain.listening import listening
+
+    started = engines.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
+    middle = len(engines.loaded.model.attention_layers) // 2
+    calls: list[AttentionCall] = []
+
+    def listen(call: AttentionCall) -> None:
+        if call.layer.index == middle:
+            calls.append(call)
+
+    prompt = (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3))
+    with listening(started, listen):
+        played = record(started.engine, [TimedRequest("A", prompt, 1)])
+    if calls[0].layer.window is not None or calls[0].layer.softcap is not None:
+        raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
+    return max((_watch(calls[0], kv, played) for kv in range(calls[0].layer.num_kv_heads)), key=_rises)
+
+
+def _rises(data: FlashData) -> int:
+    """How often a tile brought a new highest score: the more, the more there is to see."""
+    return len({stop.highest for stop in data.walk})
+
+
+class _Watched:
+    """An array that notes how many numbers are read from it and written to it."""
+
+    def __init__(self, array: np.ndarray, name: str, loads: Counter[str], stores: Counter[str]) -> None:
+        self.array, self.name, self.loads, self.stores = array, name, loads, stores
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found: np.ndarray = self.array[index]
+        self.loads[self.name] += found.size
+        return found
+
+    def __setitem__(self, index: Any, values: np.ndarray) -> None:
+        self.stores[self.name] += values.size
+        self.array[index] = values
+
+
+def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
+    """Go through the tiles that the engine's kernel was given in the run, one by one."""
+    import numpy as np
+
+    from chairlift.kernels.cpu.attention import KEYS
+    from chairlift.kernels.cpu.simd import F32_ROWS
+
+    layer, storage = call.layer, call.storage
+    group = layer.num_heads // layer.num_kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    table = call.layout.tables[0].long()
+    blocks = (side[layer.index][table][:, :, kv_head].flatten(0, 1).numpy() for side in (storage.keys, storage.values))
+    loads: Counter[str] = Counter()
+    stores: Counter[str] = Counter(output=0, queries=0, keys=0, values=0)
+    q = call.q[:, heads].numpy()
+    keys, values = (_Watched(side, name, loads, stores) for side, name in zip(blocks, ("keys", "values"), strict=True))
+    queries, out = _Watched(q, "queries", loads, stores), _Watched(np.zeros_like(q), "output", loads, stores)
+    attend: Any = call.attend
+    tiles = attend.work(layer).tiles
+    made: list[ScoreTile] = []
+    skipped: list[ScoreTile] = []
+    walk: list[Stop] = []
+    row = min(ROW, len(q) - 1)
+    final = call.output[row, heads.start].numpy()
+    for first_row, tokens, position in zip(tiles.rows, tiles.counts, tiles.positions, strict=True):
+        state = _Rows(queries[first_row : first_row + tokens] * layer.scale)
+        end = int(position + tokens)  # the kernel goes no further; what lies behind is the future of all its rows
+        for base in range(0, len(q), KEYS):
+            count = min(KEYS, end - base) if base < end else min(KEYS, len(q) - base)
+            if base < end:
+                key_tile, value_tile = keys[base : base + count], values[base : base + count]
+            for first in range(0, tokens * group, F32_ROWS):
+                last = min(first + F32_ROWS, tokens * group)
+                tile = ScoreTile(int(position + first // group), int(position + (last - 1) // group), base, count)
+                if base > tile.last:
+                    skipped.append(tile)
+                else:
+                    made.append(tile)
+                    state.take(first, last, position, group, base, key_tile, value_tile)
+            if first_row <= row < first_row + tokens and base <= row:
+                walk.append(state.stop((row - first_row) * group, final))
+        out[first_row : first_row + tokens] = state.output().reshape(tokens, group, -1)
+    return FlashData(
+        tokens=len(q),
+        heads=group,
+        head_dim=layer.head_dim,
+        layer=layer.index,
+        kv_head=kv_head,
+        tile_rows=F32_ROWS,
+        tile_keys=KEYS,
+        made=tuple(made),
+        skipped=tuple(skipped),
+        loads=dict(loads),
+        stores=dict(stores),
+        row=row,
+        walk=tuple(walk),
+        difference=float(np.abs(out.array - call.output[:, heads].numpy()).max()),
+        run=played,
+    )
+
+
+class _Rows:
+    """The rows of a tile of queries, one per token and head, and what they remember from tile to tile."""
+
+    def __init__(self, queries: np.ndarray) -> None:
+        import numpy as np
+
+        self.queries = queries.reshape(-1, queries.shape[-1])
+        self.sums = np.zeros_like(self.queries)
+        self.highest = np.full(len(self.queries), -np.inf)
+        self.totals = np.zeros(len(self.queries))
+
+    def take(
+        self, first: int, last: int, position: int, group: int, base: int, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """One tile of scores: add what it says, and let what was added before shrink with a new highest score."""
+        import numpy as np
+
+        rows = np.arange(first, last)
+        scores = self.queries[rows] @ keys.T
+        sees = (position + rows // group - base)[:, None]
+        scores = np.where(np.arange(len(keys)) <= sees, scores, -np.inf)
+        highest = np.maximum(self.highest[rows], scores.max(axis=1))
+        weights, shrink = np.exp(scores - highest[:, None]), np.exp(self.highest[rows] - highest)
+        self.highest[rows] = highest
+        self.totals[rows] = self.totals[rows] * shrink + weights.sum(axis=1)
+        self.sums[rows] = self.sums[rows] * shrink[:, None] + weights @ values
+
+    def output(self) -> np.ndarray:
+        found: np.ndarray = self.sums / self.totals[:, None]
+        return found
+
+    def stop(self, row: int, final: np.ndarray) -> Stop:
+        import numpy as np
+
+        apart = np.linalg.norm(self.sums[row] / self.totals[row] - final) / np.linalg.norm(final)
+        return Stop(float(self.highest[row]), float(self.totals[row]), float(apart))
+
+
+def draw(data: FlashData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "A tiled kernel: what is loaded, what is held, what is never written", size=(11.5, 7.2))
+    grid = sheet.grid(2, 2, width_ratios=[1.25, 1])
+    _draw_tiles(sheet.panel("tiles", grid[:, 0]), data)
+    _draw_walk(sheet.panel("walk", grid[0, 1]), data)
+    _draw_traffic(sheet.panel("traffic", grid[1, 1]), data)
+    sheet.legend(
+        {
+            "loaded": "scores made, used and forgotten",
+            "held": f"the {data.tile_rows} × {data.tile_keys} scores of one moment",
+            "skipped": "never made: all of it comes later",
+        }
+    )
+    return sheet
+
+
+def _draw_tiles(panel: Panel, data: FlashData) -> None:
+    panel.title(f"layer {data.layer + 1}, KV head {data.kv_head + 1}: {data.tokens} tokens in tiles")
+    held = next(tile for tile in reversed(data.made) if tile.first <= data.row <= tile.last)
+    for kind, tiles in (("loaded", data.made), ("skipped", data.skipped)):
+        for tile in tiles:
+            if tile is not held:
+                _draw_tile(panel, tile, kind)
+    _draw_tile(panel, held, "held")
+    for edge in range(data.tile_keys, data.tokens, data.tile_keys):
+        panel.axes.plot([edge, edge], [0, data.tokens], color=panel.theme.ink, linewidth=0.7)
+        panel.axes.plot([0, data.tokens], [edge, edge], color=panel.theme.ink, linewidth=0.7)
+    panel.grid_only(data.tokens, data.tokens)
+    panel.axes.set_anchor("NW")
+    edges = [*range(0, data.tokens, data.tile_keys), data.tokens]
+    panel.axes.set_xticks(edges, [str(edge) for edge in edges])
+    panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=panel.theme.ink)
+    panel.axes.set_xlabel("token that is seen (key)", color=panel.theme.muted)
+    panel.axes.set_ylabel("token that looks (query)", color=panel.theme.muted)
+
+
+def _draw_tile(panel: Panel, tile: ScoreTile, kind: str) -> None:
+    height = tile.last - tile.first + 1
+    panel.cell(tile.keys, tile.first, kind, width=tile.count, height=height, gap=-0.4)  # too many to be told apart
+
+
+def _draw_walk(panel: Panel, data: FlashData) -> None:
+    panel.title(f"row {data.row} after each tile of keys")
+    tiles = list(range(1, len(data.walk) + 1))
+    theme = panel.theme
+    panel.axes.plot(tiles, [stop.highest for stop in data.walk], "o-", color=theme.look("key").fill)
+    panel.axes.plot(tiles, [stop.total for stop in data.walk], "s-", color=theme.look("own").fill)
+    panel.axes.plot(tiles, [stop.error for stop in data.walk], "^-", color=theme.look("shared").fill)
+    panel.drawn["stop"] += len(tiles)
+    panel.chart("tiles read", "")
+    panel.axes.set_xticks(tiles)
+    labels = ["highest score so far", "sum so far (softmax)", "error of the output so far"]
+    panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=theme.ink)
+
+
+def table_size(data: FlashData) -> int:
+    """Scores that would be written if they all were."""
+    return data.heads * data.tokens**2
+
+
+def written_besides(data: FlashData) -> int:
+    """Numbers that went to memory and are no output: among them would be the scores."""
+    return sum(count for name, count in data.stores.items() if name != "output")
+
+
+def _draw_traffic(panel: Panel, data: FlashData) -> None:
+    panel.title(f"numbers, for {data.heads} query heads and their KV head")
+    bars = {
+        "scores of the full table": table_size(data),
+        "scores written to memory": written_besides(data),
+        "scores held at a time": data.tile_rows * data.tile_keys,
+        "keys read": data.loads["keys"],
+        "values read": data.loads["values"],
+        "output written": data.stores["output"],
+    }
+    values = list(bars.values())
+    drawn = panel.axes.barh(range(len(bars)), values, 0.6, color=panel.theme.look("loaded").fill)
+    panel.drawn["bar"] += len(values)
+    panel.axes.bar_label(drawn, [f" {value:,}" for value in values], color=panel.theme.ink, fontsize=8.5)
+    panel.chart("", "")
+    panel.axes.grid(visible=False)
+    panel.axes.set_xticks([])
+    panel.axes.set_yticks(range(len(bars)), list(bars), color=panel.theme.ink, fontsize=8.5)
+    panel.axes.invert_yaxis()
+    panel.axes.margins(x=0.2)
+
+
+def says(data: FlashData) -> str:
+    return (
+        f"{data.tokens} tokens: {len(data.made)} tiles of scores are made and {len(data.skipped)} are skipped; "
+        f"{written_besides(data)} of {table_size(data):,} scores are written to memory."
+    )
+
+
+def teach(data: FlashData) -> str:
+    first, last = data.walk[0], data.walk[-1]
+    return f"""
+Written down as a formula, attention makes a table of scores: each token against each other one. For {data.tokens}
+tokens and the {data.heads} query heads in this picture that is {table_size(data):,} numbers. For 100,000 tokens it is
+ten billion numbers for **each head of each layer**. Writing them to memory and reading them again would take far longer
+than computing them. **FlashAttention** is the trick to never write them.
+
+[[flash]]
+
+The kernel works in **tiles**. It loads the queries of some tokens and {data.tile_keys} keys, makes the scores of
+{data.tile_rows} rows against them, uses them, and forgets them. At any moment only {data.tile_rows} × {data.tile_keys}
+scores exist (orange). A tile of keys that was loaded serves all queries of its tile, and all heads that share it. Tiles
+that only hold later tokens (grey) are skipped.
+
+But softmax needs the sum over **all** scores. How can it work in pieces? By keeping two numbers for each row:
+
+- the **highest score so far**, and
+- the **sum so far** of e^(score − highest).
+
+When a tile brings a higher score, what was added up before is made smaller by the right factor. After the last tile
+the result is exact. In the picture, row {data.row} has an output that is {first.error:.0%} off after its first tile,
+and {last.error:.0%} off after the last: nothing has to be done twice.
+
+The tiles are those that the engine's compiled kernel was given in the run. Here they are gone through once more in slow
+motion, with arrays that note every access: {data.loads["keys"]:,} numbers of keys and {data.loads["values"]:,} of
+values are read, {data.stores["output"]:,} numbers of output are written, and {written_besides(data)} scores. The result
+differs by at most {data.difference:.0e} from what the compiled kernel had.
+"""
+
+
+TOPIC = Topic(
+    name="flash",
+    title="FlashAttention: tiles instead of a table",
+    question="How can attention be exact without ever writing down its scores?",
+    run=run,
+    pictures=(Picture("flash", draw, says),),
+    teach=teach,
+    code=("chairlift/kernels/cpu/attention.py", "chairlift/kernels/triton/attention.py"),
+)

@@ -1,0 +1,175 @@
+"""Heads that share keys and values: what that saves in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, TimedRequest, record
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+GIB = 2**30
+CONTEXT = 2048  # tokens of a text, for the number of texts that fit
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    kv_heads: int
+    bytes_per_token: int  # measured on tensors that the engine allocated
+    texts: int  # of CONTEXT tokens that fit into a gibibyte, as the engine plans it
+    own: bool  # whether it is the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsData:
+    layers: int
+    heads: int
+    head_dim: int
+    number_bytes: int
+    variants: tuple[Variant, ...]
+    tokens: int  # that the run below had in its cache at the end
+    run: Run
+
+
+def run(engines: TopicEngines) -> HeadsData:
+    started = engines.start(block_size=16, prefix_caching=False)
+    played = record(started.engine, [TimedRequest("A", engines.prompt(20), 12)])
+    model = engines.loaded.model
+    layer = model.attention_layers[0]
+    heads = layer.num_heads
+    shared = layer.num_kv_heads if 1 < layer.num_kv_heads < heads else _middle_divisor(heads)
+    names = {heads: "MHA: each head its own", shared: "GQA: groups share", 1: "MQA: all share one"}
+    return HeadsData(
+        len(model.attention_layers),
+        heads,
+        layer.head_dim,
+        model.dtype.itemsize,
+        tuple(_variant(engines, names[kv], kv, own=kv == layer.num_kv_heads) for kv in sorted(names, reverse=True)),
+        max(chunk.end for step in played.steps for chunk in step.chunks),
+        played,
+    )
+
+
+def _middle_divisor(heads: int) -> int:
+    return next((size for size in range(heads // 2, 0, -1) if heads % size == 0), 1)
+
+
+def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
+    from chairlift.engine.memory_plan import MemoryPlan, plan_memory
+    from chairlift.runner.kv_storage import allocate_storage
+
+    model = engines.loaded.model
+    layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]
+
+    def plan(memory: int | None) -> MemoryPlan:
+        return plan_memory(
+            layers,
+            weight_bytes=0,
+            kv_memory=memory,
+            dtype=model.dtype,
+            device=model.device,
+            block_size=16,
+            max_model_len=16,
+            max_batch_requests=1,
+        )
+
+    large, small = plan(GIB), plan(64 * 2**20)
+    storage = allocate_storage(layers, small.num_blocks, small.block_size, model.dtype, model.device)
+    slots = storage.keys[0].shape[0] * storage.block_size
+    measured = sum(tensor.nbytes for tensor in (*storage.keys, *storage.values)) // slots
+    blocks = -(-CONTEXT // 16)
+    return Variant(name, kv_heads, measured, large.num_blocks // blocks, own)
+
+
+def draw(data: HeadsData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "Query heads that share keys and values", size=(11.5, 6.8))
+    grid = sheet.grid(2, 6, height_ratios=[1, 1.15])
+    for index, variant in enumerate(data.variants):
+        panel = sheet.panel(variant.name, grid[0, 2 * index : 2 * index + 2])
+        panel.title(variant.name, "this model" if variant.own else "")
+        _draw_heads(panel, data.heads, variant.kv_heads)
+    names = [variant.name.split(":")[0] for variant in data.variants]
+    sizes = [variant.bytes_per_token / 1024 for variant in data.variants]
+    _draw_bars(sheet.panel("bytes", grid[1, 0:3]), "KV cache of one token, KiB", names, sizes, "{:,.1f}")
+    texts: list[float] = [variant.texts for variant in data.variants]
+    title = f"texts of {CONTEXT:,} tokens that fit into 1 GiB"
+    _draw_bars(sheet.panel("texts", grid[1, 3:6]), title, names, texts, "{:,.0f}")
+    sheet.legend({"query": "a query head: it asks", "key": "a KV head: its keys and values are kept"})
+    return sheet
+
+
+def _draw_heads(panel: Panel, heads: int, kv_heads: int) -> None:
+    group = heads // kv_heads
+    for head in range(heads):
+        panel.cell(head, 0, "query", f"Q{head + 1}" if heads <= 16 else "")
+        kv_centre = (head // group) * group + group / 2
+        panel.axes.plot([head + 0.5, kv_centre], [1.0, 2.2], color=panel.theme.hidden, linewidth=1)
+        panel.drawn["line"] += 1
+    for kv in range(kv_heads):
+        panel.cell(kv * group + group / 2 - 0.5, 2.2, "key", f"KV{kv + 1}" if heads <= 16 else "", size=7)
+    panel.grid_only(heads, 3.2, equal=False)
+    panel.axes.set_xticks([])
+    panel.axes.set_yticks([])
+
+
+def _draw_bars(panel: Panel, title: str, names: list[str], values: list[float], form: str) -> None:
+    panel.title(title)
+    bars = panel.axes.bar(names, values, 0.55, color=panel.theme.look("key").fill)
+    panel.drawn["bar"] += len(values)
+    panel.axes.bar_label(bars, [form.format(value) for value in values], color=panel.theme.ink, fontsize=9)
+    panel.chart("", "")
+    panel.axes.margins(y=0.15)
+    panel.axes.tick_params(axis="x", labelsize=9, labelcolor=panel.theme.ink)
+
+
+def own(data: HeadsData) -> Variant:
+    return next((variant for variant in data.variants if variant.own), data.variants[0])
+
+
+def says(data: HeadsData) -> str:
+    parts = [f"{v.name.split(':')[0]}: {v.kv_heads} KV heads, {v.bytes_per_token:,} bytes" for v in data.variants]
+    return f"{data.heads} query heads. For one token in {data.layers} layers: {'; '.join(parts)}."
+
+
+def teach(data: HeadsData) -> str:
+    most, mine = data.variants[0], own(data)
+    return f"""
+Every token leaves a key and a value behind, **in every layer**, for as long as its request lives. That is what fills
+the memory of a server, and it decides how many requests can run at the same time.
+
+[[heads]]
+
+A layer of this model has {data.heads} query heads: {data.heads} different questions that each token asks. Does each of
+them need keys and values of its own?
+
+- **MHA** (multi-head attention): yes, every head has its own. {most.bytes_per_token:,} bytes for each token.
+- **GQA** (grouped-query attention): a group of heads asks the same keys and values.
+- **MQA** (multi-query attention): all heads ask the same ones.
+
+The size for one token is
+
+```
+2 (key and value) × {data.layers} layers × KV heads × {data.head_dim} numbers × {data.number_bytes} bytes
+```
+
+With its {mine.kv_heads} KV heads, this model needs {mine.bytes_per_token:,} bytes for each token,
+{most.bytes_per_token / mine.bytes_per_token:.0f} times less than with {most.kv_heads}. In the run behind this page,
+{data.tokens} tokens were in the cache: {data.tokens * mine.bytes_per_token:,} bytes instead of
+{data.tokens * most.bytes_per_token:,}. The byte counts are those of tensors that the engine allocated, not of the
+formula. Fewer KV heads also means that less is read in each step, so that decoding gets faster
+(`chairlift bench attention`). The price is quality: models are trained for one of these forms and cannot be switched.
+"""
+
+
+TOPIC = Topic(
+    name="heads",
+    title="GQA and MHA: what heads cost",
+    question="How much memory does a token need, and how do shared heads save most of it?",
+    run=run,
+    pictures=(Picture("heads", draw, says),),
+    teach=teach,
+    code=("chairlift/attention/interface.py", "chairlift/engine/memory_plan.py"),
+)

@@ -1,0 +1,235 @@
+"""The attention of one step, computed request by request, as one padded batch, and as one ragged batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, record
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+if TYPE_CHECKING:
+    from chairlift_lab.explain.listening import AttentionCall
+
+BLOCK_SIZE = 4
+REPEATS = 30
+NAMES = {
+    "bursted": "bursted: a call for each request",
+    "padded": "padded: one call, equal boxes",
+    "ragged": "ragged: one call, no boxes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelData:
+    """One way to compute the same step."""
+
+    rows: tuple[int, ...]  # of each request, padding included
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    requests: tuple[str, ...]
+    calls: int
+    padding: int  # rows, as the engine counted them
+    width: int  # positions that each request of a padded batch is filled up to; else 0
+    seconds: float  # of one layer's attention, at best
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsData:
+    ways: dict[str, KernelData]
+    apart: float  # how much the outputs of two ways differ, at most
+    runs: dict[str, Run]
+
+
+def run(engines: TopicEngines) -> KernelsData:
+    requests = [
+        TimedRequest("A", engines.prompt(13), 6),
+        TimedRequest("B", engines.prompt(4, skip=9), 6),
+        TimedRequest("C", engines.prompt(8, skip=20), 6, turn=1),
+        TimedRequest("D", engines.prompt(4, skip=31), 2, turn=3),
+    ]
+    ways, outputs, runs = {}, [], {}
+    for name in NAMES:
+        ways[name], output, runs[name] = _measure(engines, name, requests)
+        outputs.append(output)
+    apart = max(abs(a - b) for one, two in pairwise(outputs) for a, b in zip(one, two, strict=True))
+    return KernelsData(ways, apart, runs)
+
+
+def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
+    from chairlift_lab.explain.listening import listening
+
+    started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
+    calls: list[tuple[AttentionCall, float]] = []
+
+    def listen(call: AttentionCall) -> None:
+        if call.layer.index == 0:
+            calls.append((call, _best_seconds(call)))
+
+    with listening(started, listen):
+        run = record(started.engine, requests)
+    place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
+    (call, seconds), step = calls[place], run.steps[place]
+    layout = call.layout
+    width = -(-max(layout.ends) // BLOCK_SIZE) * BLOCK_SIZE
+    data = KernelData(
+        rows=tuple(end - start for start, end in pairwise(layout.offsets)),
+        starts=tuple(layout.starts),
+        ends=tuple(layout.ends),
+        requests=tuple(chunk.request for chunk in step.chunks),
+        calls=len(layout.starts) if name == "bursted" else 1,
+        padding=step.padding,
+        width=width if name == "padded" else 0,
+        seconds=seconds,
+    )
+    useful = [
+        call.output[offset + row].flatten()
+        for offset, start, end in zip(layout.offsets, layout.starts, layout.ends, strict=False)
+        for row in range(end - start)
+    ]
+    return data, [float(value) for row in useful for value in row], run
+
+
+def _mixed(step: StepRecord, requests: int) -> bool:
+    return len(step.chunks) == requests and not all(chunk.decode for chunk in step.chunks)
+
+
+def _best_seconds(call: AttentionCall) -> float:
+    """The fastest of several calls, which other programs disturbed least."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        call.attend(call.layer, call.q, call.k, call.v)
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def draw(data: KernelsData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "The attention of one step, computed in three ways", size=(11.5, 7.6))
+    grid = sheet.grid(2, 2)
+    for place, (name, way) in zip(((0, 0), (0, 1), (1, 0)), data.ways.items(), strict=True):
+        panel = sheet.panel(name, grid[place])
+        panel.title(NAMES[name])
+        _draw_way(panel, name, way)
+    _draw_times(sheet.panel("times", grid[1, 1]), data)
+    sheet.legend(
+        {
+            "useful": "query × key that counts",
+            "masked": "computed, then hidden by the mask",
+            "padding": "padding",
+        }
+    )
+    return sheet
+
+
+def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
+    from matplotlib.patches import Rectangle
+
+    y = 0.0
+    ticks = []
+    for request, rows, start, end in zip(way.requests, way.rows, way.starts, way.ends, strict=True):
+        width = way.width or end
+        for row in range(rows):
+            for position in range(width):
+                kind = _kind(row, position, start, end)
+                if name != "ragged" or kind == "useful":
+                    panel.cell(position, y + row, kind)
+        ticks.append((y + rows / 2, f"{request}: {end - start} new, {start} cached"))
+        if name == "bursted":
+            panel.axes.add_patch(
+                Rectangle((-0.15, y - 0.15), width + 0.3, rows + 0.3, fill=False, edgecolor=panel.theme.ink, lw=1.2)
+            )
+        y += rows + (0.9 if name == "bursted" else 0.0)
+    end_of_rows = y - (0.9 if name == "bursted" else 0.0)
+    longest = way.width or max(way.ends)
+    if name != "bursted":
+        panel.axes.add_patch(
+            Rectangle((-0.15, -0.15), longest + 0.3, end_of_rows + 0.3, fill=False, edgecolor=panel.theme.ink, lw=1.2)
+        )
+    panel.grid_only(longest, end_of_rows, equal=False)
+    panel.axes.set_xlim(-0.4, longest + 0.4)
+    panel.axes.set_ylim(end_of_rows + 0.4, -0.4)
+    panel.axes.set_yticks([place for place, _ in ticks], [words for _, words in ticks])
+    panel.axes.set_xticks([])
+
+
+def _kind(row: int, position: int, start: int, end: int) -> str:
+    if start + row >= end or position >= end:
+        return "padding"
+    return "useful" if position <= start + row else "masked"
+
+
+def _draw_times(panel: Panel, data: KernelsData) -> None:
+    panel.title("time of one layer's attention in this step")
+    seconds = [1e6 * way.seconds for way in data.ways.values()]
+    colours = [panel.theme.owner(index).fill for index in range(len(seconds))]
+    bars = panel.axes.barh(range(len(seconds)), seconds, 0.6, color=colours)
+    panel.axes.bar_label(bars, [f" {value:,.0f} µs" for value in seconds], color=panel.theme.ink, fontsize=9)
+    panel.chart("microseconds", "")
+    panel.axes.grid(visible=False)
+    panel.axes.set_yticks(range(len(seconds)), list(data.ways), color=panel.theme.ink, fontsize=9)
+    panel.axes.invert_yaxis()
+    panel.axes.margins(x=0.2)
+
+
+def pairs(way: KernelData) -> int:
+    """Products of a query and a key that this way computes."""
+    if way.width:
+        return sum(way.rows) * way.width
+    return sum(rows * end for rows, end in zip(way.rows, way.ends, strict=True))
+
+
+def useful_pairs(way: KernelData) -> int:
+    spans = zip(way.starts, way.ends, strict=True)
+    return sum(sum(range(start + 1, end + 1)) for start, end in spans)
+
+
+def says(data: KernelsData) -> str:
+    bursted, padded, ragged = data.ways.values()
+    return (
+        f"Bursted: {bursted.calls} calls, {pairs(bursted)} pairs. Padded: one call, {pairs(padded)} pairs, "
+        f"{padded.padding} rows of padding. Ragged: one call, {useful_pairs(ragged)} pairs."
+    )
+
+
+def teach(data: KernelsData) -> str:
+    bursted, padded, ragged = data.ways.values()
+    return f"""
+One step has requests with very different shapes. Here three of them make one token each and look back at what they
+have in the cache, and a fourth brings a new prompt. Everything else in the model treats tokens one by one and does not
+care. Attention does: each token needs the keys and values **of its own request**. There are three ways to do it.
+
+[[kernels]]
+
+- **Bursted**: one call for each request, {bursted.calls} calls here. Each call is simple and has no padding, but
+  starting a call costs time, and many small calls leave the machine idle.
+- **Padded**: one call for all. That needs boxes of equal size: as many rows as the longest chunk, as many columns as
+  the longest text. Of {pairs(padded)} pairs only {useful_pairs(padded)} count, and {padded.padding} of
+  {sum(padded.rows)} rows are padding. The more the lengths differ, the worse it gets.
+- **Ragged**: one call for all, over one list of rows. Each row says which block table it reads and how far. It computes
+  the {useful_pairs(ragged)} pairs that count and no others.
+
+All three give the same numbers: they differ by at most {data.apart:.0e}. The times were measured on the run itself, and
+this step is tiny; `chairlift bench attention` compares them for sizes that matter.
+"""
+
+
+TOPIC = Topic(
+    name="kernels",
+    title="Batched and bursted attention",
+    question="How can one call compute attention for requests of different shapes?",
+    run=run,
+    pictures=(Picture("kernels", draw, says),),
+    teach=teach,
+    code=(
+        "chairlift/attention/backends/bursted.py",
+        "chairlift/attention/backends/padded.py",
+        "chairlift/attention/paged/cpu.py",
+        "chairlift/kernels/cpu/attention.py",
+    ),
+)

@@ -1,0 +1,173 @@
+"""Requests with the same prefix share blocks; the first write to a shared block makes a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift_lab.explain.block_map import block_state, draw_pool
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 24
+SYSTEM = 12  # tokens that all prompts begin with: three full blocks
+MOMENTS = {
+    "sharing": "B finds the beginning of A",
+    "copying": "C wants two answers, and they part",
+    "leaving": "A is done",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixData:
+    block_size: int
+    system: int
+    cached_tokens: dict[str, int]  # by request: what it did not have to compute when it got on
+    sharing: int  # index of the step in which A and B share the beginning
+    copying: int  # index of the step in which a block is copied
+    leaving: int  # index of the first step without A
+    run: Run
+
+
+def run(engines: TopicEngines) -> PrefixData:
+    system = engines.prompt(SYSTEM)
+    requests = [
+        TimedRequest("A", (*system, *engines.prompt(5, skip=30)), 9),
+        TimedRequest("B", (*system, *engines.prompt(7, skip=40)), 8, turn=2),
+        TimedRequest("C", (*system, *engines.prompt(6, skip=50)), 9, turn=4, n=2),
+    ]
+    played = engines.record(requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
+    steps = played.steps
+    return PrefixData(
+        BLOCK_SIZE,
+        SYSTEM,
+        {event.request_id: event.cached_tokens for event in played.admitted()},
+        next(index for index, step in enumerate(steps) if {"A", "B"} <= set(step.tables)),
+        next(index for index, step in enumerate(steps) if any(chunk.copies for chunk in step.chunks)),
+        next(index for index, step in enumerate(steps) if index and "A" not in step.tables),
+        played,
+    )
+
+
+def copies_of(step: StepRecord) -> list[tuple[str, int, int]]:
+    return [(chunk.request, source, target) for chunk in step.chunks for source, target in chunk.copies]
+
+
+def draw(data: PrefixData, theme: Theme) -> Sheet:
+    sheet = Sheet(theme, "Block tables of requests that begin alike", size=(11.5, 9.6))
+    grid = sheet.grid(3, 2, width_ratios=[1.25, 1], height_ratios=[2.3, 4.2, 3.3])
+    for row, (name, what) in enumerate(MOMENTS.items()):
+        step = data.run.steps[getattr(data, name)]
+        tables = sheet.panel(name, grid[row, 0])
+        _draw_tables(tables, step)
+        tables.title(f"step {step.step + 1}: {what}")
+        pool = sheet.panel(f"{name} pool", grid[row, 1])
+        used = sum(map(bool, step.references))
+        pool.title("the memory", f"{used} of {len(step.references)} blocks in use")
+        draw_pool(pool, step, columns=8)
+    sheet.legend(
+        {
+            "shared": "shared: in several tables",
+            "own": "in one table",
+            "copied": "copied before it is written (copy-on-write)",
+            "reusable": "free, but can be found again",
+            "free": "free",
+        },
+        columns=5,
+    )
+    return sheet
+
+
+def _draw_tables(panel: Panel, step: StepRecord) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    copies = copies_of(step)
+    targets = {(request, target): source for request, source, target in copies}
+    names = list(step.tables)
+    shown = [f"{name.partition('#')[0]}, 2nd" if "#" in name else name for name in names]
+    longest = max(map(len, step.tables.values()))
+    for row, name in enumerate(names):
+        for place, block in enumerate(step.tables[name]):
+            kind = "copied" if (name, block) in targets else block_state(step, block)
+            panel.cell(place, row * 1.4, kind, str(block), size=10)
+    for request, source, target in copies:
+        place = step.tables[request].index(target)
+        giver = next(name for name in names if source in step.tables[name])
+        begin = (place + 0.5, names.index(giver) * 1.4 + 1)
+        end = (place + 0.5, names.index(request) * 1.4 + 0.04)
+        panel.axes.add_patch(
+            FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=11, color=panel.theme.ink, linewidth=1.2)
+        )
+        panel.text(place + 0.62, (begin[1] + end[1]) / 2, f"copy {source} → {target}", ha="left", size=8)
+    panel.grid_only(longest, len(names) * 1.4 - 0.4, equal=False)
+    panel.axes.set_yticks([row * 1.4 + 0.5 for row in range(len(names))], shown, fontsize=10, color=panel.theme.ink)
+    panel.axes.set_xticks(
+        [place + 0.5 for place in range(longest)], [f"logical {place}" for place in range(longest)], fontsize=8
+    )
+    panel.axes.xaxis.tick_top()
+    panel.axes.tick_params(axis="x", length=0)
+
+
+def saved(step: StepRecord) -> int:
+    """Additional blocks that would be needed without sharing."""
+    return sum(references - 1 for references in step.references if references)
+
+
+def reusable(step: StepRecord) -> int:
+    return sum(block_state(step, block) == "reusable" for block in range(len(step.references)))
+
+
+def says(data: PrefixData) -> str:
+    first, second = data.run.steps[data.sharing], data.run.steps[data.copying]
+    return (
+        f"Step {first.step + 1}: {saved(first)} block entries are shared. Step {second.step + 1}: "
+        f"{saved(second)} are shared and {len(copies_of(second))} block is copied."
+    )
+
+
+def teach(data: PrefixData) -> str:
+    first, second = data.run.steps[data.sharing], data.run.steps[data.copying]
+    last = data.run.steps[data.leaving]
+    _, source, target = copies_of(second)[0]
+    return f"""
+Many prompts begin with the same words: the same instructions, the same document, the same conversation so far. Keys and
+values depend only on what came before (see *The KV cache*), so the beginning needs to be computed **once**.
+
+Memory is handed out in **blocks** of {data.block_size} tokens here. Each request has a **block table**: a list that
+says in which block of the memory its first {data.block_size} tokens are, its next {data.block_size}, and so on. The
+numbers in the picture are those of the memory blocks.
+
+[[prefix]]
+
+## Sharing
+
+All three prompts begin with the same {data.system} tokens. A computes them. When B is admitted, the engine knows blocks
+by a fingerprint of their tokens and of everything before them, finds {data.cached_tokens["B"] // data.block_size} full
+blocks of A's, and writes the **same numbers** into B's table. B starts with {data.cached_tokens["B"]} tokens that it
+does not have to compute, and {saved(first)} blocks are saved.
+
+## Copy-on-write
+
+C asks for two answers to one prompt. Both share all blocks of it, also the last one, which is only partly filled. But
+now each will write its own next token there. The first write makes a **copy**: block {source} is copied to block
+{target} for its second answer, and only then written to. All full blocks stay shared. In that step {saved(second)}
+blocks are saved, against {len(copies_of(second))} that was copied.
+
+## Leaving
+
+When A is done (below), the blocks that only A had are free. What is in the full ones can still be found by a later
+request that begins the same way, until its block is evicted: {reusable(last)} blocks here.
+"""
+
+
+TOPIC = Topic(
+    name="prefix",
+    title="Prefix sharing and copy-on-write",
+    question="How can two requests use the same memory, and what happens when one of them writes?",
+    run=run,
+    pictures=(Picture("prefix", draw, says),),
+    teach=teach,
+    code=("chairlift/core/kv/prefix_index.py", "chairlift/core/kv/kv_cache.py", "chairlift/core/kv/block_pool.py"),
+)

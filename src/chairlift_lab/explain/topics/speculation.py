@@ -1,0 +1,164 @@
+"""Speculative decoding: draft tokens, verified in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chairlift_lab.explain.palette import Theme
+from chairlift_lab.explain.recording import Run, TimedRequest
+from chairlift_lab.explain.sheet import Panel, Sheet
+from chairlift_lab.explain.topic import Picture, Topic
+from chairlift_lab.explain.topic_engines import TopicEngines
+
+DRAFTS = 4
+# A text that comes again, and code that follows a pattern; and how many tokens of each are made.
+TEXTS = {
+    "a list": (
+        "1. Get in line at the lift.\n2. Sit down on the chair.\n3. Lower the bar.\n\nAgain, step by step:\n"
+        "1. Get in line at",
+        24,
+    ),
+    "code": (
+        "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return a - b\n\n"
+        "def multiply(a, b):\n    return a",
+        20,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step of a request: its draft tokens, how many were accepted, and the token that the model added."""
+
+    drafts: tuple[str, ...]
+    accepted: int
+    own: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationData:
+    rows: dict[str, tuple[Row, ...]]
+    most: int  # draft tokens per step
+    same_output: bool
+    run: Run
+    plain: Run  # the same requests without draft tokens
+
+
+def run(engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
+    encode = engines.loaded.tokenizer.encode
+    requests = [
+        TimedRequest(name, tuple(encode(text, add_special_tokens=False)), new) for name, (text, new) in texts.items()
+    ]
+    drafted = engines.record(requests, speculate="ngram", draft_length=DRAFTS, prefix_caching=False)
+    plain = engines.record(requests, prefix_caching=False)
+    rows: dict[str, list[Row]] = {name: [] for name in texts}
+    for step in drafted.steps:
+        for chunk in step.chunks:
+            if chunk.samples:
+                *right, own = step.sampled[chunk.request]
+                row = Row(tuple(engines.labels(chunk.drafts)), len(right), engines.labels([own])[0])
+                rows[chunk.request].append(row)
+    same = all(_output(drafted, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
+    return SpeculationData({name: tuple(found) for name, found in rows.items()}, DRAFTS, same, drafted, plain)
+
+
+def _output(run: Run, name: str) -> list[int]:
+    return [token for step in run.steps for token in step.sampled.get(name, ())]
+
+
+def _plain_steps(data: SpeculationData, name: str) -> int:
+    return sum(name in step.sampled for step in data.plain.steps)
+
+
+def draw(data: SpeculationData, theme: Theme) -> Sheet:
+    longest = max(map(len, data.rows.values()))
+    sheet = Sheet(theme, "Draft several tokens, verify them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
+    grid = sheet.grid(1, len(data.rows))
+    for column, (name, rows) in enumerate(data.rows.items()):
+        panel = sheet.panel(name, grid[0, column])
+        panel.title(name, f"{len(rows)} steps instead of {_plain_steps(data, name)}")
+        _draw_rows(panel, rows, data.most, longest)
+    sheet.legend(
+        {
+            "accepted": "accepted draft token",
+            "rejected": "rejected draft token, or one after it",
+            "decode": "the token that every step gives",
+        }
+    )
+    return sheet
+
+
+def _draw_rows(panel: Panel, rows: tuple[Row, ...], most: int, longest: int) -> None:
+    own_at = 2 * most + 0.4
+    for y, row in enumerate(rows):
+        for place, draft in enumerate(row.drafts):
+            kind, sign = ("accepted", "✓") if place < row.accepted else ("rejected", "✗")
+            panel.cell(place * 2, y, kind, f"{sign} {draft}", width=2, size=8.5)
+        panel.cell(own_at, y, "decode", row.own, width=2, size=8.5)
+        panel.text(own_at + 2.7, y + 0.5, f"+{row.accepted + 1}", size=9)
+    panel.grid_only(own_at + 3.2, longest, equal=False)
+    panel.row_names([f"step {index + 1}" for index in range(len(rows))])
+    places = [2 * place + 1 for place in range(most)] + [own_at + 1, own_at + 2.7]
+    names = [f"draft {place + 1}" for place in range(most)] + ["model", "tokens"]
+    panel.axes.set_xticks(places, names, fontsize=8.5, color=panel.theme.ink)
+    panel.axes.xaxis.tick_top()
+    panel.axes.tick_params(length=0)
+
+
+def accepted(data: SpeculationData) -> int:
+    return sum(row.accepted for rows in data.rows.values() for row in rows)
+
+
+def proposed(data: SpeculationData) -> int:
+    return sum(len(row.drafts) for rows in data.rows.values() for row in rows)
+
+
+def says(data: SpeculationData) -> str:
+    steps = [f"{name}: {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()]
+    return f"{proposed(data)} draft tokens, {accepted(data)} accepted. {'; '.join(steps)}."
+
+
+def teach(data: SpeculationData) -> str:
+    same = "exactly the same" if data.same_output else "not the same, which must not be"
+    steps = " and ".join(
+        f"{name} took {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()
+    )
+    return f"""
+A decode step reads all weights of the model to make **one** token. The same step could check several tokens at hardly
+more cost, if only it knew which ones. So a cheap **proposer** drafts them, and the model verifies them: **speculative
+decoding**.
+
+[[speculation]]
+
+Each row is one step. The engine drafts up to {data.most} next tokens, here by looking at the text so far: the last
+words appeared before, so what followed them then may follow again (`--speculate ngram`). Then one step computes all
+draft tokens at once, like a small piece of a prompt, and the model scores which token **it** would have chosen at each
+place:
+
+- A draft token that the model agrees with is **accepted** (green, ✓).
+- The first wrong one and all after it are **rejected** (red, ✗): they were based on a wrong word.
+- After the last accepted one the model adds a token of its own (orange). So even if all drafts are rejected, a step
+  makes one token, as without drafts.
+
+Here {accepted(data)} of {proposed(data)} draft tokens were accepted: {steps}. The texts are
+{same}: drafts change how fast a text comes, never what it says.
+
+A rejected draft token costs some computing, so drafts pay only where there is computing to spare and the text is
+predictable: code, lists, quotes. The engine measures how many are accepted and drafts more, fewer or none.
+"""
+
+
+TOPIC = Topic(
+    name="speculation",
+    title="Speculative decoding",
+    question="How can one step make several tokens without changing the text?",
+    run=run,
+    pictures=(Picture("speculation", draw, says),),
+    teach=teach,
+    code=(
+        "chairlift/speculation/control/controller.py",
+        "chairlift/speculation/proposers/ngram.py",
+        "chairlift/sampling/sampler.py",
+    ),
+)

@@ -1,0 +1,151 @@
+"""A server of ours on a free port, for the time of a measurement."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from typing import IO, Any
+
+from chairlift.config import EngineConfig
+from chairlift.errors import EngineDead
+from chairlift.options.declaration import options_of
+from chairlift_lab.common.cpu_time import children, cpu_seconds
+from chairlift_lab.common.workload import text_like_ids
+
+START_SECONDS = 600
+STOP_SECONDS = 30
+READY_POLL_SECONDS = 0.02
+MODEL_NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds of the front end and of the engine so far; empty without /proc."""
+        found = {"front_end": cpu_seconds(self.process.pid)}
+        for child in children(self.process.pid):
+            found["engine"] = cpu_seconds(child)
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+@contextmanager
+def local_server(
+    model: str, options: Mapping[str, Any], *, max_waiting: int, environment: Mapping[str, str] | None = None
+) -> Iterator[LocalServer]:
+    """Start a server, wait until it is ready, and stop it at the end; `options` are fields of `EngineConfig`.
+
+    `environment`: variables beside those of this process.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
+    command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
+    with tempfile.TemporaryFile() as log, _exit_on_sigterm():
+        variables = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
+        variables |= environment or {}
+        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            server = LocalServer(process, port)
+            _wait_until_ready(server, log)
+            yield server
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit, so that a terminated measurement stops its server."""
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set handlers
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:
+    """The token ids that prompts for a model can be made of, and the most tokens a request to it can have."""
+    from chairlift.loading.checkpoint import open_checkpoint
+    from chairlift.loading.resolve import resolve_model
+    from chairlift.loading.tokenizer import load_tokenizer
+    from chairlift.models import describe
+
+    checkpoint = open_checkpoint(resolve_model(model, progress=progress))
+    limit = options["max_model_len"] or describe(checkpoint.config).max_len
+    return text_like_ids(load_tokenizer(checkpoint).tokenizer), limit
+
+
+def engine_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Fields of `EngineConfig` as command-line options."""
+    flags = {option.name: option.long_flag for option in options_of(EngineConfig)}
+    arguments = []
+    for name, value in options.items():
+        flag = flags[name]
+        if isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
+            arguments += [part for one in value for part in (flag, str(one))]
+        elif value is not None:
+            arguments += [flag, str(value)]
+    return arguments
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(server: LocalServer, log: IO[bytes]) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not _is_ready(server.port):
+        if server.process.poll() is not None:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            raise EngineDead(f"the server did not start: {lines[-1] if lines else 'without any output'}")
+        if time.monotonic() > end:
+            raise EngineDead(f"the server was not ready after {START_SECONDS} s")
+        time.sleep(READY_POLL_SECONDS)
+
+
+def _is_ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,172 @@
+"""The same load on the engine without a server, in a process of its own.
+
+`python -m chairlift_lab.load.offline_worker` reads a task as JSON from standard input and writes lines of JSON:
+{"progress": [done, open, pieces]} while it runs, and the records at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, TokenProduced
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import EngineDead
+from chairlift_lab.common.workload import BenchRequest, Workload
+from chairlift_lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+
+REPORT_SECONDS = 0.25
+
+
+# ---- the parent process ------------------------------------------------------------------------------------------
+
+
+def run_offline(
+    model: str, options: Mapping[str, Any], workload: Workload, loop: LoadLoop, warm_up: int, advance: LoadProgress
+) -> LoadRun:
+    """Run `workload` on an engine in a new process; `advance` is called with its progress."""
+    task = {
+        "model": model,
+        "options": dict(options),
+        "requests": [[request.prompt_ids, request.n_out] for request in workload.requests],
+        "warm_up": warm_up,
+        "concurrency": loop.concurrency if isinstance(loop, ClosedLoop) else None,
+        "times": [time for time, _ in zip(loop.times(), workload.requests, strict=False)]
+        if isinstance(loop, OpenLoop)
+        else None,
+    }
+    command = [sys.executable, "-m", "chairlift_lab.load.offline_worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(task).encode())
+            process.stdin.close()
+            answer: dict[str, Any] = {}
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "progress" in answer:
+                    advance(*answer["progress"])
+        except BaseException:
+            process.kill()
+            raise
+    if "records" not in answer:
+        raise EngineDead(f"the offline engine failed: {answer.get('error', 'see above')}")
+    return LoadRun(answer["seconds"], [LoadRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
+
+
+# ---- the child process -------------------------------------------------------------------------------------------
+
+
+class OfflineLoad:
+    """Submits requests to an engine at the rate of the load's loop."""
+
+    def __init__(self, engine: Engine, requests: Sequence[BenchRequest], loop: LoadLoop) -> None:
+        self._num_pieces = self._num_done = 0
+        self._engine = engine
+        self._queue = list(reversed(requests))
+        self._max_open = loop.concurrency if isinstance(loop, ClosedLoop) else len(requests)
+        self._times = loop.times() if isinstance(loop, OpenLoop) else None
+        self._due = 0.0
+        self._open: dict[str, LoadRecord] = {}
+        self._begun = 0.0
+
+    def run(self, advance: LoadProgress) -> LoadRun:
+        cpu, records = time.process_time(), list[LoadRecord]()
+        self._begun = self._engine.now()
+        self._due = next(self._times) if self._times else 0.0
+        while self._queue or self._open:
+            records += self._submit_due()
+            if self._engine.has_work:
+                self._record(self._engine.step())
+                self._engine.check_alive()
+                advance(self._num_done, len(self._open), self._num_pieces)
+            elif self._queue:
+                time.sleep(max(0.0, self._due - self._now()))
+        seconds = max((record.end for record in records), default=0.0)
+        return LoadRun(seconds, records, {"engine": time.process_time() - cpu})
+
+    def _now(self) -> float:
+        return self._engine.now() - self._begun
+
+    def _submit_due(self) -> list[LoadRecord]:
+        submitted = []
+        while self._queue and len(self._open) < self._max_open and self._due <= (now := self._now()):
+            request = self._queue.pop()
+            # With detokenization, as in the server and the offline API.
+            params = SamplingParams(temperature=0.0, max_tokens=request.n_out, ignore_eos=True)
+            [request_id] = self._engine.submit(request.prompt_ids, params)
+            record = LoadRecord(self._due if self._times else now, now, input_tokens=len(request.prompt_ids))
+            self._open[request_id] = record
+            submitted.append(record)
+            self._due = next(self._times, float("inf")) if self._times else 0.0
+        return submitted
+
+    def _record(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case TokenProduced():
+                    record = self._open[event.request_id]
+                    record.times.append(event.time - self._begun)
+                    record.output_tokens += 1
+                    self._num_pieces += 1
+                case RequestAdmitted():
+                    self._open[event.request_id].cached_tokens = event.cached_tokens
+                case RequestFinished():
+                    record = self._open.pop(event.request_id)
+                    self._num_done += 1
+                    record.end = event.time - self._begun
+                    if event.ending.reason.value not in ("stop", "length"):
+                        record.error = f"{event.ending.reason.value} {event.ending.detail or ''}".strip()
+                case _:
+                    pass
+
+
+def main() -> None:
+    from dataclasses import asdict
+
+    from chairlift.errors import ChairliftError
+
+    task = json.load(sys.stdin)
+    last_report = 0.0
+
+    def advance(*progress: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > REPORT_SECONDS:
+            last_report = time.monotonic()
+            print(json.dumps({"progress": progress}), flush=True)
+
+    try:
+        run = _run(task, advance)
+    except ChairliftError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    answer = {
+        "seconds": run.seconds,
+        "records": [asdict(record) for record in run.records],
+        "cpu_seconds": run.cpu_seconds,
+    }
+    print(json.dumps(answer), flush=True)
+
+
+def _run(task: Mapping[str, Any], advance: LoadProgress) -> LoadRun:
+    from chairlift.config import EngineConfig
+    from chairlift.engine.startup import load_engine
+
+    engine = load_engine(task["model"], EngineConfig(**task["options"]), progress=False).engine
+    requests = [BenchRequest(tuple(prompt), n_out) for prompt, n_out in task["requests"]]
+    loop: LoadLoop = ClosedLoop(task["concurrency"]) if task["times"] is None else OpenLoop(lambda: iter(task["times"]))
+    warm_up = Workload(tuple(requests)).warm_up(task["warm_up"])
+    OfflineLoad(engine, warm_up.requests, ClosedLoop(len(warm_up.requests) or 1)).run(lambda *progress: None)
+    return OfflineLoad(engine, requests, loop).run(advance)
+
+
+if __name__ == "__main__":
+    main()

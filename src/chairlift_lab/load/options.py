@@ -1,0 +1,277 @@
+"""The options of `chairlift bench serve`: the load, the requests, the server and the limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chairlift.errors import InvalidParameter
+from chairlift_lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
+from chairlift_lab.load.arrivals import ARRIVALS, Arrivals
+from chairlift_lab.load.client import APIS, RequestFormat
+from chairlift_lab.load.figures import LatencyLimits
+from chairlift_lab.load.run import ClosedLoop, LoadLoop, OpenLoop
+from chairlift_lab.load.traces import TraceEntry, load_trace, trace_requests
+
+_LOAD, _WORKLOAD, _SERVER, _GOOD = "Load", "Workload", "Server", "What counts as good"
+CONCURRENCY = 16
+PER_SLOT = 5  # requests per unit of concurrency, so that most of them meet a busy server
+OPEN_SECONDS = 60
+
+Requests = Callable[[], Iterator[BenchRequest]]
+"""The requests of a workload, the same ones at every call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The rate and number of requests."""
+
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Closed loop: requests in flight; the next is sent when one ends.",
+            rich_help_panel=_LOAD,
+            show_default=f"{CONCURRENCY}, unless there is a rate or a trace",
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: requests per second, independent of the server.", rich_help_panel=_LOAD),
+    ] = None
+    arrivals: Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.", rich_help_panel=_LOAD)] = "poisson"
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            help="Shape of the gamma distribution of bursty gaps; 1 is Poisson, less is burstier.",
+            rich_help_panel=_LOAD,
+            show_default="0.25",
+        ),
+    ] = None
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--num-requests",
+            "-n",
+            help="Number of requests.",
+            rich_help_panel=_LOAD,
+            show_default=f"{PER_SLOT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all of a file",
+        ),
+    ] = None
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Send for this many seconds, then wait for open requests.", rich_help_panel=_LOAD),
+    ] = None
+    warmup: Annotated[int, typer.Option(help="Short requests before the run, not counted.", rich_help_panel=_LOAD)] = 4
+
+    def check(self) -> None:
+        if self.concurrency is not None and self.rate is not None:
+            raise InvalidParameter("rate", "makes an open loop and --concurrency a closed one; give only one of them")
+        if self.rate is None and (self.burstiness is not None or self.arrivals != "poisson"):
+            raise InvalidParameter("arrivals", "needs a --rate")
+        for name, least in (("concurrency", 1), ("num_requests", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidParameter(name, f"must be at least {least}, got {value}")
+        if self.rate is not None:
+            Arrivals.parse(self.rate, self.arrivals, self.burstiness)
+        if self.duration is not None and not 0 < self.duration < float("inf"):
+            raise InvalidParameter("duration", f"must be a number of seconds above 0, got {self.duration}")
+
+    def loop(self, seed: int, recorded: Sequence[TraceEntry] | None) -> LoadLoop:
+        """The loop that the options describe; a trace keeps its own times unless they say otherwise."""
+        if self.rate is not None:
+            arrivals = Arrivals.parse(self.rate, self.arrivals, self.burstiness)
+            return OpenLoop(lambda: arrivals.times(seed))
+        if recorded is not None and self.concurrency is None:
+            return OpenLoop(lambda: iter([entry.at for entry in recorded]))
+        return ClosedLoop(self.concurrency or CONCURRENCY)
+
+    def describe(self, loop: LoadLoop) -> str:
+        if isinstance(loop, ClosedLoop):
+            return f"closed loop, {loop.concurrency} at a time"
+        if self.rate is None:
+            return "open loop, as recorded"
+        return f"open loop, {self.rate:g} requests/s, {self.arrivals}"
+
+    def count(self, available: int | None) -> int | None:
+        """The number of requests out of `available` (None: endless); None if only the duration ends the run."""
+        if self.num_requests is not None or available is not None:
+            return min(count for count in (self.num_requests, available) if count is not None)
+        if self.duration is not None:
+            return None
+        if self.rate is not None:
+            return max(1, round(self.rate * OPEN_SECONDS))
+        return PER_SLOT * (self.concurrency or CONCURRENCY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWorkload:
+    """The requests: random, from a file, or like a trace."""
+
+    prompt_len: Annotated[
+        str,
+        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
+    ] = "16:512"
+    output_len: Annotated[
+        str,
+        typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
+    ] = "16:256"
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
+    shared_prefix: Annotated[
+        float, typer.Option(help="Share of every prompt that is a common prefix.", rich_help_panel=_WORKLOAD)
+    ] = 0.0
+    prefix_groups: Annotated[
+        int, typer.Option(help="Number of different common prefixes.", rich_help_panel=_WORKLOAD)
+    ] = 1
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    trace_speed: Annotated[
+        float, typer.Option(help="Replay the trace this many times as fast.", rich_help_panel=_WORKLOAD)
+    ] = 1.0
+    trace_scale: Annotated[
+        float, typer.Option(help="Multiply the lengths of the trace by this.", rich_help_panel=_WORKLOAD)
+    ] = 1.0
+
+    def check(self) -> None:
+        if self.workload is not None and self.trace is not None:
+            raise InvalidParameter("trace", "requests come from a workload file or from a trace; give only one of them")
+        for name in ("trace_speed", "trace_scale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidParameter(name, f"must be a number above 0, got {getattr(self, name)}")
+            if getattr(self, name) != 1 and self.trace is None:
+                raise InvalidParameter(name, "only goes with a --trace")
+        self._drawn([1])
+
+    def recorded(self) -> list[TraceEntry] | None:
+        if self.trace is None:
+            return None
+        return [entry.scaled(self.trace_scale, self.trace_speed) for entry in load_trace(self.trace)]
+
+    def available(self, recorded: Sequence[TraceEntry] | None) -> int | None:
+        """The number of requests of the file or trace; None for random ones."""
+        if self.workload is not None:
+            return len(load_workload(self.workload).requests)
+        return None if recorded is None else len(recorded)
+
+    def longest(self) -> int:
+        """The most tokens of a request, prompt and output; 0 for a trace, whose entries are filtered later."""
+        if self.workload is not None:
+            return load_workload(self.workload).longest
+        if self.trace is not None:
+            return 0
+        lengths = (("prompt_len", self.prompt_len), ("output_len", self.output_len))
+        return sum(LengthRange.parse(name, text).high for name, text in lengths)
+
+    def requests(self, vocabulary: Sequence[int], recorded: Sequence[TraceEntry] | None, count: int | None) -> Requests:
+        if self.workload is not None:
+            read = load_workload(self.workload).requests[:count]
+            return lambda: iter(read)
+        if recorded is not None:
+            entries = recorded[:count]
+            return lambda: trace_requests(vocabulary, entries, seed=self.seed, lengths=self.trace_scale)
+        draw = self._drawn(vocabulary)
+        return lambda: islice(draw(), count)
+
+    def _drawn(self, vocabulary: Sequence[int]) -> Requests:
+        prompt_len = LengthRange.parse("prompt_len", self.prompt_len)
+        output_len = LengthRange.parse("output_len", self.output_len)
+        shared = SharedPrefixes(self.shared_prefix, self.prefix_groups)
+        return lambda: draw_requests(
+            vocabulary, prompt_len=prompt_len, output_len=output_len, seed=self.seed, shared=shared
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTargetOptions:
+    """The server, and the parameters of all requests."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="An OpenAI-compatible server.",
+            rich_help_panel=_SERVER,
+            show_default="one of ours, started for the run",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(help="API key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
+    ] = None
+    api: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(APIS)}: prompts of token ids with exact lengths, or messages of common words.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "completions"
+    token_ids: Annotated[
+        str,
+        typer.Option(metavar="LOW:HIGH", help="With --url: token ids of the prompts.", rich_help_panel=_SERVER),
+    ] = "1000:10000"
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Generate exactly the given length. Not every server can.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = True
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", rich_help_panel=_SERVER)] = 0.0
+    extra_body: Annotated[
+        str, typer.Option(metavar="JSON", help="More parameters for every request.", rich_help_panel=_SERVER)
+    ] = "{}"
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a request fails.", min=0.001, rich_help_panel=_SERVER)
+    ] = 600.0
+
+    def request_format(self, model: str) -> RequestFormat:
+        try:
+            extra = json.loads(self.extra_body)
+        except ValueError:
+            extra = None
+        if not isinstance(extra, dict):
+            raise InvalidParameter(
+                "extra_body", f'must be a JSON object such as {{"top_k": 5}}, got {self.extra_body!r}'
+            )
+        return RequestFormat(model, self.api, self.temperature, self.ignore_eos, extra)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """Limits of good answers, and the comparison with the engine alone."""
+
+    max_ttft_ms: Annotated[
+        float | None, typer.Option(help="Longest time to first token of a good answer.", rich_help_panel=_GOOD)
+    ] = None
+    max_tpot_ms: Annotated[
+        float | None, typer.Option(help="Longest mean time per output token after the first.", rich_help_panel=_GOOD)
+    ] = None
+    max_e2e_ms: Annotated[float | None, typer.Option(help="Longest time from start to end.", rich_help_panel=_GOOD)] = (
+        None
+    )
+    compare_offline: Annotated[
+        bool,
+        typer.Option("--compare-offline", help="Also run the same load on the engine without a server, in turns."),
+    ] = False
+    repeat: Annotated[int, typer.Option(help="Repetitions, each with a new server.", min=1)] = 1
+
+    @property
+    def limits(self) -> LatencyLimits:
+        return LatencyLimits(self.max_ttft_ms, self.max_tpot_ms, self.max_e2e_ms)

@@ -1,0 +1,115 @@
+"""Recorded traffic of real services: arrival times, lengths and common prefixes.
+
+Two public formats are read: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's traces of 2023
+and 2024), and JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake's), where equal ids
+stand for equal blocks of 512 prompt tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift_lab.common.workload import BenchRequest
+
+HASHED_TOKENS = 512  # per hash id
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    at: float  # seconds since the first request
+    n_in: int
+    n_out: int
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks of HASHED_TOKENS, if the trace has them
+
+    def scaled(self, lengths: float, speed: float) -> TraceEntry:
+        """The same entry with scaled lengths (at least one token), `speed` times as fast."""
+        n_in, n_out = (max(1, round(length * lengths)) for length in (self.n_in, self.n_out))
+        return TraceEntry(self.at / speed, n_in, n_out, self.blocks)
+
+
+def load_trace(path: Path) -> list[TraceEntry]:
+    """All entries of a trace file, ordered by time."""
+    read = _read_json_lines if path.suffix in (".jsonl", ".json") else _read_csv
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            entries = sorted(read(file, path), key=lambda entry: entry.at)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidParameter("trace", f"cannot read {str(path)!r} ({error})") from None
+    if not entries:
+        raise InvalidParameter("trace", f"{str(path)!r} has no requests in it")
+    first = entries[0].at
+    return [TraceEntry(entry.at - first, entry.n_in, entry.n_out, entry.blocks) for entry in entries]
+
+
+def _read_csv(file: Any, path: Path) -> Iterator[TraceEntry]:
+    rows = csv.DictReader(file)
+    wanted = ("timestamp", "contexttokens", "generatedtokens")
+    names = {name.strip().lower(): name for name in rows.fieldnames or ()}
+    if missing := [name for name in wanted if name not in names]:
+        problem = f"has no column {', '.join(missing)}; a CSV needs TIMESTAMP, ContextTokens and GeneratedTokens"
+        raise InvalidParameter("trace", f"{str(path)!r} {problem}")
+    time, n_in, n_out = (names[name] for name in wanted)
+    for row in rows:
+        try:
+            yield _checked(_seconds(row[time]), int(row[n_in]), int(row[n_out]))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidParameter("trace", f"line {rows.line_num} of {str(path)!r}: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds, or a date with a time, which may have more digits than Python reads."""
+    try:
+        return float(text)
+    except ValueError:
+        parts = re.fullmatch(r"(.*?)(\.\d+)?(Z|[+-]\d\d:\d\d)?", text.strip())
+        assert parts is not None  # it matches anything
+        zone = parts[3] or "+00:00"
+        return datetime.fromisoformat(parts[1] + zone).timestamp() + float(parts[2] or 0)
+
+
+def _read_json_lines(file: Any, path: Path) -> Iterator[TraceEntry]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row: Mapping[str, Any] = json.loads(line)
+            blocks = tuple(int(block) for block in row.get("hash_ids") or ())
+            yield _checked(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
+        except KeyError as error:
+            raise InvalidParameter("trace", f"line {number} of {str(path)!r} has no {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidParameter("trace", f"line {number} of {str(path)!r}: {error}") from None
+
+
+def _checked(at: float, n_in: int, n_out: int, blocks: tuple[int, ...] = ()) -> TraceEntry:
+    if not abs(at) < float("inf") or n_in < 0 or n_out < 0:
+        raise ValueError("times must be numbers and lengths not negative")
+    # A request without an answer still cost its prompt; one token is the least that can be generated.
+    return TraceEntry(at, max(n_in, 1), max(n_out, 1), blocks)
+
+
+def trace_requests(
+    vocabulary: Sequence[int], entries: Sequence[TraceEntry], *, seed: int, lengths: float = 1.0
+) -> Iterator[BenchRequest]:
+    """Prompts of the entries' lengths. Blocks with the same id have the same tokens; all else is different.
+
+    `lengths` is what the entries were scaled by, and shortens the blocks too.
+    """
+    size = max(1, round(HASHED_TOKENS * lengths))
+    for index, entry in enumerate(entries):
+        prompt: list[int] = []
+        for block in entry.blocks:
+            prompt += random.Random(f"{seed} block {block}").choices(vocabulary, k=size)
+        missing = entry.n_in - len(prompt)
+        if missing > 0:
+            prompt += random.Random(f"{seed} request {index}").choices(vocabulary, k=missing)
+        yield BenchRequest(tuple(prompt[: entry.n_in]), entry.n_out)

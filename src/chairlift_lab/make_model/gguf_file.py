@@ -1,0 +1,177 @@
+"""Writes a GGUF file of a dense model with random weights and the tokenizer of the default model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chairlift.errors import InvalidParameter
+from chairlift.kernels.cpu.blocks.kinds import KINDS
+from chairlift.loading.gguf.file import GGUFFile
+from chairlift.loading.known_models import DEFAULT_MODEL
+from chairlift.loading.resolve import resolve_model
+from chairlift_lab.make_model.random_blocks import random_matrix
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Names of formats with several kinds: that of most matrices, and of those that matter more.
+MIXED = {"q4_k_m": ("Q4_K", "Q6_K"), "q5_k_m": ("Q5_K", "Q6_K")}
+FORMATS = (*(name.lower() for name in KINDS if name not in ("Q4_K", "Q5_K")), *MIXED)
+# Instead of kinds with 256 columns, where rows are not multiples of it.
+SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+UNUSED = 5  # the type of a token in GGUF files
+
+Matrix = tuple[str, int, int]
+"""Name, rows and columns of a matrix."""
+
+
+def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Callable[[str], None]) -> None:
+    """Write a file of `config`'s shape; `format` is one of FORMATS."""
+    import gguf
+
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        problem = f"a GGUF file can be made of {', '.join(ARCHITECTURES)} models, not of {model_type}"
+        raise InvalidParameter("shape", problem)
+    config = _with_defaults(config)
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
+    _add_shape(writer, config)
+    _add_tokenizer(writer, config["vocab_size"])
+    matrices = [(matrix, _kind_of(matrix, format, config["num_hidden_layers"])) for matrix in _matrices(config)]
+    vectors = list(_vectors(config))
+    for name, size in vectors:
+        writer.add_tensor_info(name, (size,), np.dtype(np.float32), 4 * size)
+    for (name, rows, columns), kind in matrices:
+        size = columns // KINDS[kind].columns * KINDS[kind].num_bytes
+        raw = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, (rows, size), np.dtype(np.uint8), rows * size, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, size in vectors:
+        writer.write_tensor_data(np.ones(size, dtype=np.float32))
+    for (name, rows, columns), kind in matrices:
+        note(name)
+        writer.write_tensor_data(random_matrix(kind, rows, columns, random))
+    writer.close()
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with what its file may leave out."""
+    given = {name: value for name, value in config.items() if value is not None}
+    lacking = [name for name in REQUIRED if name not in given]
+    if lacking:
+        raise InvalidParameter("shape", f"its config.json lacks {', '.join(lacking)}")
+    theta = (given.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
+    heads = {"num_key_value_heads": given["num_attention_heads"]}
+    return heads | {"rms_norm_eps": 1e-6, "rope_theta": theta, "max_position_embeddings": 2048} | given
+
+
+def _add_shape(writer: Any, config: dict[str, Any]) -> None:
+    head_dim = _head_dim(config)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_tokenizer(writer: Any, vocab_size: int) -> None:
+    """Copy the tokenizer of the default model, with unused tokens up to the size of the vocabulary."""
+    for name, value in GGUFFile(resolve_model(DEFAULT_MODEL)).metadata.items():
+        if not name.startswith("tokenizer."):
+            continue
+        if name == "tokenizer.ggml.tokens":
+            if len(value) > vocab_size:
+                problem = f"vocab_size ({vocab_size}) must not be below the {len(value)} tokens of the default model"
+                raise InvalidParameter("shape", problem)
+            value = [*value, *(f"<unused_{index}>" for index in range(len(value), vocab_size))]
+        elif name == "tokenizer.ggml.token_type":
+            value = [*value.tolist(), *[UNUSED] * (vocab_size - len(value))]
+        add_field(writer, name, value)
+
+
+def add_field(writer: Any, name: str, value: Any) -> None:
+    """Add metadata with the usual type of such a value."""
+    match value:
+        case list():
+            writer.add_array(name, value)
+        case bool():
+            writer.add_bool(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
+        case _:
+            writer.add_string(name, value)
+
+
+def _matrices(config: dict[str, Any]) -> Iterator[Matrix]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], _head_dim(config)
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "token_embd.weight", config["vocab_size"], hidden
+    if not config.get("tie_word_embeddings"):
+        yield "output.weight", config["vocab_size"], hidden
+    for layer in range(config["num_hidden_layers"]):
+        for name, rows, columns in (
+            ("attn_q", queries, hidden),
+            ("attn_k", keys, hidden),
+            ("attn_v", keys, hidden),
+            ("attn_output", hidden, queries),
+            ("ffn_gate", inner, hidden),
+            ("ffn_up", inner, hidden),
+            ("ffn_down", hidden, inner),
+        ):
+            yield f"blk.{layer}.{name}.weight", rows, columns
+
+
+def _vectors(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    hidden, head_dim = config["hidden_size"], _head_dim(config)
+    yield "output_norm.weight", hidden
+    for layer in range(config["num_hidden_layers"]):
+        yield f"blk.{layer}.attn_norm.weight", hidden
+        yield f"blk.{layer}.ffn_norm.weight", hidden
+        if config["model_type"] == "qwen3":
+            yield f"blk.{layer}.attn_q_norm.weight", head_dim
+            yield f"blk.{layer}.attn_k_norm.weight", head_dim
+        if config["model_type"] == "qwen2":
+            for name, heads in (
+                ("q", "num_attention_heads"),
+                ("k", "num_key_value_heads"),
+                ("v", "num_key_value_heads"),
+            ):
+                yield f"blk.{layer}.attn_{name}.bias", config[heads] * head_dim
+
+
+def _kind_of(matrix: Matrix, format: str, layers: int) -> str:
+    """The kind of a matrix. Mixed formats store more bits of the head, and of values and outputs of the feed-forward
+    block in the first and last eighth of the layers and in every third between."""
+    name, _, columns = matrix
+    kind = format.upper()
+    if format in MIXED:
+        most, best = MIXED[format]
+        kind = best if name == "output.weight" else most
+        if name.endswith(("attn_v.weight", "ffn_down.weight")):
+            layer = int(name.split(".")[1])
+            ends = layer < layers // 8 or layer >= 7 * layers // 8
+            kind = best if ends or (layer - layers // 8) % 3 == 2 else most
+    if columns % KINDS[kind].columns:
+        kind = SMALLER.get(kind, kind)
+    if columns % KINDS[kind].columns:
+        raise InvalidParameter("format", f"{name} has {columns} columns, which are no multiple of a block")
+    return kind
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

@@ -1,0 +1,191 @@
+"""Requests that only decode, kept outside of the scheduler.
+
+Most running requests get one token in each step, and the scheduler has nothing to decide about them before one ends or
+memory runs out. Passing each of them through the scheduler in every step would take most of the time of a simulation.
+So they are set aside: the scheduler has only their number (`SimulatedState.num_aside`) and the number of their blocks
+(`CountingBlockPool.count_used`); all else is computed on demand.
+
+Only the number of their blocks matters. Each request takes one every `block_size` steps, so it is enough to count how
+many requests do so in which of these steps (`_takers`).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heappop, heappush
+
+from chairlift.core.kv.prefix_index import Miss, PrefixMatch
+from chairlift.core.request import Ending, FinishReason
+from chairlift_lab.simulator.lazy_indexing import LazyIndexing
+from chairlift_lab.simulator.scheduler import SimulatedScheduler
+from chairlift_lab.simulator.simulated_request import SimulatedRequest, SubmittedRequests, token_of
+
+_NOTHING_SHARED = PrefixMatch((), Miss.DISABLED)
+_ALL_GENERATED = Ending(FinishReason.LENGTH)
+
+
+class SteadyDecodes:
+    """The running requests of a scheduler that are set aside."""
+
+    def __init__(self, scheduler: SimulatedScheduler, submitted: SubmittedRequests) -> None:
+        self.scheduler = scheduler
+        self.submitted = submitted
+        self.size = 0
+        self.context = 0  # known tokens of all of them: positions that a decode of each reads
+        self._state = scheduler.state
+        self._kv = scheduler.kv
+        self._pool = scheduler.kv.pool
+        self._block_size = scheduler.kv.block_size
+        self._steps = 0  # taken since the beginning
+        self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (last step, order, request): a heap
+        self._takers = [0] * self._block_size  # at s % block_size: requests that take a block in step s
+        self._next_is_counted = False  # whether the blocks of the next step are counted already
+        self.lazy_indexing = LazyIndexing(scheduler, submitted) if scheduler.kv.prefix_caching else None
+
+    @property
+    def steps_to_next_end(self) -> int:
+        """Steps until the first of them ends."""
+        return self._ends[0][0] - self._steps
+
+    def take(self) -> None:
+        """Set aside all decoding requests."""
+        state, staying = self.scheduler.state, []
+        for request in state.running:
+            if request.decoding and not request.steps_in_flight:
+                self._add(self.submitted.find(request), request.num_known)
+            else:
+                staying.append(request)
+        state.running = staying
+
+    def _add(self, simulated: SimulatedRequest, known: int) -> None:
+        """Set aside a request whose `known` tokens are computed but for the last."""
+        simulated.since, simulated.known = self._steps, known
+        self.size += 1
+        self._state.num_aside = self.size
+        self.context += known
+        self._takers[(self._steps + 2 - known) % self._block_size] += 1
+        last = self._steps + simulated.record.n_in + simulated.record.n_out - known
+        heappush(self._ends, (last, simulated.order, simulated))
+
+    def advance(self, count: int, now: float) -> None:
+        """Take `count` steps of one token for each request, and end those that have all their tokens then."""
+        self.reserve(count)
+        self._next_is_counted = False
+        self._steps += count
+        self.context += count * self.size
+        ends = self._ends
+        while ends and ends[0][0] <= self._steps:
+            simulated = heappop(ends)[2]
+            computed = simulated.known - 1 + self._remove(simulated)
+            self._end(simulated, computed, now)
+
+    def _end(self, simulated: SimulatedRequest, num_computed: int, now: float) -> None:
+        """End a request that has all its tokens; its full blocks stay in the prefix cache."""
+        request = simulated.request
+        if request is None:
+            if self.lazy_indexing is not None:
+                self.lazy_indexing.end(simulated, num_computed)
+            self.submitted.end(simulated, now)
+            return
+        if self._kv.prefix_caching or self.scheduler.policy.keeps_slots:
+            self._kv.leave_blocks(request, num_computed)
+        self.scheduler.state.running.append(request)
+        self.scheduler.finish(request.id, _ALL_GENERATED, now)
+
+    def give_back(self) -> None:
+        """Return all requests to the scheduler."""
+        if self._next_is_counted:
+            self._pool.count_used(-self.takers_of(1))
+            self._next_is_counted = False
+        for _, _, simulated in self._ends:
+            self._return(simulated)
+        self._ends.clear()
+
+    def _return(self, simulated: SimulatedRequest) -> None:
+        """Return a request to the scheduler with all the blocks and tokens it should have by now."""
+        if simulated.request is None and self.lazy_indexing is not None:
+            self.lazy_indexing.index_now(simulated)
+        computed = simulated.known - 1 + self._remove(simulated)
+        request = simulated.request or self.submitted.submit_running(simulated)
+        if not self._kv.table(request):
+            self._kv.attach(request, _NOTHING_SHARED)
+            self._kv.claim(request)
+        copies = self._kv.reserve(request, computed - request.num_planned)
+        assert copies is not None, "its blocks were counted as used"
+        request.extend([token_of(request)] * (computed + 1 - request.num_known))
+        request.start_from(computed)
+        self._kv.commit(request)
+        self.scheduler.ordering.appended(request)
+        insort(self.scheduler.state.running, request, key=lambda other: other.order)
+
+    def _remove(self, simulated: SimulatedRequest) -> int:
+        """Stop counting its blocks as used; return the number of steps since it was set aside."""
+        taken = self._steps - simulated.since
+        self.size -= 1
+        self._state.num_aside = self.size
+        self.context -= simulated.known + taken
+        self._takers[(simulated.since + 2 - simulated.known) % self._block_size] -= 1
+        self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(simulated.known - 1 + taken))
+        return taken
+
+    def _num_held(self, simulated: SimulatedRequest) -> int:
+        """Blocks that are in its table."""
+        return len(simulated.shared if simulated.request is None else self._kv.table(simulated.request))
+
+    def add_admitted(self, admitted: list[SimulatedRequest], now: float) -> None:
+        """Set aside requests after the step that computed their prompts and first tokens. The blocks of those that were
+        not submitted to the scheduler are only counted."""
+        for simulated in admitted:
+            record, known = simulated.record, simulated.num_known
+            if record.first_token is None:
+                record.cached = simulated.num_computed
+                self.submitted.start_output(record, now)
+            if self._kv.prefix_caching and simulated.request is not None:
+                simulated.request.start_from(known)
+                self._kv.commit(simulated.request)
+            if record.n_in + record.n_out > known + 1:
+                self._add(simulated, known + 1)
+            else:
+                self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(known))
+                self._end(simulated, known, now)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def reserve(self, steps: int = 1) -> None:
+        """Count the blocks of the next `steps` steps as used, unless those of the next step are already."""
+        if self._next_is_counted and steps == 1:
+            return
+        self._pool.count_used(self.takers_of(steps) - (self.takers_of(1) if self._next_is_counted else 0))
+        self._next_is_counted = self.size > 0
+
+    @property
+    def blocks_for_next(self) -> int:
+        """Blocks of the next step that are not counted yet."""
+        return 0 if self._next_is_counted else self.takers_of(1)
+
+    def takers_of(self, steps: int) -> int:
+        """Blocks that the next `steps` steps take."""
+        size, first = self._block_size, self._steps + 1
+        if steps == 1:
+            return self._takers[first % size]
+        rounds, rest = divmod(steps, size)
+        blocks = rounds * self.size
+        for step in range(first, first + rest):
+            blocks += self._takers[step % size]
+        return blocks
+
+    def steps_with_room(self) -> int:
+        """The number of steps that the free blocks suffice for."""
+        rounds, left = divmod(self._pool.num_free, self.size)
+        steps = rounds * self._block_size
+        for step in range(self._steps + 1, self._steps + 1 + self._block_size):
+            left -= self._takers[step % self._block_size]
+            if left < 0:
+                break
+            steps += 1
+        return steps
+
+    def leaves_room(self) -> bool:
+        """Whether every running request gets the blocks it needs for the next step."""
+        needed = self.blocks_for_next + sum(self._kv.num_missing(request) for request in self.scheduler.running)
+        return needed <= self._pool.num_free

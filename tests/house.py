@@ -31,7 +31,7 @@ SEAM_TYPES = {
     *("FusedAttend", "HostAttend", "LatentAttend"),
     *("PlainWeight", "PackedWeight", "BlockWeight", "FP8Weight", "StoredEmbedding"),
     *("SelfAttention", "LatentAttention", "MixtureOfExperts", "GatedMLP", "UngatedMLP", "BlockExperts"),
-    *("RMSNorm", "LayerNorm", "HybridCache"),
+    *("RMSNorm", "LayerNorm"),
     *("DraftModelProposer", "HeadNetwork", "OneCallNetwork", "KeptStates"),
 }
 SMALL_FILE = 40

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from chairlift.core.events import RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import StepPlan
@@ -21,7 +20,7 @@ from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
 from tests.beam.fake_model import run_plan, submit_beams
-from tests.core.driving import make_request, make_scheduler
+from tests.core.driving import make_request, make_scheduler, with_states
 from tests.core.memory_model import MemoryModel
 
 Found = list[tuple[list[int], FinishReason]]
@@ -118,7 +117,7 @@ def test_random_workloads(
         **options,
         max_delay=0.0 if options["policy"] == "static" else None,
         swap=SwapSpace(slots if state_slots is None else 0),
-        kv_class=KVCache if state_slots is None else partial(HybridCache, num_slots=state_slots, snapshot_interval=4),
+        kv_class=KVCache if state_slots is None else partial(with_states, num_slots=state_slots, snapshot_interval=4),
     )
     driver = Driver(scheduler, depth)
     searches: list[tuple[list[Request], list[int], int, int]] = []

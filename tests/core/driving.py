@@ -9,6 +9,7 @@ from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.orderings.fair import FairOrdering
@@ -26,6 +27,20 @@ from chairlift_lab.simulator.measured import MeasuredCost
 NextToken = Callable[[Request], int]
 
 STEP_COST = MeasuredCost(step=4.0, request=0.0, prefill_kv=0.0, decode_kv=0.0, tokens=((0, 1.0),))
+
+
+def with_states(
+    num_blocks: int,
+    block_size: int = 16,
+    *,
+    num_slots: int,
+    snapshot_interval: int | None = None,
+    prefix_caching: bool = True,
+    kv_class: type[KVCache] = KVCache,
+) -> KVCache:
+    """A KV cache for a model with recurrent layers."""
+    states = StateSlots(num_slots, block_size, prefix_caching=prefix_caching, snapshot_interval=snapshot_interval)
+    return kv_class(num_blocks, block_size, prefix_caching=prefix_caching, states=states)
 
 
 def make_scheduler(

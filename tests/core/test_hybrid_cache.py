@@ -9,13 +9,12 @@ import pytest
 
 from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from tests.beam.fake_model import submit_beams
-from tests.core.driving import deterministic_token, events_of, make_request, make_scheduler, run_plan
+from tests.core.driving import deterministic_token, events_of, make_request, make_scheduler, run_plan, with_states
 from tests.core.memory_model import MemoryModel
 
 BLOCK = 8
@@ -28,8 +27,10 @@ class Driver:
     def __init__(
         self, num_slots: int = 40, interval: int | None = None, num_blocks: int = 1000, **options: Any
     ) -> None:
-        self.cache = HybridCache(num_blocks, BLOCK, num_slots=num_slots, snapshot_interval=interval, **options)
-        self.scheduler = make_scheduler(max_batch_tokens=2048, kv_class=lambda *_, **__: self.cache)
+        cache = with_states(num_blocks, BLOCK, num_slots=num_slots, snapshot_interval=interval, **options)
+        assert cache.states is not None
+        self.states = cache.states
+        self.scheduler = make_scheduler(max_batch_tokens=2048, kv_class=lambda *_, **__: cache)
         self.memory = MemoryModel(BLOCK)
 
     def submit(self, name: str, prompt: Sequence[int], new: int = 1, **options: Any) -> Request:
@@ -95,7 +96,7 @@ def test_snapshots_at_intervals_leave_slots_to_others() -> None:
     for number, name in enumerate("abc"):
         driver.submit(name, [*SHARED, *range(100 * number, 100 * number + 20)])
     assert driver.run() == {"a": 1020, "b": 20, "c": 20}
-    assert driver.cache.slots.num_evictions == 0
+    assert driver.states.slots.num_evictions == 0
 
 
 def test_a_prompt_that_comes_again_continues_from_its_last_block() -> None:
@@ -109,7 +110,7 @@ def test_a_conversation_continues_from_the_end_of_the_last_answer() -> None:
     driver = Driver()
     first = driver.submit("a", SHARED[:20], new=30)
     driver.run()
-    assert len(driver.cache.snapshots) == 2  # of the prompt, and the newest of the answer
+    assert len(driver.states.snapshots) == 2  # of the prompt, and the newest of the answer
     driver.submit("b", [*first.tokens, 7, 8])
     assert driver.run() == {"b": 52 - 48}
 
@@ -118,12 +119,12 @@ def test_an_evicted_block_takes_its_snapshot_with_it() -> None:
     driver = Driver(num_blocks=16)
     driver.submit("a", SHARED[:100])
     driver.run()
-    kv = driver.cache
-    assert len(kv.snapshots) == 1
+    states = driver.states
+    assert len(states.snapshots) == 1
     driver.submit("b", SHARED[500:600])
     driver.run()
-    assert len(kv.snapshots) == 1
-    assert kv.slots.num_empty == kv.slots.num_blocks - 1
+    assert len(states.snapshots) == 1
+    assert states.slots.num_empty == states.slots.num_blocks - 1
 
 
 def test_the_least_recently_used_snapshot_is_evicted() -> None:
@@ -172,10 +173,10 @@ def test_slots_that_are_reserved_for_drafts_are_room_for_drafts() -> None:
     driver = Driver(num_slots=6)
     request = driver.submit("a", SHARED[:20], new=8)
     driver.scheduler.apply(run_plan(driver.scheduler.schedule(0.0)), 0.0)
-    room = driver.cache.draft_room()
-    assert driver.cache.reserve(request, 1 + room) is not None
-    assert driver.cache.num_free_states == 0
-    assert driver.cache.draft_room() == room
+    room = driver.states.draft_room
+    assert driver.states.reserve(request, 1 + room) is not None
+    assert driver.states.slots.num_free == 0
+    assert driver.states.draft_room == room
 
 
 def test_beams_that_lack_state_slots_are_refused() -> None:

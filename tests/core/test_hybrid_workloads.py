@@ -13,19 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from chairlift.core.integrity import check_quiescent
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.request import Request
 from chairlift.speculation.control.controller import SpeculationController
-from tests.core.driving import make_scheduler, run_pipelined, run_to_end
+from tests.core.driving import make_scheduler, run_pipelined, run_to_end, with_states
 from tests.core.memory_model import MemoryModel
 from tests.core.test_pipelined import outcome, submit_all
 from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
 from tests.repeatable import examples
 from tests.speculation.drafting import RandomProposer, continue_deterministically
-
-
-class FlakyHybridCache(FlakyKVCache, HybridCache):
-    pass
 
 
 class HybridWorkload(Workload):
@@ -48,12 +43,17 @@ class HybridWorkload(Workload):
             options["prefill"],
             options["slots"],
             options["caching"],
-            partial(FlakyHybridCache, num_slots=options["num_slots"], snapshot_interval=options["interval"]),
+            partial(
+                with_states,
+                num_slots=options["num_slots"],
+                snapshot_interval=options["interval"],
+                kv_class=FlakyKVCache,
+            ),
             **options["strategy"],
             speculation=SpeculationController(proposer, draft_length=length) if length else None,
         )
         self.kv = self.scheduler.kv
-        assert isinstance(self.kv, FlakyHybridCache)
+        assert isinstance(self.kv, FlakyKVCache)
         self.kv.failures = random.Random(1)
         self.kv.on_attempt = self.check_starved_first
         self.memory = MemoryModel(options["block_size"])
@@ -73,7 +73,7 @@ TestHybridWorkload.settings = settings(max_examples=examples(75, 400), stateful_
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(22, 30), (200, 6), (200, 60)])
 @pytest.mark.parametrize("seed", range(3))
 def test_planning_ahead_changes_no_token(seed: int, num_blocks: int, num_slots: int, depth: int) -> None:
-    cache = partial(HybridCache, num_slots=num_slots, snapshot_interval=8)
+    cache = partial(with_states, num_slots=num_slots, snapshot_interval=8)
     plain, ahead = (make_scheduler(num_blocks, max_batch_tokens=32, kv_class=cache) for _ in range(2))
     for scheduler in (plain, ahead):
         submit_all(scheduler, seed)

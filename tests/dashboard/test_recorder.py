@@ -7,9 +7,8 @@ from functools import partial
 
 import pytest
 
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.server.dashboard.tenant_numbers import TenantNumbers
-from tests.core.driving import make_scheduler
+from tests.core.driving import make_scheduler, with_states
 from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run, read_back
 
@@ -115,7 +114,7 @@ def test_the_number_of_tenants_is_bounded_and_open_ones_have_names() -> None:
 
 
 def test_frames_of_a_model_with_recurrent_layers_count_its_state_slots() -> None:
-    run = RecordedRun(make_scheduler(kv_class=partial(HybridCache, num_slots=7)), steps_per_frame=100)
+    run = RecordedRun(make_scheduler(kv_class=partial(with_states, num_slots=7)), steps_per_frame=100)
     run.submit("a", 9, 2)
     run.step()
     run.frame()

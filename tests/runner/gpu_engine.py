@@ -11,7 +11,6 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling.params import SamplingParams
@@ -27,6 +26,7 @@ from chairlift.runner.kv_storage import allocate_storage
 from chairlift.runner.state_storage import allocate_states
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
+from tests.core.driving import with_states
 from tests.kernels.tiny_config import CONFIG
 from tests.text import backends
 
@@ -70,7 +70,7 @@ def make_engine(
 ) -> Engine:
     storage = allocate_storage(model.attention_layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
     states = allocate_states(model.recurrent_layers, num_states, model.device)
-    hybrid = HybridCache(num_blocks, BLOCK_SIZE, num_slots=num_states)
+    hybrid = with_states(num_blocks, BLOCK_SIZE, num_slots=num_states)
     kv = KVCache(num_blocks, BLOCK_SIZE) if states is None else hybrid
     runner: ModelRunner
     if gpu:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chairlift.core.kv.hybrid_cache import HybridCache
+from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.plan import NO_SLOT, StepPlan
 from chairlift.core.request import Status
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -43,8 +43,8 @@ def check_accounting(scheduler: Scheduler) -> None:
     assert scheduler.state.slots_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_slots or not scheduler.idle
     check_swap(scheduler)
-    if isinstance(kv, HybridCache):
-        check_states(scheduler, kv)
+    if kv.states is not None:
+        check_states(scheduler, kv.states)
     waiting = scheduler.waiting
     assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"
     assert scheduler.running or not scheduler.idle, "a batch has ended, but its slots are not free"
@@ -67,10 +67,10 @@ def check_swap(scheduler: Scheduler) -> None:
         )
 
 
-def check_states(scheduler: Scheduler, kv: HybridCache) -> None:
+def check_states(scheduler: Scheduler, state_slots: StateSlots) -> None:
     """Check that no state slot is lost, that reference counts match the requests, and that every snapshot belongs to a
     cached block."""
-    slots, states = kv.slots, kv.states()
+    kv, slots, states = scheduler.kv, state_slots.slots, state_slots.by_request()
     holders = Counter(slot for own in states.values() for slot in own.held())
     free = slots.free_blocks()
     assert len(free) == len(set(free)) == slots.num_free, "a state slot is in the free list twice"
@@ -78,13 +78,13 @@ def check_states(scheduler: Scheduler, kv: HybridCache) -> None:
         assert slots.references(slot) == holders[slot], f"state slot {slot}: reference count differs from its holders"
         assert (slot in free) == (holders[slot] == 0), f"state slot {slot} is lost or handed out twice"
     assert states.keys() == kv.tables().keys(), "a request has states without a table, or a table without states"
-    snapshots = dict(kv.snapshots.items())
+    snapshots = dict(state_slots.snapshots.items())
     assert all(map(kv.pool.is_cached, snapshots)), "a snapshot belongs to a block that is not cached"
     assert set(snapshots.values()) == {slot for slot in range(slots.num_blocks) if slots.is_cached(slot)}
     for request in scheduler.running:
         own = states[request.id]
         assert (own.current == NO_SLOT) == (request.num_planned == 0), f"{request.id} has no state of its tokens"
-    for digest, request_id in kv.expected_snapshots().items():
+    for digest, request_id in state_slots.expected_snapshots().items():
         owner, own = scheduler.get(request_id), states[request_id]
         assert owner is not None
         still_to_come = [one for place, one in own.wanted.items() if place >= owner.num_planned or place in own.pending]
@@ -113,23 +113,23 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
             assert block not in written
             written.add(block)
-    if isinstance(kv, HybridCache):
-        check_written_states(kv, plan)
+    if kv.states is not None:
+        check_written_states(kv.states, plan)
     check_planned_states(plan)
     targets = [copy.target for copy in plan.copies]
     assert len(targets) == len(set(targets))
     assert set(targets) <= written, "a block is copied but not written to"
 
 
-def check_written_states(kv: HybridCache, plan: StepPlan) -> None:
+def check_written_states(state_slots: StateSlots, plan: StepPlan) -> None:
     """Check that each chunk has states, and writes only to slots that its request alone holds and that are no
     snapshots."""
-    states = kv.states()
+    states, slots = state_slots.by_request(), state_slots.slots
     for chunk, planned in zip(plan.chunks, plan.states, strict=True):
         held = Counter(states[chunk.request.id].held())
         for _, slot in planned.writes:
-            assert not kv.slots.is_cached(slot), f"{chunk.request.id} writes state slot {slot}, which is a snapshot"
-            assert held[slot] == kv.slots.references(slot) > 0, f"{chunk.request.id} writes a slot that others hold"
+            assert not slots.is_cached(slot), f"{chunk.request.id} writes state slot {slot}, which is a snapshot"
+            assert held[slot] == slots.references(slot) > 0, f"{chunk.request.id} writes a slot that others hold"
 
 
 def check_planned_states(plan: StepPlan) -> None:
@@ -165,4 +165,4 @@ def check_quiescent(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
     assert not scheduler.kv.tables()
     assert scheduler.swap.num_free == scheduler.swap.num_slots
-    assert not isinstance(scheduler.kv, HybridCache) or scheduler.kv.slots.num_used == 0
+    assert scheduler.kv.states is None or scheduler.kv.states.slots.num_used == 0

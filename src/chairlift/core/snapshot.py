@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chairlift.core.kv.kv_cache import StateUsage
+from chairlift.core.kv.state_slots import StateUsage
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
@@ -82,7 +82,7 @@ class SchedulerObserver:
             tables={request.id: kv.table(request) for request in requests},
             rewritten=changes.rewritten,
             blocks=[self._block_state(block) for block in changes.blocks],
-            states=kv.state_usage,
+            states=None if kv.states is None else kv.states.usage,
         )
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import stored_size
 from chairlift.byte_sizes import format_bytes, parse_bytes
-from chairlift.core.kv.hybrid_cache import MIN_SLOTS
+from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.recurrent.interface import RecurrentLayer

@@ -10,7 +10,7 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
-from chairlift.core.kv.hybrid_cache import MIN_SLOTS
+from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory

@@ -17,8 +17,8 @@ from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel
-from chairlift.core.kv.hybrid_cache import HybridCache
 from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.kv.swap import SwapCost, SwapSpace
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
@@ -345,15 +345,15 @@ def _make_scheduler(
 
 
 def _make_cache(config: EngineConfig, memory: MemoryPlan) -> KVCache:
-    if not memory.num_states:
-        return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    return HybridCache(
-        memory.num_blocks,
-        config.block_size,
-        prefix_caching=config.prefix_caching,
-        num_slots=memory.num_states,
-        snapshot_interval=memory.snapshot_interval,
-    )
+    states = None
+    if memory.num_states:
+        states = StateSlots(
+            memory.num_states,
+            config.block_size,
+            prefix_caching=config.prefix_caching,
+            snapshot_interval=memory.snapshot_interval,
+        )
+    return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching, states=states)
 
 
 def _targets(config: EngineConfig) -> str:

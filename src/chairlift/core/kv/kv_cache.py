@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from chairlift.core.kv.block_pool import BlockPool
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
-from chairlift.core.plan import BlockCopy, Chunk, ChunkStates
+from chairlift.core.kv.resource import Resource
+from chairlift.core.kv.state_slots import StateSlots
+from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request
 
 
@@ -28,25 +29,28 @@ class KVChanges:
     rewritten: set[str]  # ids of requests whose tables changed other than at their end
 
 
-class StateUsage(NamedTuple):
-    """How many state slots requests hold, hold snapshots, and exist."""
-
-    used: int
-    snapshots: int
-    total: int
-
-
 class KVCache:
     """The block tables of all requests, over one pool and one prefix index.
 
-    `HybridCache` adds the states of recurrent layers; without it, no request needs any.
+    A model with recurrent layers has `states` beside them, which follow the tables.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_caching: bool = True,
+        states: StateSlots | None = None,
+    ) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex(block_size)
-        self.pool = BlockPool(num_blocks, on_evict=self.index.remove)
+        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.states = states
+        self.resources: tuple[Resource, ...] = () if states is None else (states,)
+        for resource in self.resources:
+            resource.join(self.index)
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # number of a table's first blocks that are indexed
         self._rewritten: set[str] | None = None  # see `KVChanges`; None while changes are not tracked
@@ -59,20 +63,10 @@ class KVCache:
     def num_free(self) -> int:
         return self.pool.num_free
 
-    @property
-    def state_usage(self) -> StateUsage | None:
-        """None without recurrent layers."""
-        return None
-
-    @property
-    def num_free_states(self) -> int:
-        """State slots that can be allocated."""
-        return 0
-
-    @property
-    def max_beams(self) -> int | None:
-        """The beams of one search that there are state slots for; None: any number."""
-        return None
+    def _evicted(self, blocks: Sequence[int]) -> None:
+        self.index.remove(blocks)
+        for resource in self.resources:
+            resource.evicted(blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -87,7 +81,12 @@ class KVCache:
         """Find the cached blocks that `request` can start with."""
         if not self.prefix_caching:
             return PrefixMatch((), Miss.DISABLED)
-        return PrefixMatch((), Miss.WHOLE_PROMPT) if request.needs_whole_prompt else self.index.find(request)
+        if request.needs_whole_prompt:
+            return PrefixMatch((), Miss.WHOLE_PROMPT)
+        match = self.index.find(request)
+        for resource in self.resources:
+            match = resource.shorten(request, match)
+        return match
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Start the table of `request` with the blocks of `match`; their tokens count as computed."""
@@ -96,6 +95,8 @@ class KVCache:
         self._tables[request.id] = list(match.blocks)
         self._num_indexed[request.id] = len(match.blocks)
         request.start_from(len(match.blocks) * self.block_size)
+        for resource in self.resources:
+            resource.attach(request, match)
 
     def claim(self, request: Request) -> None:
         """Announce the blocks that `request` will compute; requests with the same prefix then wait for them."""
@@ -103,17 +104,22 @@ class KVCache:
             self.index.claim(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`. The last block may
-        be partly filled: the first write into a shared block copies it (see `reserve`)."""
+        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`, or of fewer if a
+        resource needs that. The last block may be partly filled: the first write into a shared block copies it (see
+        `reserve`)."""
         assert child.id not in self._tables
         assert parent.num_computed >= num_tokens
+        for resource in self.resources:
+            num_tokens = resource.fork_point(parent, num_tokens)
         shared = self._tables[parent.id][: self.blocks_for(num_tokens)]
         self.pool.share(shared)
         self._tables[child.id] = list(shared)
         self._num_indexed[child.id] = num_tokens // self.block_size
         child.start_from(num_tokens)
         if self._rewritten is not None:
-            self._rewritten.add(child.id)  # a beam may have had a different table before
+            self._rewritten.add(child.id)  # A beam may have had a different table before.
+        for resource in self.resources:
+            resource.fork(parent, child, num_tokens)
 
     def restore(self, request: Request) -> list[int] | None:
         """Allocate the blocks of computed tokens that are in host memory; None (and no change) if memory is short."""
@@ -126,12 +132,15 @@ class KVCache:
     def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
         """Allocate blocks for the next `count` tokens of `request`, which it alone may write to.
 
-        Returns the copies to make before writing, or None (and no change) if memory is short.
+        Returns the copies to make before writing, or None (and no change of the table) if memory is short.
         """
+        for resource in self.resources:
+            if not resource.reserve(request, count):
+                return None
         table = self._tables[request.id]
         planned, room = request.num_planned, len(table) * self.block_size
         if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
-            return ()  # most decodes: the last block has room
+            return ()  # Most decodes: the last block has room.
         frozen = self._frozen_positions(request, table)
         num_new = self.blocks_for(planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
@@ -164,14 +173,14 @@ class KVCache:
 
     def commit(self, request: Request) -> None:
         """Index the blocks that `request` has filled since the last call."""
-        if not self.prefix_caching:
-            return
-        num_full, num_indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
-        if num_full <= num_indexed:  # most decodes
-            return
-        table = self._tables[request.id]
-        self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
-        self._num_indexed[request.id] = num_full
+        if self.prefix_caching:
+            num_full, num_indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
+            if num_full > num_indexed:  # Most decodes fill no block.
+                table = self._tables[request.id]
+                self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
+                self._num_indexed[request.id] = num_full
+        for resource in self.resources:
+            resource.commit(request)
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Release the blocks after the first `num_tokens` tokens of `request` (they were reserved for drafts)."""
@@ -181,6 +190,8 @@ class KVCache:
         self.pool.release(reversed(spare))
         if spare and self._rewritten is not None:
             self._rewritten.add(request.id)
+        for resource in self.resources:
+            resource.trim(request, num_tokens)
 
     def release(self, request: Request) -> None:
         """Release every block that `request` holds, tail first."""
@@ -188,26 +199,8 @@ class KVCache:
         self._num_indexed.pop(request.id, None)
         self.index.drop_claims(request)
         self.pool.release(reversed(table))
-
-    def plan_states(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
-        """The state slots that the chunks of a step read and write; none without recurrent layers."""
-        return ()
-
-    def states_needed(self, request: Request) -> int:
-        """State slots that a request, or all beams of a search, still need to be admitted."""
-        return 0
-
-    def states_promised(self, running: Sequence[Request]) -> int:
-        """Free state slots that running requests may still need."""
-        return 0
-
-    def num_own_states(self, requests: Sequence[Request]) -> int:
-        """The number of state slots that only `requests` hold."""
-        return 0
-
-    def draft_room(self) -> int | None:
-        """Draft tokens of a step that there are state slots for; None: as many as the budget allows."""
-        return None
+        for resource in self.resources:
+            resource.release(request)
 
     def track_changes(self, on: bool) -> None:
         """Start (with no changes) or stop to record changes for `take_changes`."""

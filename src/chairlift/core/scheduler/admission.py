@@ -153,10 +153,13 @@ class _StepAdmission:
 
         All its known tokens must fit beside what running requests still need, so that it is not preempted soon.
         """
-        staying, victims = self.state.running, list[Request]()
+        staying, leaving, victims = self.state.running, list[Request](), list[Request]()
         spare = self.kv.num_free - promised_blocks - self.state.blocks_needed(request)
-        spare_states = self.kv.num_free_states - self.kv.states_promised(staying) - self.kv.states_needed(request)
-        while self._full(staying, request.num_slots) or spare < 0 or spare_states < 0:
+        while (
+            self._full(staying, request.num_slots)
+            or spare < 0
+            or any(resource.spare(request, staying, leaving) < 0 for resource in self.kv.resources)
+        ):
             victim = self.state.ordering.slot_to_take(request, staying)
             if victim is None or victim.order in self._newly_admitted:
                 no_slot = self._full(staying, request.num_slots)
@@ -164,8 +167,8 @@ class _StepAdmission:
             together = [other for other in staying if other in victim.companions]
             staying = [other for other in staying if other not in together]
             victims.append(victim)
+            leaving += together
             spare += self.kv.num_own(together) + sum(map(self.state.blocks_to_come, together))
-            spare_states += self.kv.num_own_states(together) + self.kv.states_promised(together)
         return victims
 
     def _full(self, running: Sequence[Request], slots: int) -> bool:

@@ -126,8 +126,9 @@ class Scheduler:
         if beams > self.max_batch_requests:
             problem = f"{beams} beams need a slot each, but there are {self.max_batch_requests}"
             raise InvalidParameter("beam_width", f"{problem} (max_batch_requests)")
-        if beams > 1 and self.kv.max_beams is not None and beams > self.kv.max_beams:
-            problem = f"{beams} beams need two state slots each, and there are slots for {self.kv.max_beams} beams"
+        if beams > 1 and self.kv.states is not None and beams > self.kv.states.max_beams:
+            most = self.kv.states.max_beams
+            problem = f"{beams} beams need two state slots each, and there are slots for {most} beams"
             raise InvalidParameter("beam_width", f"{problem}; lower it or raise kv_memory")
         room = self.most_new_tokens(num_prompt)
         if max_new_tokens <= room and max_new_tokens > self.most_new_tokens(num_prompt, beams):
@@ -279,7 +280,7 @@ class Scheduler:
         self._num_steps += 1
         reads = builder.reads and any(chunk.read for chunk in chunks)
         swap_outs, swap_ins = tuple(builder.swap_outs), tuple(builder.swap_ins)
-        states = self.kv.plan_states(chunks)
+        states = () if self.kv.states is None else self.kv.states.plan(chunks)
         return StepPlan(self._num_steps - 1, chunks, len(self.idle), swap_outs, swap_ins, reads, states)
 
     # ---- applying its result ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from chairlift.core.kv.kv_cache import StateUsage
+from chairlift.core.kv.state_slots import StateUsage
 from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams

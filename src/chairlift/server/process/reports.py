@@ -55,7 +55,7 @@ def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Sc
         lookups=_lookups(others),
         used_blocks=scheduler.kv.pool.num_used,
         total_blocks=scheduler.kv.pool.num_blocks,
-        states=scheduler.kv.state_usage,
+        states=None if scheduler.kv.states is None else scheduler.kv.states.usage,
         preemptions=sum(isinstance(event, RequestPreempted) for event in others),
     )
     for event in others:

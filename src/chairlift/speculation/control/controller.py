@@ -158,7 +158,7 @@ class SpeculationController:
         seconds = self._clock() - begun
         self.drafting = any(draft is not None for draft in found)
         drafts = [(one, self._kept(one, draft, terms)) for one, draft in zip(requests, found, strict=True) if draft]
-        limits = (plan.room, self._max_drafts, state.kv.draft_room())
+        limits = (plan.room, self._max_drafts, None if state.kv.states is None else state.kv.states.draft_room)
         room = min(limit for limit in limits if limit is not None)
         # Without room for all, each gets a share: else the first request would take it all, and in every step.
         share = room

@@ -1,4 +1,4 @@
-"""Accounting for models with recurrent layers: state slots beside KV blocks.
+"""The states of recurrent layers: slots beside KV blocks.
 
 A slot holds the state of one sequence after some number of tokens. A running request owns one, which a step overwrites
 with the state after its chunk. *Snapshots* are slots that are kept at block boundaries, each attached to the indexed
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from chairlift.core.kv.block_pool import BlockPool
-from chairlift.core.kv.kv_cache import KVCache, StateUsage
-from chairlift.core.kv.prefix_index import Miss, PrefixMatch
+from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
 from chairlift.core.kv.request_states import ForkState, RequestStates
+from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.snapshots import Snapshots
-from chairlift.core.plan import NO_SLOT, BlockCopy, Chunk, ChunkStates
+from chairlift.core.plan import NO_SLOT, Chunk, ChunkStates
 from chairlift.core.request import Request
 
 MIN_SLOTS = 2  # one to read a snapshot from, one to write to
@@ -32,22 +33,31 @@ SLOTS_PER_BEAM = 2  # beams that share a state need another slot each before the
 MAX_DIVERGENCES = 1024  # remembered boundaries at which waiting requests diverge from running ones
 
 
-class HybridCache(KVCache):
-    """The block tables and state slots of all requests."""
+class StateUsage(NamedTuple):
+    """How many state slots requests hold, hold snapshots, and exist."""
+
+    used: int
+    snapshots: int
+    total: int
+
+
+class StateSlots(Resource):
+    """The state slots of all requests, and the snapshots that the prefix cache keeps."""
+
+    index: PrefixIndex
 
     def __init__(
         self,
-        num_blocks: int,
+        num_slots: int,
         block_size: int = 16,
         *,
         prefix_caching: bool = True,
-        num_slots: int,
         snapshot_interval: int | None = None,
     ) -> None:
         """`snapshot_interval`: tokens between snapshots taken while most slots are empty; None: no such ones."""
         assert num_slots >= MIN_SLOTS
-        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
-        self.pool = BlockPool(num_blocks, on_evict=self._blocks_evicted)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
         self.snapshots = Snapshots()
         self.slots = BlockPool(num_slots, on_evict=self.snapshots.remove_slots)
         self.interval = None if snapshot_interval is None else max(1, snapshot_interval // block_size) * block_size
@@ -55,64 +65,70 @@ class HybridCache(KVCache):
         self._divergences: OrderedDict[bytes, None] = OrderedDict()  # digests of blocks that end where a snapshot pays
         self._expected: dict[bytes, str] = {}  # digest of a block -> the running request that will take a snapshot
 
-    def states(self) -> dict[str, RequestStates]:
+    def join(self, index: PrefixIndex) -> None:
+        self.index = index
+
+    def by_request(self) -> dict[str, RequestStates]:
         return dict(self._states)
 
     def expected_snapshots(self) -> dict[bytes, str]:
         """The running request that will take each snapshot that others wait for, by the digest of the block."""
         return dict(self._expected)
 
-    def _blocks_evicted(self, blocks: Sequence[int]) -> None:
-        self.index.remove(blocks)
+    def evicted(self, blocks: Sequence[int]) -> None:
         self.slots.uncache(self.snapshots.remove_blocks(blocks))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     @property
-    def state_usage(self) -> StateUsage:
+    def usage(self) -> StateUsage:
         return StateUsage(self.slots.num_used, len(self.snapshots), self.slots.num_blocks)
 
     @property
-    def num_free_states(self) -> int:
-        return self.slots.num_free
-
-    @property
     def max_beams(self) -> int:
+        """The beams of one search that there are slots for."""
         return (self.slots.num_blocks - 1) // SLOTS_PER_BEAM
 
-    def states_needed(self, request: Request) -> int:
+    @property
+    def draft_room(self) -> int:
+        """Draft tokens of a step that there are slots for."""
+        reserved = (len(states.drafts) for states in self._states.values() if states.drafted_from is None)
+        return self.slots.num_free + sum(reserved)
+
+    def spare(self, request: Request, staying: Sequence[Request], leaving: Sequence[Request]) -> int:
+        return self.slots.num_free + self._num_own(leaving) - self._promised(staying) - self._needed(request)
+
+    def _needed(self, request: Request) -> int:
+        """Slots that a request, or all beams of a search, still need to be admitted."""
         if request.group is None:
             return 1
         return 1 + SLOTS_PER_BEAM * request.num_slots - len(set(self._states[request.id].held()))
 
-    def states_promised(self, running: Sequence[Request]) -> int:
+    def _promised(self, running: Sequence[Request]) -> int:
+        """Free slots that running requests may still need."""
         return sum(SLOTS_PER_BEAM * request.num_slots - 1 for request in running if request.group is not None)
 
-    def num_own_states(self, requests: Sequence[Request]) -> int:
-        known = (self._states.get(request.id) for request in requests)
-        held = Counter(slot for states in known if states is not None for slot in states.held())
+    def _num_own(self, requests: Sequence[Request]) -> int:
+        """The number of slots that only `requests` hold."""
+        own = (self._states.get(request.id) for request in requests)
+        held = Counter(slot for states in own if states is not None for slot in states.held())
         return sum(self.slots.references(slot) == count for slot, count in held.items())
-
-    def draft_room(self) -> int:
-        reserved = (len(states.drafts) for states in self._states.values() if states.drafted_from is None)
-        return self.slots.num_free + sum(reserved)
 
     # ---- prefix hits --------------------------------------------------------------------------------------------
 
-    def match(self, request: Request) -> PrefixMatch:
-        """Find the longest run of cached blocks with a state at its end."""
-        found = super().match(request)
-        blocks = found.blocks
-        if found.in_progress:
+    def shorten(self, request: Request, match: PrefixMatch) -> PrefixMatch:
+        """The longest run of the cached blocks with a state at its end."""
+        blocks = match.blocks
+        if match.in_progress:
             self._note_divergence(request, len(blocks))
         fork = self._fork_position(request)
         kept = len(blocks) if fork is None else min(len(blocks), fork // self.block_size)
         while kept and blocks[kept - 1] not in self.snapshots:
             kept -= 1
         if kept == len(blocks):
-            return found
+            return match
         expected = any(self.index.digest(request, position) in self._expected for position in range(kept, len(blocks)))
-        return PrefixMatch(blocks[:kept], Miss.NO_STATE, found.in_progress or expected, len(blocks) - kept)
+        return PrefixMatch(blocks[:kept], Miss.NO_STATE, match.in_progress or expected, len(blocks) - kept)
 
     def _note_divergence(self, request: Request, num_found: int) -> None:
         """Ask for a snapshot where a waiting `request` diverges from those that compute its prefix."""
@@ -124,7 +140,6 @@ class HybridCache(KVCache):
             self._divergences.popitem(last=False)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
-        super().attach(request, match)
         states = self._states[request.id] = RequestStates()
         if match.blocks:
             states.current = self.snapshots.reuse(match.blocks[-1])
@@ -153,10 +168,12 @@ class HybridCache(KVCache):
                 states.wanted[num_blocks * self.block_size] = digest
                 self._expected.setdefault(digest, request.id)
 
+    def fork_point(self, parent: Request, num_tokens: int) -> int:
+        """The longest prefix of at most `num_tokens` tokens whose state is kept."""
+        return self._state_at(parent, num_tokens)[0]
+
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """As in KVCache, but with the longest prefix of at most `num_tokens` tokens whose state is kept."""
-        num_tokens, slot = self._state_at(parent, num_tokens)
-        super().fork(parent, child, num_tokens)
+        slot = self._state_at(parent, num_tokens)[1]
         self._states[child.id] = RequestStates(current=slot)
         if slot != NO_SLOT:
             self.slots.share([slot])
@@ -180,7 +197,7 @@ class HybridCache(KVCache):
 
     # ---- planning a step ----------------------------------------------------------------------------------------
 
-    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
+    def reserve(self, request: Request, count: int) -> bool:
         states = self._states[request.id]
         if states.target == NO_SLOT:
             if states.current != NO_SLOT and self.slots.is_private(states.current):
@@ -188,15 +205,16 @@ class HybridCache(KVCache):
             elif (taken := self.slots.take(1)) is not None:
                 states.target = taken[0]
             else:
-                return None
-        if count > 1 and request.decoding:  # all but the first token are drafts
+                return False
+        if count > 1 and request.decoding:  # All but the first token are drafts.
             taken = self.slots.take(max(0, count - 1 - len(states.drafts)))
             if taken is None:
-                return None
+                return False
             states.drafts += taken
-        return super().reserve(request, count)
+        return True
 
-    def plan_states(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
+    def plan(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
+        """The slots that the chunks of a step read and write."""
         unused: list[int] = []  # released last: no chunk may write to a slot that another one reads
         plans = tuple(self._plan_chunk(chunk, self._states[chunk.request.id], unused) for chunk in chunks)
         self.slots.release(unused)
@@ -315,8 +333,7 @@ class HybridCache(KVCache):
     # ---- applying its result ------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Index full blocks, and attach the snapshots that have been computed to theirs."""
-        super().commit(request)
+        """Attach the snapshots that have been computed to their blocks."""
         states = self._states[request.id]
         if states.pending:
             for num_tokens in [one for one in states.pending if one <= request.num_computed]:
@@ -354,7 +371,6 @@ class HybridCache(KVCache):
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Continue from the state after the last accepted draft. Those before it may be snapshots."""
-        super().trim(request, num_tokens)
         states = self._states[request.id]
         start = states.drafted_from
         assert start is not None, "only steps with drafts compute more tokens than they keep"
@@ -368,7 +384,6 @@ class HybridCache(KVCache):
                 self.slots.release([slot])
 
     def release(self, request: Request) -> None:
-        super().release(request)
         states = self._states.pop(request.id, None)
         if states is None:
             return

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.policies.base import Policy
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.state import SchedulerState
-from chairlift.core.step_limits import StepLimits
 from chairlift_lab.simulator.kv_cache import SimulatedKVCache
 
 
@@ -31,21 +28,15 @@ class SimulatedState(SchedulerState):
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler that accepts requests long after their arrival, at their original position in the queue."""
+    """A scheduler whose steps also have the tokens of requests that are kept aside."""
 
+    state_type = SimulatedState
     kv: SimulatedKVCache
     state: SimulatedState
 
-    def _make_state(self, policy: Policy, max_batch_requests: int, max_overtakes: int) -> SimulatedState:
-        return SimulatedState(self.kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
-
-    def take_place(self) -> int:
-        """Reserve the next position in the order of submission, for `Request.order`."""
-        self._num_submitted += 1
-        return self._num_submitted - 1
-
-    def _next_order(self, request: Request) -> int:
-        return request.order if request.order >= 0 else self.take_place()
-
-    def _make_builder(self, limits: StepLimits) -> PlanBuilder:
-        return PlanBuilder(replace(limits, tokens=limits.tokens - self.state.num_aside))
+    def _begin_plan(self, now: float) -> PlanBuilder:
+        """The plan of a step that also has one token of each request that is kept aside."""
+        builder = super()._begin_plan(now)
+        builder.room -= self.state.num_aside
+        builder.prefill_room = min(builder.prefill_room, builder.room)
+        return builder

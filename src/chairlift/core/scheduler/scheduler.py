@@ -8,6 +8,7 @@ queue while there are free slots. The model computes all of them as one ragged b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from chairlift.core.beam.group import BeamGroup
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
@@ -38,6 +39,8 @@ CANNOT_MEET_DEADLINE = "at the measured speed it could not be finished in time"
 class Scheduler:
     """Owns every request from submission to its end. The time `now` is always an argument; no clock is read here."""
 
+    state_type: ClassVar[type[SchedulerState]] = SchedulerState
+
     def __init__(
         self,
         kv: KVCache,
@@ -59,16 +62,13 @@ class Scheduler:
         self.swap = swap or SwapSpace()
         self.speculation = speculation
         self.tenant_isolation = tenant_isolation
-        self.state = self._make_state(policy, max_batch_requests, max_overtakes)
+        self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
         self._results = ResultApplier(self.state, speculation)
         self._requests = self.state.requests
         self._deadlines = Deadlines(self._requests.get)
         self._num_submitted = 0
         self._num_steps = 0
         self.limits: StepLimits | None = None  # of the step planned last
-
-    def _make_state(self, policy: Policy, max_batch_requests: int, max_overtakes: int) -> SchedulerState:
-        return SchedulerState(self.kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
 
     @property
     def policy(self) -> Policy:
@@ -98,15 +98,16 @@ class Scheduler:
             if one.id in self._requests:
                 raise InvalidParameter("request_id", f"{one.id!r} is already in use")
         for one in request.companions:
-            one.order = self._next_order(one)
+            if one.order < 0:
+                one.order = self.take_place()
             self._requests[one.id] = one
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)
         self.state.events.append(RequestQueued(now, request.id, request.num_prompt))
 
-    def _next_order(self, request: Request) -> int:
-        """The `order` of a new request."""
+    def take_place(self) -> int:
+        """Reserve the next position in the order of submission, the `order` of a request."""
         self._num_submitted += 1
         return self._num_submitted - 1
 
@@ -244,13 +245,10 @@ class Scheduler:
         if limits != self.limits:
             self.state.events.append(BudgetDecided(now, limits))
         self.limits = limits
-        builder = self._make_builder(limits)
+        builder = PlanBuilder(limits)
         if self.tenant_isolation is not None:
             self.tenant_isolation.limit_heavy_tenants(self.state, builder, now)
         return builder
-
-    def _make_builder(self, limits: StepLimits) -> PlanBuilder:
-        return PlanBuilder(limits)
 
     def _isolate_tenants(self, builder: PlanBuilder, now: float) -> None:
         if self.tenant_isolation is not None:

@@ -25,7 +25,7 @@ NUM_MERGED = 4096
 
 def tool_call(name: str, arguments: dict[str, Any]) -> str:
     """Return a reply that calls a tool, as this model's template writes calls."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def write_scripted_checkpoint(folder: Path, replies: Sequence[str], *, positions: int = 131_072) -> Path:

@@ -28,7 +28,7 @@ def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
             event = json.loads(data.removeprefix("data: "))
             assert name == f"event: {event['type']}"
             assert event["sequence_number"] == len(events)
-            OFFICIAL.validate_python(event)
+            OFFICIAL.validate_python(event, strict=True)
             events.append(event)
     return events
 

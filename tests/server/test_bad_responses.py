@@ -11,6 +11,8 @@ from tests.server.running_server import HTTP, NAME, RunningServer
 
 PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
+FUNCTION = {"type": "function", "name": "f"}
+CUSTOM = {"type": "custom", "name": "draw"}
 
 
 def call(**changes: Any) -> dict[str, Any]:
@@ -36,13 +38,26 @@ BAD_INPUT: list[tuple[Any, str, str]] = [
     ([{}], "input[0].type", "invalid_value"),
     ([HELLO, {"type": "letter", "role": "user", "content": "x"}], "input[1].type", "invalid_value"),
     ([{"type": 3}], "input[0].type", "invalid_value"),
+    ([{"type": ["message"]}], "input[0].type", "invalid_value"),
+    ([{"type": "input_text", "text": 3}], "input[0].text", "invalid_type"),
+    ([HELLO, {"type": "input_image", "image_url": "data:,"}], "input[1].type", "invalid_value"),
+    ([{"type": "compaction", "encrypted_content": "x"}], "input[0].type", "invalid_value"),
+    ([HELLO, {"type": "compaction_trigger"}], "input[1].type", "invalid_value"),
+    ([HELLO, {"type": "additional_tools", "tools": "f"}], "input[1].tools", "invalid_value"),
+    ([HELLO, {"type": "additional_tools", "tools": [{"type": "function"}]}], "input[1].tools[0].name", "invalid_value"),
+    (
+        [{"role": "assistant", "content": [{"type": "refusal"}]}],
+        "input[0].content[0].refusal",
+        "missing_required_parameter",
+    ),
+    ([{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}], "input[0].call_id", "invalid_value"),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "f"}], "input[0].input", "missing_required_parameter"),
     ([{"type": "item_reference", "id": "msg_1"}], "input[0].type", "invalid_value"),
     (
         [{"type": "reasoning", "id": "rs_1", "content": [{"type": "text", "text": ""}]}],
         "input[0].content[0].type",
         "invalid_value",
     ),
-    ([{"type": "web_search_call", "id": "ws_1", "status": "completed"}], "input[0].type", "invalid_value"),
     ([{"role": "tool", "content": "x"}], "input[0].role", "invalid_value"),
     ([{"type": "message", "content": "x"}], "input[0].role", "missing_required_parameter"),
     ([{"role": "user"}], "input[0].content", "missing_required_parameter"),
@@ -89,33 +104,28 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"timeout": 0}, "timeout", "invalid_value"),
     ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"top_logprobs": -1}, "top_logprobs", "invalid_value"),
-    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
+    ({"include": ["weather"]}, "include[0]", "invalid_value"),
     ({"include": "message.output_text.logprobs"}, "include", "invalid_type"),
     ({"instructions": 3}, "instructions", "invalid_type"),
     ({"instructions": "\ud800"}, "input", "invalid_value"),
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options", "invalid_value"),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation",
-        "invalid_value",
-    ),
     ({"stream": True, "stream_options": {"include_usage": False}}, "stream_options.include_usage", "invalid_value"),
     ({"stream": True, "stream_options": {"include_usge": 1}}, "stream_options.include_usge", "unknown_parameter"),
-    ({"store": True}, "store", "invalid_value"),
+    ({"store": "yes"}, "store", "invalid_type"),
     ({"background": True}, "background", "invalid_value"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "invalid_value"),
     ({"conversation": "conv_1"}, "conversation", "invalid_value"),
     ({"conversation": {"id": "conv_1"}}, "conversation", "invalid_value"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "invalid_value"),
-    ({"max_tool_calls": 3}, "max_tool_calls", "invalid_value"),
-    ({"context_management": [{"type": "compaction"}]}, "context_management", "invalid_value"),
-    ({"truncation": "auto"}, "truncation", "invalid_value"),
-    ({"service_tier": "priority"}, "service_tier", "invalid_value"),
+    ({"moderation": {"model": "omni-moderation-latest"}}, "moderation", "invalid_value"),
+    ({"max_tool_calls": 0}, "max_tool_calls", "invalid_value"),
+    ({"truncation": "some"}, "truncation", "invalid_value"),
+    ({"service_tier": "fats"}, "service_tier", "invalid_value"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort", "invalid_value"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "invalid_value"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
     ({"thinking_token_budget": 3}, "thinking_token_budget", "invalid_value"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "invalid_value"),
+    ({"text": {"verbosity": "silent"}}, "text.verbosity", "invalid_value"),
     ({"text": {"format": "json"}}, "text.format", "invalid_type"),
     ({"text": {"format": {}}}, "text.format.type", "missing_required_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
@@ -145,9 +155,42 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"user": 3}, "user", "invalid_type"),
     ({"prompt_cache_key": "x" * 600}, "prompt_cache_key", "invalid_value"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
-    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "invalid_value"),
     ({"tools": [{}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [{"type": "functions", "name": "f"}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
+    ({"tools": [FUNCTION | {"parameters": {"type": "string"}}]}, "tools[0].parameters", "invalid_value"),
+    ({"tools": [FUNCTION | {"description": "\ud800"}]}, "tools", "invalid_value"),
+    ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name", "invalid_value"),
+    ({"tools": [CUSTOM | {"format": {"type": "picture"}}]}, "tools[0].format.type", "invalid_value"),
+    ({"tools": [CUSTOM | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format", "invalid_value"),
+    ({"tools": [CUSTOM | {"formt": "x"}]}, "tools[0].formt", "unknown_parameter"),
+    ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "invalid_value"),
+    ({"tools": [{"type": "namespace", "name": "\ud800", "tools": []}]}, "tools", "invalid_value"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": "f"}]}, "tools[0].tools", "invalid_value"),
+    (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [FUNCTION] * 2}]},
+        "tools[0].tools[1].name",
+        "invalid_value",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "invalid_value"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice", "invalid_value"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": ["f"]}}, "tool_choice", "invalid_value"),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}},
+        "tool_choice.mode",
+        "invalid_value",
+    ),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CUSTOM]}},
+        "tool_choice.tools[0]",
+        "invalid_value",
+    ),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+        "tool_choice",
+        "invalid_value",
+    ),
     ({"tools": "f"}, "tools", "invalid_type"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "invalid_value"),
     ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
@@ -190,6 +233,7 @@ def test_invalid_bodies_are_refused(server: RunningServer, body: bytes) -> None:
 def test_unknown_models_and_methods_are_refused(server: RunningServer) -> None:
     expect(server, server.post(PATH, {"model": "other", "input": "hello"}), 404, "model", "model_not_found")
     assert server.get(PATH).status_code == 405
+    expect(server, server.post(f"{PATH}/compact", {}), 400, None, "unsupported_operation")
     expect(server, server.get(f"{PATH}/resp_1"), 404, None, "unknown_url")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,13 +14,22 @@ from pydantic import TypeAdapter
 
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.process.messages import Update
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
+from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
-from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta, PlainParser
+from chairlift.text.assistant_parts import (
+    ArgumentsDelta,
+    AssistantPart,
+    CallBegun,
+    ContentDelta,
+    PlainParser,
+    ReasoningDelta,
+)
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import byte_level_tokenizer
 
@@ -48,12 +58,12 @@ def make_builder(parser: Any, **parameters: Any) -> ResponseObjectBuilder:
 def decoded(events: list[bytes]) -> list[dict[str, Any]]:
     found = [json.loads(event.decode().split("\ndata: ")[1]) for event in events]
     for event in found:
-        OFFICIAL.validate_python(event)
+        OFFICIAL.validate_python(event, strict=True)
     return found
 
 
 def streamed(script: list[AssistantPart], finish_reason: str) -> list[dict[str, Any]]:
-    builder = make_builder(ScriptedParser([*script]))
+    builder = make_builder(ScriptedParser([*script]), tools=[SHELL])
     events = [event for _ in script for event in builder.events(Update("resp_1-0"))]
     events += builder.events(Update("resp_1-0", finish_reason=finish_reason))
     return decoded([*events, *builder.end_events()])
@@ -71,17 +81,27 @@ def items_by_replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 items[event["output_index"]]["content"].append(event["part"])
             case "output_text.delta":
                 items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "reasoning_text.delta":
+                items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
             case "function_call_arguments.delta":
                 items[event["output_index"]]["arguments"] += event["delta"]
+            case "custom_tool_call_input.delta":
+                items[event["output_index"]]["input"] += event["delta"]
             case "output_item.done":
                 items[event["output_index"]]["status"] = event["item"]["status"]
                 assert items[event["output_index"]] == event["item"]
     return items
 
 
+SHELL = {"type": "custom", "name": "shell"}
 CALL = [CallBegun(0, "call_a", "f"), ArgumentsDelta(0, '{"a"'), ArgumentsDelta(0, ": 1}")]
 calls = st.text(max_size=4).map(lambda name: [CallBegun(0, f"call_{name}", name), ArgumentsDelta(0, "{}")])
-scripts = st.lists(st.one_of(st.text(max_size=4).map(lambda text: [ContentDelta(text)]), calls), max_size=6)
+custom_calls = st.text(max_size=6).map(
+    lambda text: [CallBegun(0, "call_s", "shell"), *(ArgumentsDelta(0, char) for char in json.dumps({"input": text}))]
+)
+texts = st.text(max_size=4).map(lambda text: [ContentDelta(text)])
+thoughts = st.text(max_size=4).map(lambda text: [ReasoningDelta(text)])
+scripts = st.lists(st.one_of(texts, thoughts, calls, custom_calls), max_size=6)
 
 
 @settings(deadline=None)
@@ -95,7 +115,7 @@ def test_deltas_add_up_to_the_output_items(script: list[AssistantPart], cut: boo
     assert items_by_replay(events) == last["output"]
     assert [item["status"] for item in last["output"]][:-1] == ["completed"] * (len(last["output"]) - 1)
     assert last["output"][-1]["status"] == ("incomplete" if cut else "completed")
-    whole = make_builder(ScriptedParser([*script]))
+    whole = make_builder(ScriptedParser([*script]), tools=[SHELL])
     for _ in script:
         whole.add(Update("resp_1-0"))
     whole.add(Update("resp_1-0", finish_reason=reason))
@@ -170,3 +190,42 @@ def test_logprobs_wait_for_their_text() -> None:
     assert [[entry["logprob"] for entry in event["logprobs"]] for event in deltas] == [[-5.0, -6.0], [-7.0]]
     (done,) = [event for event in found if event["type"] == "response.output_text.done"]
     assert [entry["logprob"] for entry in done["logprobs"]] == [-5.0, -6.0, -7.0]
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=12), ascii_only=st.booleans(), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_the_input_of_a_custom_call_does_not_depend_on_the_cuts(text: str, ascii_only: bool, cuts: list[int]) -> None:
+    given = json.dumps({"input": text}, ensure_ascii=ascii_only)
+    ends = [0, *sorted(min(cut, len(given)) for cut in cuts), len(given)]
+    reader = InputReader()
+    pieces = [reader.push(given[start:end]) for start, end in pairwise(ends)]
+    assert "".join([*pieces, reader.close()]) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("echo hello", "echo hello"),  # without a grammar, a model may write the text itself
+        ('{"command": "ls"}', '{"command": "ls"}'),
+        ("{}", ""),
+        ('{"inp', ""),
+        ('{"input": "half\\', "half"),
+        ('{ "input" :\n"a\nb"} and more', "a\nb"),
+        ('{"input": "a\\ud83d"}', "a?"),
+    ],
+)
+def test_arguments_of_a_custom_call_in_other_forms(arguments: str, text: str) -> None:
+    reader = InputReader()
+    assert reader.push(arguments) + reader.close() == text
+
+
+def test_settings_that_the_response_repeats_can_be_encoded() -> None:
+    tool = {"type": "function", "name": "f", "description": "\ud800"}
+    other = {"type": "function", "name": "g"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [other]}
+    with pytest.raises(InvalidParameter, match="Unicode"):
+        make_builder(PlainParser(), tools=[tool, other], tool_choice=allowed)
+    wrong = {"type": "allowed_tools", "mode": "auto", "tools": [other, {"type": "x\ud800"}]}
+    with pytest.raises(InvalidParameter, match="Unicode"):
+        make_builder(PlainParser(), tools=[other], tool_choice=wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any, Literal
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from chairlift.server.http.unknown_fields import HEADER
 from chairlift.server.responses.types import ResponsesRequest
 from tests.server.response_events import PATH, in_order, sse
 from tests.server.running_server import NAME, RunningServer, wait_for
@@ -195,19 +197,23 @@ def test_an_empty_output_is_a_message(server: RunningServer) -> None:
     ]
 
 
-def test_parameters_with_their_only_supported_values_are_accepted(server: RunningServer) -> None:
+def test_documented_parameters_are_accepted(server: RunningServer) -> None:
     nulls = dict.fromkeys(ResponsesRequest.model_fields.keys() - {"model", "input", "max_output_tokens"})
     plain: dict[str, Any] = {
-        "store": False,
+        "store": True,
         "background": False,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": "auto"},
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "max_tool_calls": 3,
+        "client_metadata": {"session": "7"},
+        "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
         "tools": [],
         "tool_choice": "auto",
         "parallel_tool_calls": True,
-        "include": ["reasoning.encrypted_content"],
-        "truncation": "disabled",
-        "service_tier": "auto",
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "truncation": "auto",
+        "service_tier": "priority",
         "safety_identifier": "someone",
         "prompt_cache_key": "chat-7",
         "user": "someone",
@@ -215,8 +221,79 @@ def test_parameters_with_their_only_supported_values_are_accepted(server: Runnin
     for extra in (nulls, plain):
         reply = server.post(PATH, {"model": NAME, "input": "hello", "max_output_tokens": 2, **extra})
         assert reply.status_code == 200, reply.text
-    echoed = reply.json()
-    assert (echoed["store"], echoed["prompt_cache_key"], echoed["safety_identifier"]) == (False, "chat-7", "someone")
+        assert HEADER not in reply.headers
+    echoed = Response.model_validate(reply.json(), strict=True)
+    # What is true: nothing is stored, and there is one tier.
+    assert (echoed.store, echoed.service_tier, echoed.truncation, echoed.max_tool_calls) == (
+        False,
+        "default",
+        "auto",
+        3,
+    )
+    assert (echoed.prompt_cache_key, echoed.safety_identifier) == ("chat-7", "someone")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ],
+)
+def test_parameters_without_effect_are_named(server: RunningServer, change: dict[str, Any], named: str) -> None:
+    reply = server.post(PATH, {"model": NAME, "input": "hello", "max_output_tokens": 2, **change})
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, named), reply.text
+
+
+def prompt_tokens(server: RunningServer, **body: Any) -> int:
+    reply = server.post(f"{PATH}/input_tokens", {"model": NAME, **body})
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["input_tokens"])
+
+
+def test_input_may_be_a_list_of_parts(server: RunningServer) -> None:
+    parts = [{"type": "input_text", "text": "when does"}, {"type": "input_text", "text": "the lift stop?"}]
+    message = {"role": "user", "content": "when does\nthe lift stop?"}
+    assert prompt_tokens(server, input=parts) == prompt_tokens(server, input=[message])
+    around = [message, {"role": "assistant", "content": "now"}]
+    assert prompt_tokens(server, input=[*around, *parts]) == prompt_tokens(server, input=[*around, message])
+
+
+def test_refusals_of_earlier_responses_can_be_sent_back(server: RunningServer) -> None:
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    plain = {"role": "assistant", "content": "no"}
+    items = [{"role": "user", "content": QUESTION}, plain, {"role": "user", "content": "why?"}]
+    assert prompt_tokens(server, input=[items[0], refusal, items[2]]) == prompt_tokens(server, input=items)
+
+
+def test_a_long_conversation_is_shortened_from_its_beginning(server: RunningServer) -> None:
+    system = {"role": "system", "content": "be brief"}
+    turns = [[{"role": "user", "content": "word " * 20}, {"role": "assistant", "content": "yes"}] for _ in range(8)]
+    question = {"role": "user", "content": QUESTION}
+    body = {"model": NAME, "input": [system, *chain(*turns), question], "max_output_tokens": 8, "temperature": 0}
+    refused = server.post(PATH, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    answer = server.post(PATH, body | {"truncation": "auto"}).json()
+    sizes = [prompt_tokens(server, input=[system, *chain(*turns[cut:]), question]) for cut in range(9)]
+    assert answer["usage"]["input_tokens"] == max(size for size in sizes if size + 8 <= 256)
+    # In one turn with many calls, the calls are dropped in whole.
+    calls = [
+        [
+            {"type": "function_call", "call_id": f"call_{index}", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"call_{index}", "output": "word " * 20},
+        ]
+        for index in range(8)
+    ]
+    reply = server.post(PATH, body | {"input": [system, question, *chain(*calls)], "truncation": "auto"})
+    assert reply.status_code == 200, reply.text
+    # What cannot be shortened enough is refused.
+    reply = server.post(
+        PATH, body | {"input": [system, {"role": "user", "content": "word " * 400}], "truncation": "auto"}
+    )
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_disconnected_client_is_cancelled(server: RunningServer) -> None:

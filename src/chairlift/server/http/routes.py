@@ -25,7 +25,7 @@ from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import unavailable
+from chairlift.server.http.errors import APIError, unavailable
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.sse import json_pieces
 from chairlift.server.openai.chat import ChatGeneration
@@ -127,6 +127,17 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         work = partial(_count_tokens, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
+    @app.post("/v1/responses/input_tokens", responses=ERRORS)
+    async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
+        service.model.check_name(body.model)
+        work = partial(_input_tokens, ResponsesGeneration(body, service.model), service.max_model_len)
+        return await _run_text_job(service, http, len(await http.body()), work)
+
+    @app.post("/v1/responses/compact", responses=ERRORS)
+    async def compact() -> Response:
+        problem = "this server does not compact conversations: nothing is kept between requests"
+        raise APIError(400, f"{problem}; ask the model for a summary with /v1/responses", code="unsupported_operation")
+
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
@@ -152,6 +163,14 @@ def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: i
     prompt = tokenize_messages(body, chat_of(body, model), max_model_len or MAX_COUNTED_TOKENS)
     original = {} if prompt.edits is None else {"context_management": {"original_input_tokens": prompt.original_tokens}}
     return msgspec.json.encode({"input_tokens": prompt.num_tokens, **original}), prompt.num_tokens
+
+
+def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> TextJobResult:
+    try:
+        (prompt,) = request.tokenize(max_model_len or MAX_COUNTED_TOKENS).prompts
+    except InvalidParameter as error:
+        raise request.rename_error(error) from None
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(prompt)}), len(prompt)
 
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:

@@ -39,16 +39,21 @@ class UnknownFields:
 
     def add(self, path: str, name: str, known: Collection[str]) -> None:
         """Ignore the field `name`, or refuse it if it resembles one of the `known`."""
-        shape = re.sub(r"\[\d+\]", "", path)
-        if shape in self._paths:
+        if _shape(path) in self._paths:
             return
         if meant := resembling(name, known):
             raise InvalidParameter(path, f"unknown parameter; did you mean {meant!r}?", "unknown_parameter")
+        self.ignore(path, "unknown parameter", "unknown_parameter")
+
+    def ignore(self, path: str, reason: str, code: str = "invalid_value") -> None:
+        """Ignore the field at `path`, or refuse it for this reason."""
+        if _shape(path) in self._paths:
+            return
         if self._refuses:
-            raise InvalidParameter(path, "unknown parameter", "unknown_parameter")
+            raise InvalidParameter(path, reason, code)
         if len(self._paths) == MAX_IGNORED:
             raise InvalidParameter(path, f"is one of more than {MAX_IGNORED} unknown parameters", "unknown_parameter")
-        self._paths[shape] = path
+        self._paths[_shape(path)] = path
 
     def say(self, path: str) -> None:
         """Name a known field that has no effect on this model."""
@@ -66,6 +71,10 @@ class UnknownFields:
                 return ", ".join([*kept, "..."])
             kept.append(name)
         return ", ".join(kept)
+
+
+def _shape(path: str) -> str:
+    return re.sub(r"\[\d+\]", "", path)
 
 
 # Of the request that is being read. Outside of a server unknown fields are refused.
@@ -90,6 +99,11 @@ def say_ignored(path: str) -> None:
     """Name a known field of the request that has no effect on this model."""
     if (fields := _request.get()) is not None:
         fields.say(path)
+
+
+def ignore(path: str, reason: str) -> None:
+    """Leave out a part of the request that this server cannot do, and name it; it is refused if unknown fields are."""
+    (_request.get() or UnknownFields("refuse")).ignore(path, reason)
 
 
 def without_unknown(location: str, given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

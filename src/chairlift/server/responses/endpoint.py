@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from chairlift.errors import InvalidParameter
+from bisect import bisect_left
+from functools import partial
+
+from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration
@@ -29,6 +32,7 @@ class ResponsesGeneration(GenerationRequest):
 
     def __init__(self, body: ResponsesRequest, model: ServedModel) -> None:
         body.check()
+        self._tools = body.offered_tools
         try:
             self._chat = ChatGeneration(body.as_chat(), model)
         except InvalidParameter as error:
@@ -39,15 +43,39 @@ class ResponsesGeneration(GenerationRequest):
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
         _ = self._chat.tools  # validates tools before the input
-        messages = InputMessages(self._body.input, self._body.instructions)
+        messages = InputMessages(self._body.input, self._body.instructions, self._tools)
+        if self._body.truncation == "auto":
+            tokenized = self._tokenized_if_fitting(messages, 0, max_tokens)
+            if tokenized is not None:
+                return tokenized
+            self._shorten(messages, max_tokens)
         try:
             return self._chat.tokenize_messages(messages.messages, max_tokens)
         except InvalidParameter as error:
             raise error.renamed(messages.location(error.parameter)) from None
+
+    def _shorten(self, messages: InputMessages, max_tokens: int) -> None:
+        """Drop as few of the first messages as needed for prompt and output to fit, and as many as possible if
+        nothing is enough."""
+        cuts = messages.cuts()
+        if cuts:
+            fits = partial(self._tokenized_if_fitting, messages, max_tokens=max_tokens)
+            messages.drop_before(cuts[bisect_left(cuts[:-1], True, key=lambda cut: fits(cut) is not None)])
+
+    def _tokenized_if_fitting(self, messages: InputMessages, cut: int, max_tokens: int) -> TokenizedPrompts | None:
+        try:
+            tokenized = self._chat.tokenize_messages(messages.kept(cut), max_tokens)
+        except InvalidParameter as error:
+            if error.code == CONTEXT_LENGTH_EXCEEDED:
+                return None
+            raise error.renamed(messages.location(error.parameter)) from None
+        room = max_tokens - (self._body.max_output_tokens or 1)
+        return tokenized if len(tokenized.prompts[0]) <= room else None
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
         assert len(completion_ids) == 1  # this endpoint has no `n`
         return ResponseObjectBuilder(self._body, self.params, self._model, self._chat.parser(), response_id, usage)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
-        return error.renamed(renamed_parameter(error.parameter, _NAMES))
+        located = self._tools.rename_error(error)
+        return located.renamed(renamed_parameter(located.parameter, _NAMES))

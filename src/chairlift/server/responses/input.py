@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.http.unknown_fields import ignore
 from chairlift.server.openai.strict import StrictModel, parse_at
+from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, custom_arguments
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",
@@ -15,7 +18,19 @@ _REFUSED_PARTS = {
 }
 _REFUSED_ITEMS = {
     "item_reference": "nothing is kept between requests, so send the item itself (clients do so with store: false)",
+    "compaction": "what another server has compacted cannot be read here; send the items that it stands for",
+    "compaction_trigger": "this server does not compact conversations; send the input that the model should see",
 }
+# Calls of tools that run in a server, which an earlier server has answered. They are left out, and that is said.
+_LEFT_OUT_ITEMS = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("computer_call", "computer_call_output", "tool_search_call", "tool_search_output"),
+        *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+        *("apply_patch_call", "apply_patch_call_output", "program", "program_output"),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    )
+)
 
 
 class _Item(StrictModel):
@@ -32,10 +47,27 @@ class _Message(_Item):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _FunctionCall(_Item):
+class _ToolCall(_Item):
     call_id: str
     name: str
+    namespace: str | None = None
+    caller: Any = None  # Nothing but the model calls tools here.
+
+
+class _FunctionCall(_ToolCall):
     arguments: str
+
+    @property
+    def chat_arguments(self) -> str:
+        return self.arguments
+
+
+class _CustomToolCall(_ToolCall):
+    input: str
+
+    @property
+    def chat_arguments(self) -> str:
+        return custom_arguments(self.input)
 
 
 class _ReasoningPart(StrictModel):
@@ -43,9 +75,19 @@ class _ReasoningPart(StrictModel):
     text: str
 
 
-class _FunctionCallOutput(_Item):
+class _CallOutput(_Item):
     call_id: str
     output: Any
+    name: str | None = None
+    namespace: str | None = None
+    caller: Any = None
+
+
+class _AdditionalTools(_Item):
+    """Further tools, which `ResponsesRequest.offered_tools` reads."""
+
+    role: Literal["developer"] | None = None
+    tools: list[dict[str, Any]]
 
 
 class _Reasoning(_Item):
@@ -68,20 +110,32 @@ class _TextPart(StrictModel):
     parsed: Any = None  # added by the official client
 
 
+class _RefusalPart(StrictModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
 _KINDS: dict[str, type[_Item]] = {
     "message": _Message,
     "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
+    "function_call_output": _CallOutput,
+    "custom_tool_call": _CustomToolCall,
+    "custom_tool_call_output": _CallOutput,
     "reasoning": _Reasoning,
+    ADDITIONAL_TOOLS: _AdditionalTools,
 }
+_PARTS = ("input_text", *_REFUSED_PARTS)  # of a user's message, which may also stand alone
 
 
 class InputMessages:
     """Chat messages and the location of each in the request."""
 
-    def __init__(self, given: str | list[dict[str, Any]], instructions: str | None = None) -> None:
+    def __init__(
+        self, given: str | list[dict[str, Any]], instructions: str | None = None, tools: OfferedTools | None = None
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self._locations: list[list[str]] = []  # of a message, then of its tool calls
+        self._tools = tools or OfferedTools()
         self._call_ids: set[str] = set()
         self._reasoning = ""  # of the assistant message that follows
         if instructions is not None:
@@ -89,8 +143,29 @@ class InputMessages:
         if isinstance(given, str):
             self._add("input", {"role": "user", "content": given})
         else:
-            for index, item in enumerate(given):
-                self._add_item(f"input[{index}]", item)
+            self._add_items(given)
+
+    def cuts(self) -> list[int]:
+        """Return the indices of the messages from which a shortened conversation may begin, ascending: those of the
+        user, then those of the assistant after the last one."""
+        roles = [message["role"] for message in self.messages]
+        users = [index for index, role in enumerate(roles) if role == "user"]
+        last = users[-1] if users else -1
+        return users[1:] + [index for index in range(last + 1, len(roles)) if roles[index] == "assistant"]
+
+    def kept(self, cut: int) -> list[dict[str, Any]]:
+        """Return the messages from the index `cut`, and the instructions in front of all."""
+        return self.messages[: self._first] + self.messages[max(cut, self._first) :]
+
+    def drop_before(self, cut: int) -> None:
+        """Drop the messages before the index `cut`, except the instructions in front."""
+        self.messages = self.kept(cut)
+        self._locations[self._first : cut] = []
+
+    @property
+    def _first(self) -> int:
+        """The number of messages that are never dropped."""
+        return 1 if self.messages and self.messages[0]["role"] == "system" else 0
 
     def location(self, parameter: str) -> str:
         """Return the location in the input of `messages[2].tool_calls[0]…`; other names are returned unchanged."""
@@ -99,6 +174,20 @@ class InputMessages:
             return parameter
         message, call, rest = found.groups()
         return self._locations[int(message)][0 if call is None else 1 + int(call)] + rest
+
+    def _add_items(self, given: list[dict[str, Any]]) -> None:
+        for are_parts, group in groupby(enumerate(given), lambda one: one[1].get("type") in _PARTS):
+            items = [(f"input[{index}]", item) for index, item in group]
+            if are_parts:  # Parts without a message are one of the user.
+                text = "\n".join(_part(location, part) for location, part in items)
+                self._add(items[0][0], {"role": "user", "content": text})
+                continue
+            for location, item in items:
+                kind = item.get("type")
+                if isinstance(kind, str) and kind in _LEFT_OUT_ITEMS:
+                    ignore(f"{location}.{kind}", "this server runs no tools itself")
+                else:
+                    self._add_item(location, item)
 
     def _add_item(self, location: str, given: dict[str, Any]) -> None:
         match _parse_item(location, given):
@@ -109,11 +198,11 @@ class InputMessages:
                 self._add(location, message | self._take_reasoning(role))
             case _Reasoning(text=text):
                 self._reasoning = "\n\n".join(filter(None, (self._reasoning, text)))
-            case _FunctionCall() as call:
+            case _FunctionCall() | _CustomToolCall() as call:
                 self._add_call(location, call)
-            case _FunctionCallOutput(call_id=call_id, output=output):
+            case _CallOutput(call_id=call_id, output=output):
                 if call_id not in self._call_ids:
-                    raise InvalidParameter(f"{location}.call_id", "has no function_call before it in input")
+                    raise InvalidParameter(f"{location}.call_id", "has no call before it in input")
                 text = _text(f"{location}.output", output)
                 self._add(location, {"role": "tool", "tool_call_id": call_id, "content": text})
 
@@ -132,11 +221,12 @@ class InputMessages:
         reasoning, self._reasoning = self._reasoning, ""
         return {"reasoning_content": reasoning}
 
-    def _add_call(self, location: str, call: _FunctionCall) -> None:
+    def _add_call(self, location: str, call: _FunctionCall | _CustomToolCall) -> None:
         """Add a call to the assistant message before it, since both are one turn of the model."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self._add(location, {"role": "assistant", "content": "", **self._take_reasoning("assistant")})
-        function = {"name": call.name, "arguments": call.arguments}
+        name = self._tools.shown_name(call.namespace, call.name)
+        function = {"name": name, "arguments": call.chat_arguments}
         calls = self.messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call.call_id, "type": "function", "function": function})
         self._locations[-1].append(location)
@@ -166,4 +256,6 @@ def _part(location: str, part: Any) -> str:
         raise InvalidParameter(location, f"must be an object with type and text, got {type(part).__name__}")
     if str(part.get("type")) in _REFUSED_PARTS:
         raise InvalidParameter(f"{location}.type", f"{part['type']}: {_REFUSED_PARTS[part['type']]}")
+    if part.get("type") == "refusal":
+        return parse_at(location, _RefusalPart, part).refusal
     return parse_at(location, _TextPart, part).text

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import chat_logprobs
 from chairlift.server.process.messages import Update
+from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import (
@@ -95,17 +96,23 @@ class ReasoningItem:
 
 @dataclass(slots=True)
 class CallItem:
-    """An output item with a tool call, which the client executes."""
+    """An output item with a call of a function, which the client executes."""
+
+    kind: ClassVar[str] = "function_call"
+    argument: ClassVar[str] = "arguments"  # the name of its text
+    events: ClassVar[str] = "response.function_call_arguments"
 
     call_id: str
     name: str
+    namespace: str | None = None
     id: str = field(default_factory=lambda: _item_id("fc"))
     status: str = "in_progress"
     pieces: list[str] = field(default_factory=list)
 
     def body(self) -> dict[str, Any]:
-        call = {"call_id": self.call_id, "name": self.name, "arguments": "".join(self.pieces)}
-        return {"id": self.id, "type": "function_call", "status": self.status, **call}
+        call = {"call_id": self.call_id, "name": self.name, self.argument: "".join(self.pieces)}
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        return {"id": self.id, "type": self.kind, "status": self.status, **call, **namespace}
 
     def location(self, index: int) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": index}
@@ -113,9 +120,34 @@ class CallItem:
     def first_events(self, index: int) -> Iterator[ResponseEvent]:
         return iter(())
 
+    def argument_events(self, index: int, text: str) -> Iterator[ResponseEvent]:
+        """Add text of the arguments' JSON."""
+        if text:
+            self.pieces.append(text)
+            yield {"type": f"{self.events}.delta", **self.location(index), "delta": text}
+
     def last_events(self, index: int) -> Iterator[ResponseEvent]:
-        fields = {"name": self.name, "arguments": "".join(self.pieces)}
-        yield {"type": "response.function_call_arguments.done", **self.location(index), **fields}
+        fields = {"name": self.name, self.argument: "".join(self.pieces)}
+        yield {"type": f"{self.events}.done", **self.location(index), **fields}
+
+
+@dataclass(slots=True)
+class CustomCallItem(CallItem):
+    """An output item with a call of a custom tool, whose input is a text."""
+
+    kind: ClassVar[str] = "custom_tool_call"
+    argument: ClassVar[str] = "input"
+    events: ClassVar[str] = "response.custom_tool_call_input"
+
+    id: str = field(default_factory=lambda: _item_id("ctc"))
+    reader: InputReader = field(default_factory=InputReader)
+
+    def argument_events(self, index: int, text: str) -> Iterator[ResponseEvent]:
+        return CallItem.argument_events(self, index, self.reader.push(text))
+
+    def last_events(self, index: int) -> Iterator[ResponseEvent]:
+        yield from CallItem.argument_events(self, index, self.reader.close())
+        yield from CallItem.last_events(self, index)
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem
@@ -136,6 +168,7 @@ class ResponseObjectBuilder:
         self.usage = usage
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model.name}
         self._settings = _settings(request, params)
+        self._tools = request.offered_tools
         self._with_logprobs = request.with_logprobs
         self._tokenizer = model.tokenizer
         self._parser = parser
@@ -199,12 +232,17 @@ class ResponseObjectBuilder:
                 yield from self._add_text(text)
             case CallBegun(call_id=call_id, name=name):
                 self._pending_logprobs = []  # calls have no logprobs
-                yield from self._begin(CallItem(call_id, name))
+                yield from self._begin(self._new_call(call_id, name))
             case ArgumentsDelta(text=text):
-                item = self._items[-1]
-                item.pieces.append(text)
-                location = item.location(len(self._items) - 1)
-                yield {"type": "response.function_call_arguments.delta", **location, "delta": text}
+                call = self._items[-1]
+                assert isinstance(call, CallItem)
+                yield from call.argument_events(len(self._items) - 1, text)
+
+    def _new_call(self, call_id: str, shown: str) -> CallItem:
+        tool = self._tools.of_call(shown)
+        if tool is None:
+            return CallItem(call_id, shown)
+        return (CustomCallItem if tool.custom else CallItem)(call_id, tool.name, tool.namespace)
 
     def _add_text(self, text: str) -> Iterator[ResponseEvent]:
         message, logprobs = self._items[-1], self._pending_logprobs
@@ -283,7 +321,7 @@ def _settings(request: ResponsesRequest, params: SamplingParams) -> dict[str, An
         "top_p": params.top_p,
         "top_logprobs": given(request.top_logprobs, 0),
         "text": {"format": request.text_format, "verbosity": "medium"},
-        "tools": [{"strict": None, "description": None, **tool} for tool in request.tools or []],
+        "tools": request.offered_tools.echo,
         "tool_choice": given(request.tool_choice, "auto"),
         "parallel_tool_calls": given(request.parallel_tool_calls, True),
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
@@ -291,9 +329,11 @@ def _settings(request: ResponsesRequest, params: SamplingParams) -> dict[str, An
         "user": request.user,
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
+        "prompt_cache_retention": request.prompt_cache_retention,
+        "max_tool_calls": request.max_tool_calls,
         "previous_response_id": None,
         "background": False,
         "store": False,
-        "truncation": "disabled",
+        "truncation": given(request.truncation, "disabled"),
         "service_tier": "default",
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.unknown_fields import without_unknown
+from chairlift.server.http.unknown_fields import ignore, without_unknown
 from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
+from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, located_tools
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -19,31 +22,40 @@ _REFUSED = {
     "previous_response_id": _STATELESS,
     "conversation": _STATELESS,
     "prompt": "prompts are not kept here; send the text as instructions and input",
-    "max_tool_calls": "only limits tools that run in the server, and there are none",
-    "context_management": "is not supported; send the input that the model should see",
+    "moderation": "this server does not moderate texts",
 }
 _PLACEHOLDER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": ""}]
 
 
 class TextOptions(StrictModel):
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None  # OpenAI's default
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(StrictModel):
     """The effort goes to the chat template. There are no summaries: reasoning is returned as it is."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # "auto" is whatever the model offers
-    generate_summary: None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(StrictModel):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
     include_usage: Literal[True] | None = None  # sent by aiperf; the last event always has the usage
 
 
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# Those about tools that a server runs ask for nothing here, since their calls are never made.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 Label = Annotated[str | None, Field(max_length=512)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
@@ -61,21 +73,35 @@ class ResponsesRequest(GenerationBody):
     reasoning: Reasoning | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Accepted only with the values that this server implements: it is stateless, synchronous and never truncates.
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    # Labels that the response repeats. Prefixes are shared by content, so prompt_cache_key has no effect.
+    truncation: Literal["auto", "disabled"] | None = None
+    background: Literal[False] | None = None  # Responses are not kept, so none could be fetched later.
+    # The response says what is true of it: it is not stored, and is served as all others are.
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    # Limits only the calls of tools that a server runs, of which there are none.
+    max_tool_calls: Annotated[int | None, Field(ge=1)] = None
+    # Labels that the response repeats. Prefixes are shared by content, so those about caching have no effect.
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), max_entries(MAX_METADATA)] = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex CLI
+    # Has no effect until the context is full, and then the request is refused or shortened, as `truncation` says.
+    context_management: list[dict[str, Any]] | None = None
     # Declared to be refused with a reason instead of as unknown parameters.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
-    max_tool_calls: Any = None
-    context_management: Any = None
+    moderation: Any = None
+
+    @cached_property
+    def offered_tools(self) -> OfferedTools:
+        tools = located_tools("tools", self.tools or [])
+        for index, item in enumerate(self.input if isinstance(self.input, list) else []):
+            if item.get("type") == ADDITIONAL_TOOLS:
+                tools += located_tools(f"input[{index}].tools", item.get("tools"))
+        return OfferedTools(tools, self.tool_choice)
 
     @property
     def with_logprobs(self) -> bool:
@@ -92,6 +118,19 @@ class ResponsesRequest(GenerationBody):
                 raise InvalidParameter(name, reason)
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options", "only goes with stream: true")
+        for name in self._without_effect():
+            ignore(name, "has no effect on this server")
+
+    def _without_effect(self) -> Iterator[str]:
+        """Yield the documented parameters whose value this server cannot do justice to."""
+        if self.text is not None and self.text.verbosity in ("low", "high"):
+            yield "text.verbosity"
+        if self.reasoning is not None and self.reasoning.summary in ("concise", "detailed"):
+            yield "reasoning.summary"
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            yield "stream_options.include_obfuscation"
+        if self.context_management:
+            yield "context_management"
 
     def as_chat(self) -> ChatRequest:
         """Return the equivalent chat completion request. Messages are added after admission."""
@@ -106,9 +145,9 @@ class ResponsesRequest(GenerationBody):
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             response_format=_response_format(self.text_format),
-            tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
-            tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
-            parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+            tools=self.offered_tools.chat_tools(),
+            tool_choice=self.offered_tools.chat_choice(),
+            parallel_tool_calls=self.parallel_tool_calls if self.offered_tools else None,
         )
         return parse_at("", ChatRequest, given)
 
@@ -121,24 +160,3 @@ def _response_format(given: dict[str, Any]) -> Any:
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert {type, name, parameters} to {type, function: {name, parameters}}."""
-    kind = tool.get("type")
-    if kind != "function":
-        problem = f"only function tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
-        raise InvalidParameter(f"tools[{index}].type", problem)
-    known = without_unknown(f"tools[{index}]", tool, ("type", "name", "description", "parameters", "strict"))
-    return {"type": "function", "function": {name: value for name, value in known.items() if name != "type"}}
-
-
-def _chat_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> Any:
-    if not isinstance(choice, dict):
-        return None if choice == "auto" and not has_tools else choice  # some clients always send "auto"
-    kind = choice.get("type")
-    if kind != "function":
-        problem = f"must be none, auto, required or one function, got {str(kind)[:40]!r}"
-        raise InvalidParameter("tool_choice.type", problem)
-    known = without_unknown("tool_choice", choice, ("type", "name"))
-    return {"type": "function", "function": {name: value for name, value in known.items() if name != "type"}}

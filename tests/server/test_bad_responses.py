@@ -143,6 +143,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
         "text.format.description",
         "invalid_value",
     ),
+    ({"text": {"format": {"type": "text", "name": "\ud800"}}}, "text.format", "invalid_value"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "invalid_value"),

@@ -16,7 +16,7 @@ from tests.server.running_server import NAME, RunningServer
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # with errors in Anthropic's format
-POSTS = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize")
+POSTS = (*GENERATING, *MESSAGES, "/v1/responses/input_tokens", "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
 FILES = [
     ("/v1/files", "POST"),
@@ -33,6 +33,7 @@ FILES = [
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
 CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
 CASES += [(path, method, GenerationMode.POSITIVE) for path, method in FILES]
+CASES += [("/v1/responses/compact", "POST", GenerationMode.POSITIVE)]  # refused whatever it is sent
 CASES += [("/v1/batches", "POST", GenerationMode.NEGATIVE)]
 
 # Valid values; with generated ones, few requests would pass the check of the model name.
@@ -40,6 +41,7 @@ VALID_VALUES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/embeddings": {"input": "hello"},

@@ -55,8 +55,8 @@ class OfferedTools:
         """`tools` have their locations in the request."""
         self.echo: list[dict[str, Any]] = []  # what the response repeats: all tools but those that are left out
         self._tools = _with_unique_names([*chain.from_iterable(starmap(self._read, tools))])
-        _check_unicode("tools", self.echo)
-        _check_unicode("tool_choice", choice)
+        check_encodable("tools", self.echo)
+        check_encodable("tool_choice", choice)
         self._choice = choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             self._choice = self._restrict(choice)
@@ -206,7 +206,7 @@ def _custom_function(location: str, tool: dict[str, Any]) -> dict[str, Any]:
     return {"name": tool["name"], "description": tool.get("description"), "parameters": schema}
 
 
-def _check_unicode(parameter: str, value: Any) -> None:
+def check_encodable(parameter: str, value: Any) -> None:
     """Refuse lone surrogates in what the response repeats, which could not be encoded."""
     try:
         msgspec.json.encode(value)

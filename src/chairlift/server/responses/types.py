@@ -12,7 +12,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.http.unknown_fields import ignore, without_unknown
 from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
-from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, located_tools
+from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, located_tools
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -107,9 +107,10 @@ class ResponsesRequest(GenerationBody):
     def with_logprobs(self) -> bool:
         return self.top_logprobs is not None or LOGPROBS in (self.include or [])
 
-    @property
+    @cached_property
     def text_format(self) -> dict[str, Any]:
-        return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
+        given = {"type": "text"} if self.text is None or self.text.format is None else self.text.format
+        return without_unknown("text.format", given, ("type", "name", "description", "schema", "strict"))
 
     def check(self) -> None:
         """Refuse unsupported parameters and combinations."""
@@ -149,12 +150,13 @@ class ResponsesRequest(GenerationBody):
             tool_choice=self.offered_tools.chat_choice(),
             parallel_tool_calls=self.parallel_tool_calls if self.offered_tools else None,
         )
-        return parse_at("", ChatRequest, given)
+        chat = parse_at("", ChatRequest, given)
+        check_encodable("text.format", self.text_format)
+        return chat
 
 
 def _response_format(given: dict[str, Any]) -> Any:
     """Convert {type, name, schema, strict} to {type, json_schema: {name, schema, strict}}."""
-    given = without_unknown("text.format", given, ("type", "name", "description", "schema", "strict"))
     if given == {"type": "text"}:
         return None
     if given.get("type") != "json_schema":

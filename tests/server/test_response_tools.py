@@ -237,6 +237,18 @@ def test_custom_calls_of_earlier_responses_can_be_sent_back(tool_server: Running
     assert custom == prompt_tokens(tool_server, input=[*MESSAGES, as_function, result])
 
 
+def test_a_call_that_was_cut_off_can_be_sent_back(tool_server: RunningServer) -> None:
+    choice: Any = {"type": "function", "name": "get_weather"}
+    body: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": choice, "model": NAME, "temperature": 0}
+    cut = tool_server.client().responses.create(input=MESSAGES, max_output_tokens=40, **body)
+    (call,) = cut.output
+    assert (cut.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
+    assert not call.arguments.endswith("}")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "the call was cut off"}
+    answer = tool_server.client().responses.create(input=[*MESSAGES, call, result], max_output_tokens=2, **GREEDY)
+    assert answer.usage.output_tokens == 2
+
+
 def test_only_allowed_tools_may_be_called(tool_server: RunningServer) -> None:
     allowed = [{"type": "function", "name": "get_time"}, {"type": "web_search"}]
     choice: dict[str, Any] = {"type": "allowed_tools", "mode": "required", "tools": allowed}

@@ -237,6 +237,8 @@ def test_documented_parameters_are_accepted(server: RunningServer) -> None:
     ("change", "named"),
     [
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "max"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

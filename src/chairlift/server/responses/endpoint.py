@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from functools import partial
 
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
+from chairlift.server.http.unknown_fields import say_ignored
 from chairlift.server.openai.chat import ChatGeneration
 from chairlift.server.openai.strict import renamed_parameter
 from chairlift.server.responses.input import InputMessages
@@ -33,13 +35,29 @@ class ResponsesGeneration(GenerationRequest):
     def __init__(self, body: ResponsesRequest, model: ServedModel) -> None:
         body.check()
         self._tools = body.offered_tools
+        for parameter in self._without_effect(body, model):
+            say_ignored(parameter)
         try:
-            self._chat = ChatGeneration(body.as_chat(), model)
+            self._chat = ChatGeneration(body.as_chat(model.tokenizer.template_reads), model)
         except InvalidParameter as error:
             raise self.rename_error(error) from None
         super().__init__(body, self._chat.params, body.max_output_tokens)
         self._body = body
         self._model = model
+
+    @staticmethod
+    def _without_effect(body: ResponsesRequest, model: ServedModel) -> Iterator[str]:
+        """Yield the documented parameters that have no effect with the values that they have."""
+        if body.effort not in (None, "none") and model.reasoning_format is None:
+            yield "reasoning.effort"
+        if body.verbosity not in (None, "medium") and "verbosity" not in model.tokenizer.template_reads:
+            yield "text.verbosity"
+        if body.reasoning is not None and body.reasoning.summary in ("concise", "detailed"):
+            yield "reasoning.summary"
+        if body.stream_options is not None and body.stream_options.include_obfuscation:
+            yield "stream_options.include_obfuscation"
+        if body.context_management:
+            yield "context_management"
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
         _ = self._chat.tools  # validates tools before the input

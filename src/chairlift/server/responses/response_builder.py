@@ -167,7 +167,7 @@ class ResponseObjectBuilder:
     ) -> None:
         self.usage = usage
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model.name}
-        self._settings = _settings(request, params)
+        self._settings = _settings(request, params, model)
         self._tools = request.offered_tools
         self._with_logprobs = request.with_logprobs
         self._tokenizer = model.tokenizer
@@ -308,23 +308,24 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _settings(request: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+def _settings(request: ResponsesRequest, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
     """Return the request's settings, with defaults, for the response."""
 
     def given(value: Any, default: Any) -> Any:
         return default if value is None else value
 
+    verbosity = request.verbosity if "verbosity" in model.tokenizer.template_reads else None
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_logprobs": given(request.top_logprobs, 0),
-        "text": {"format": request.text_format, "verbosity": "medium"},
+        "text": {"format": request.text_format, "verbosity": given(verbosity, "medium")},
         "tools": request.offered_tools.echo,
         "tool_choice": given(request.tool_choice, "auto"),
         "parallel_tool_calls": given(request.parallel_tool_calls, True),
-        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "reasoning": {"effort": request.effort, "summary": None},
         "metadata": request.metadata or {},
         "user": request.user,
         "safety_identifier": request.safety_identifier,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.unknown_fields import ignore, without_unknown
+from chairlift.server.http.unknown_fields import without_unknown
 from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, located_tools
@@ -35,7 +35,7 @@ class TextOptions(StrictModel):
 class Reasoning(StrictModel):
     """The effort goes to the chat template. There are no summaries: reasoning is returned as it is."""
 
-    effort: Effort | None = None
+    effort: Effort | Literal["max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -107,6 +107,14 @@ class ResponsesRequest(GenerationBody):
     def with_logprobs(self) -> bool:
         return self.top_logprobs is not None or LOGPROBS in (self.include or [])
 
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    @property
+    def verbosity(self) -> str | None:
+        return self.text.verbosity if self.text else None
+
     @cached_property
     def text_format(self) -> dict[str, Any]:
         given = {"type": "text"} if self.text is None or self.text.format is None else self.text.format
@@ -119,22 +127,10 @@ class ResponsesRequest(GenerationBody):
                 raise InvalidParameter(name, reason)
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options", "only goes with stream: true")
-        for name in self._without_effect():
-            ignore(name, "has no effect on this server")
 
-    def _without_effect(self) -> Iterator[str]:
-        """Yield the documented parameters whose value this server cannot do justice to."""
-        if self.text is not None and self.text.verbosity in ("low", "high"):
-            yield "text.verbosity"
-        if self.reasoning is not None and self.reasoning.summary in ("concise", "detailed"):
-            yield "reasoning.summary"
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            yield "stream_options.include_obfuscation"
-        if self.context_management:
-            yield "context_management"
-
-    def as_chat(self) -> ChatRequest:
-        """Return the equivalent chat completion request. Messages are added after admission."""
+    def as_chat(self, template_reads: Collection[str]) -> ChatRequest:
+        """Return the equivalent chat completion request for a chat template that reads these variables. Messages are
+        added after admission."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         given = dict(
             **shared,
@@ -144,7 +140,8 @@ class ResponsesRequest(GenerationBody):
             logprobs=self.with_logprobs or None,
             top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            reasoning_effort="xhigh" if self.effort == "max" else self.effort,
+            verbosity=self.verbosity if "verbosity" in template_reads else None,
             response_format=_response_format(self.text_format),
             tools=self.offered_tools.chat_tools(),
             tool_choice=self.offered_tools.chat_choice(),

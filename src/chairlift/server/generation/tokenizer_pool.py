@@ -7,7 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 LONG_TEXT = 20_000  # characters or token ids
@@ -42,8 +44,9 @@ class FairThreads:
         self._last_served = 0.0
 
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """Run `work` in a thread. A job that is cancelled before it starts is not run."""
-        job = _Job(work, size, asyncio.get_running_loop().create_future())
+        """Run `work` in a thread, with the context of its request, which keeps the request's unknown fields. A job that
+        is cancelled before it starts is not run."""
+        job = _Job(partial(copy_context().run, work), size, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(job)
         self._served.setdefault(tenant, self._last_served)
         self._start_jobs()

@@ -65,6 +65,26 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert model.num_weight_bytes() == 4 * info.num_parameters
 
 
+LONG: dict[str, Any] = {"short_factor": [1.1, 1.2, 1.3], "long_factor": [3.0, 4.0, 5.0], "rope_theta": 1e4}
+ROPES: dict[str, dict[str, Any]] = {
+    "internlm3": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 1e4},
+    "phimoe": LONG | {"rope_type": "longrope", "short_mscale": 1.2, "long_mscale": 1.4},
+    "olmo": LONG | {"rope_type": "longrope", "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("model_type", ROPES)
+def test_ropes_that_depend_on_the_longest_position(model_type: str, tmp_path: Path) -> None:
+    ropes = ROPES[model_type] | {"original_max_position_embeddings": 64}
+    config = tiny_config(model_type, head_dim=6, hidden_size=24, num_attention_heads=4, rope_parameters=ropes)
+    reference = make_reference(config)
+    save(reference, tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, TransformersModel)
+    assert model.max_len == 64
+    assert_matches(model, reference, 23, 1, 12)
+
+
 def test_gemma4_with_experts_runs_on_transformers_code(tmp_path: Path) -> None:
     """Its class slices the mask of layers that share the keys and values of others."""
     config = transformers.Gemma4TextConfig(

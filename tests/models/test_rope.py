@@ -45,6 +45,16 @@ SCALINGS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> max_position_embe
             "original_max_position_embeddings": 16,
         },
     ),
+    "llama3, one bound": (
+        256,
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "yarn": (256, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}),
     "yarn, every knob": (
         256,
@@ -214,7 +224,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "short list": ({"rope_type": "frequency_factors", "factors": [1.0]}, CorruptCheckpoint, "4 entries"),
     "bad list": ({"rope_type": "frequency_factors", "factors": [1.0, 1.0, 0.0, 1.0]}, CorruptCheckpoint, "above 0"),
     "crossed bounds": (
-        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 2.0},
         CorruptCheckpoint,
         "high_freq_factor",
     ),

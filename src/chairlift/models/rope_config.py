@@ -142,11 +142,12 @@ def _llama3(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int)
     factor = fields.number("factor")
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     original = _original_len(fields)
-    if high <= low:
-        raise CorruptCheckpoint(f"{ROPE_SETTINGS}: high_freq_factor must be above low_freq_factor")
+    if high < low:
+        raise CorruptCheckpoint(f"{ROPE_SETTINGS}: high_freq_factor must not be below low_freq_factor")
     inv_freq = 1.0 / pos_freqs
     turns = original / (2 * math.pi / inv_freq)  # full turns of each pair within the trained context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    # Where both factors are the same (Llama 4 Scout), nothing lies between.
+    blend = (turns >= low).float() if high == low else ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inv_freq / factor + blend * inv_freq, 1.0
 
 

@@ -39,7 +39,7 @@ from chairlift.models.fallback.linears import (
     num_weight_bytes,
 )
 from chairlift.models.fallback.plugged import PluggedModel, SeparateHead
-from chairlift.models.fallback.probe import AskedMask, AttentionRecorder, CannotPlug
+from chairlift.models.fallback.probe import VARYING_ROPES, AskedMask, AttentionRecorder, CannotPlug, rotate_by_values
 from chairlift.models.fallback.transformers_classes import (
     build_without_weights,
     load_with_weights,
@@ -87,6 +87,7 @@ def _describe(config: str) -> FallbackInfo:
     maps = [module for _, _, module in linear_maps(plugged.shell)]
     num_shared_parameters = sum(module.weight.numel() for module in maps if id(module.weight) in tables)
     experts = has_experts(plugged.shell)
+    rotate_by_values(plugged.shell)
     recorder = AttentionRecorder()
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
     try:
@@ -237,9 +238,7 @@ def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
     rope = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in by_layer_type or [rope]:
-        # These two scalings change all rotations when one sequence of the batch passes the trained length, so no
-        # sequence may be longer.
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
+        if parameters.get("rope_type") in VARYING_ROPES:  # so no sequence may be longer
             limit = min(limit, parameters.get("original_max_position_embeddings", limit))
     return int(limit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ HARMLESS = {
 # What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
 # of transformers: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
 Handler = Callable[[Any, Tensor, Tensor, Tensor, Any, dict[str, Any]], Tensor]
+# Rope types that change all rotations when one sequence of the batch passes the trained length.
+VARYING_ROPES = {"dynamic", "longrope"}
 FULL = 2**16  # a mask without a stated window is checked this far
 
 
@@ -73,6 +76,28 @@ def causal_mask(window: int | None) -> AskedMask:
         return (key <= query) & (key > query - (FULL * FULL if window is None else window))
 
     return AskedMask(visible, window)
+
+
+def rotate_by_values(shell: Any) -> None:
+    """Let rotations that depend on the longest position compute on a CPU, in a model on the meta device.
+
+    There positions have no values to compare. The rotations have no weights, so that they can be built anew.
+    """
+    for module in shell.modules():
+        types = getattr(module, "rope_type", None)
+        if VARYING_ROPES.intersection(types.values() if isinstance(types, dict) else [types]):
+            with torch.device("cpu"):
+                module.forward = partial(_on_cpu, type(module)(module.config))
+
+
+def _on_cpu(rotation: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensors on the meta device that a rotation makes of such tensors, for position 0."""
+
+    def real(value: Any) -> Any:
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+    output = rotation(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+    return tuple(part.to("meta") for part in output) if isinstance(output, tuple) else output.to("meta")
 
 
 class AttentionRecorder:

@@ -85,6 +85,14 @@ def test_rerankers_name_their_answers(tmp_path: Path) -> None:
             read(tmp_path, {"classifier_from_token": wrong})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "generates"),
+    [("GPT2LMHeadModel", True), ("XLMWithLMHeadModel", True), ("LlamaForCausalLM", True), ("MistralModel", False)],
+)
+def test_classes_without_a_head(architecture: str, generates: bool, tmp_path: Path) -> None:
+    assert read(tmp_path, {"architectures": [architecture]}).generates == generates
+
+
 @pytest.mark.model
 def test_the_default_model_takes_the_mean() -> None:
     from chairlift.loading.checkpoint import open_checkpoint

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from chairlift import LLM, SamplingParams
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import HiddenStates
@@ -36,6 +38,7 @@ from tests.models.checkpoints import (
     stream,
 )
 from tests.models.tiny_configs import tiny_config
+from tests.tiny import byte_level_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,6 +66,22 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert (info.vocab_size, info.max_len, info.hidden_size) == (VOCAB, 128, 60)
     assert info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
     assert model.num_weight_bytes() == 4 * info.num_parameters
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_gpt2_as_it_is_published_and_as_transformers_saves_it(prefix: str, tmp_path: Path) -> None:
+    """On the hub its tensors have no prefix, and masks are among them; the head is tied."""
+    reference = make_reference(transformers.AutoConfig.for_model("gpt2", **SIZES | {"tie_word_embeddings": True}))
+    assert save(reference, tmp_path)["architectures"] == ["GPT2LMHeadModel"]
+    tensors = {prefix + name.removeprefix("transformer."): tensor for name, tensor in stream(tmp_path)}
+    if not prefix:
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril()
+    save_file(tensors, tmp_path / "model.safetensors")
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32", kv_memory="4MiB", progress=False)
+    prompt, params = [5, 17, 40], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = reference.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert list(llm.generate(prompt, params)[0].outputs[0].token_ids) == expected[0, 3:].tolist()
 
 
 LONG: dict[str, Any] = {"short_factor": [1.1, 1.2, 1.3], "long_factor": [3.0, 4.0, 5.0], "rope_theta": 1e4}

@@ -44,8 +44,12 @@ def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> Embeddin
 
 
 def _lacks_head(architectures: Any) -> bool:
-    """Whether the checkpoint was saved from a backbone, such as MistralModel instead of MistralForCausalLM."""
-    return isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith("Model")
+    """Whether the checkpoint was saved from a backbone, such as MistralModel instead of MistralForCausalLM.
+
+    Older classes with a head are named as GPT2LMHeadModel is.
+    """
+    name = str(architectures[0]) if isinstance(architectures, list) and len(architectures) == 1 else ""
+    return name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
 def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str, str] | None) -> EmbeddingConfig:

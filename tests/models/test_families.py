@@ -361,6 +361,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
     ),
+    "gemma4, one head size": _config(
+        "Gemma4TextConfig",
+        head_dim=16,
+        global_head_dim=16,  # then the saved config has an empty per_layer_config
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=6,
+        hidden_size_per_layer_input=0,
+    ),
     "olmo2": _config("Olmo2Config"),
     "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
 }

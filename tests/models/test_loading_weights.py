@@ -13,7 +13,8 @@ from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.decoder import Decoder
 from chairlift.models.read_config import decoder_config
-from chairlift.models.weights import canonical_name, fill
+from chairlift.models.weights import fill
+from chairlift.models.wrappers import canonical_name
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {

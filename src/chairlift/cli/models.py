@@ -87,6 +87,8 @@ def _check_rows(found: ModelCheck) -> Iterator[tuple[str, str]]:
     if found.path == REFUSED:
         yield "runs", f"no: {found.reason}"
         return
+    if found.note is not None:
+        yield "is a", found.note
     if found.path == FALLBACK:
         from chairlift.models.fallback.model import NOTICE
 

@@ -14,8 +14,8 @@ from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.model_config import ModelConfig, read_model_config
 from chairlift.loading.quantized_checkpoint import quantized_reader
 from chairlift.models import describe, is_native, model_obstacles
-from chairlift.models.read_config import text_config
 from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
+from chairlift.models.wrappers import kind, text_config, text_part_notice
 
 NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
 PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,6 +39,7 @@ class ModelCheck:
     model_type: str
     path: str  # NATIVE, FALLBACK or REFUSED
     reason: str | None = None  # why it is refused
+    note: str | None = None  # what else it is than a language model
     num_parameters: int = 0
     max_model_len: int = 0
     stored: str | None = None  # what its checkpoint is quantized by, in words
@@ -59,12 +60,14 @@ def check_model(name: str) -> ModelCheck:
         found = read_model_config(name)
     except (UnsupportedModel, CorruptCheckpoint) as refusal:
         return ModelCheck(name, "unknown", REFUSED, _reason(refusal))
-    model_type = str(found.config.get("model_type", "unknown"))
+    model_type, whole = str(found.config.get("model_type", "unknown")), None
     try:
+        whole = kind(found.config)
         model_type = str(text_config(found.config).get("model_type", "unknown"))
         checked = _check(name, model_type, found)
     except (UnsupportedModel, CorruptCheckpoint) as refusal:
-        reasons = [_reason(refusal), *filter(None, [found.problem])]
+        what = f"{whole}, whose text part cannot run: " if whole else ""
+        reasons = [what + _reason(refusal), *filter(None, [found.problem])]
         return ModelCheck(
             name, model_type, REFUSED, "; ".join(reasons), stored=found.quantization, stored_bytes=found.num_bytes
         )
@@ -78,6 +81,7 @@ def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
         name,
         model_type,
         NATIVE if is_native(config) else FALLBACK,
+        note=text_part_notice(config),
         num_parameters=info.num_parameters,
         max_model_len=info.max_len,
         stored=found.quantization,

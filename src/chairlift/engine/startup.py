@@ -55,6 +55,7 @@ from chairlift.machine.numa import interleaved
 from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
+from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
 from chairlift.progress import loading_progress
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.start_timeline import StartTimeline
@@ -126,6 +127,9 @@ def load_model(
     embedding = read_embedding_config(checkpoint)
     if not embedding.generates:  # the head is not used; this one needs no weights
         checkpoint.config["tie_word_embeddings"] = True
+    elif text_config(checkpoint.config) is not checkpoint.config and config.load_format != "dummy":
+        # Configs of larger models have a default in one place that contradicts the other.
+        checkpoint.config["tie_word_embeddings"] = not any(canonical_name(name) == HEAD for name in checkpoint.names())
     choose_implementation(checkpoint.config, config.model_impl)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
@@ -137,6 +141,8 @@ def load_model(
     timeline.end("weights")
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    if notice := text_part_notice(checkpoint.config):
+        log.info(f"parts      {notice}")
     if not is_native(checkpoint.config):
         from chairlift.models.fallback.model import NOTICE
 
@@ -389,7 +395,8 @@ def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """All end-of-sequence tokens: of the generation config, else of the model config, and of the tokenizer."""
-    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    of_text = text_config(checkpoint.config).get("eos_token_id")
+    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id", of_text))
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     if not all(isinstance(token, int) for token in ids):
         raise CorruptCheckpoint(f"{checkpoint.path}: eos_token_id must be a token id or a list, got {listed!r:.100}")

@@ -143,7 +143,7 @@ def supported_families() -> list[str]:
 def is_native(config: Mapping[str, Any]) -> bool:
     """Whether the model runs on the decoder of this package; others run on transformers' code, if at all."""
     from chairlift.models.families import find_family
-    from chairlift.models.read_config import text_config
+    from chairlift.models.wrappers import text_config
 
     if config.get(USE_TRANSFORMERS):
         return False

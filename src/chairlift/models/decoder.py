@@ -27,7 +27,8 @@ from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.self_attention import make_norm
 from chairlift.models.stacks.base import StackParts
 from chairlift.models.stacks.choose import choose_stack
-from chairlift.models.weights import EMBEDDING, HEAD
+from chairlift.models.weights import EMBEDDING
+from chairlift.models.wrappers import HEAD
 
 
 class Decoder:

@@ -21,29 +21,10 @@ from chairlift.models.fields import MAX_LAYERS, Fields
 from chairlift.models.latent import latent_layer, read_latent
 from chairlift.models.recurrent import LayerBlocks
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
+from chairlift.models.wrappers import text_config
 
 MAX_HEAD_DIM = 2**14  # a rope has half as many frequencies
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
-
-
-# Families whose configs nest the text part beside one for images, and the model type of that part.
-TEXT_TYPES = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "gemma4": "gemma4_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text part of a config."""
-    text_type = TEXT_TYPES.get(str(config.get("model_type")))
-    if text_type is None:
-        return config
-    inner = Fields(config, {}, "config.json").section("text_config")
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return tied | dict(inner) | {"model_type": text_type}
 
 
 def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> DecoderConfig:
@@ -200,7 +181,8 @@ def _layer_fields(fields: Fields, index: int, layer_type: str) -> Fields:
     """The fields with those of one layer, under either of the names that Gemma 4's configs have for them."""
     every = fields.section("per_layer_config")
     own = next((own for name, own in every.items() if str(name).isdecimal() and int(name) == index), None)  # "05"
-    if own is None and not every and layer_type == "full_attention" and "global_head_dim" in fields:
+    named = "per_layer_config" in fields  # if it is empty, all layers have the same sizes
+    if own is None and not named and layer_type == "full_attention" and "global_head_dim" in fields:
         own = {"head_dim": fields.raw("global_head_dim")}
         if fields.flag("attention_k_eq_v") and "num_global_key_value_heads" in fields:
             own["num_key_value_heads"] = fields.raw("num_global_key_value_heads")

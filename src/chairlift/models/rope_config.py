@@ -91,6 +91,8 @@ def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
 
 def _rope_type(fields: Fields) -> str:
     given = str(fields.raw("rope_type") or fields.raw("type") or "default")
+    if given == "mrope":  # positions in several directions, which are the same in text
+        return "default"
     # The first Phi-3 configs called longrope "su", and later ones "yarn".
     return "longrope" if given == "su" or (given == "yarn" and "short_factor" in fields) else given
 

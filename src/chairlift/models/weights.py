@@ -12,68 +12,57 @@ from chairlift.layers.parts import Target
 from chairlift.loading.stored_weight import StoredWeight
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames
+from chairlift.models.wrappers import HEAD, TextPart, canonical_name
 
-# Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
-PREFIXES = ("model.", "language_model.", "backbone.")
 # Tables of old checkpoints that follow from the config.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
-# The parts for images and sound of a checkpoint whose text part is run.
-VISION_PREFIXES = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "visual.",
-    "embed_vision.",
-    "audio_tower.",
-    "embed_audio.",
-)
 # Layers that predict further tokens, in checkpoints that name them apart.
 MTP_PREFIX = "mtp"
 
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 OTHER_EMBEDDING = "embeddings.weight"  # in families of Mamba 2
 
 
-def canonical_name(name: str) -> str:
-    """The name without the prefixes that place the text model in a larger one."""
-    stripped = name
-    while True:
-        for prefix in PREFIXES:
-            if stripped.startswith(prefix):
-                stripped = stripped.removeprefix(prefix)
-                break
-        else:
-            return EMBEDDING if stripped == OTHER_EMBEDDING else stripped
+def decoder_name(full_name: str) -> str:
+    """The name of a tensor in a decoder."""
+    name = canonical_name(full_name)
+    return EMBEDDING if name == OTHER_EMBEDDING else name
 
 
 def unstacked(
     layers: Sequence[LayerConfig], tensors: Iterable[tuple[str, Tensor | StoredWeight]]
 ) -> Iterator[tuple[str, Tensor | StoredWeight]]:
     """The stream with each expert's weights on their own, also where the checkpoint holds those of a layer stacked."""
-    stacks: dict[str, tuple[ExpertNames, str, tuple[str, ...]]] = {}
+    stacks: dict[str, tuple[ExpertNames, str, tuple[str, ...], tuple[int, int]]] = {}
     for index, layer in enumerate(layers):
         if layer.experts is not None:
-            names = layer.experts.names
+            names, size = layer.experts.names, layer.intermediate_size
             block = f"layers.{index}.{names.block}"
-            for stacked, parts in ((names.stacked_gate_up, names.inner), (names.stacked_down, (names.down,))):
-                stacks[f"{block}.{stacked}"] = (names, f"{block}.{names.experts}", parts)
+            experts = f"{block}.{names.experts}"
+            stacks[f"{block}.{names.stacked_gate_up}"] = (names, experts, names.inner, (0, size * len(names.inner)))
+            stacks[f"{block}.{names.stacked_down}"] = (names, experts, (names.down,), (1, size))
     for full_name, tensor in tensors:
-        name = canonical_name(full_name)
+        name = decoder_name(full_name)
         kind, dimensions = ("bias", 2) if name.endswith("_bias") else ("weight", 3)
         found = stacks.get(name.removesuffix("_bias"))
         if found is None or len(tensor.shape) != dimensions:
             yield full_name, tensor
             continue
-        names, experts, inner = found
+        names, experts, inner, side = found
         for expert, matrix in enumerate(tensor.matrices() if isinstance(tensor, StoredWeight) else tensor):
+            if names.transposed and isinstance(matrix, Tensor) and not _is_upright(matrix, *side):
+                matrix = matrix.t()
             for part, rows in zip(inner, _parts(matrix, len(inner), names), strict=True):
                 yield f"{experts}.{expert}.{part}.{kind}", rows
 
 
+def _is_upright(matrix: Tensor, dimension: int, size: int) -> bool:
+    """Whether only this dimension has the size: transformers writes some checkpoints otherwise than its models came."""
+    return matrix.ndim == 1 or matrix.shape[dimension] == size != matrix.shape[1 - dimension]
+
+
 def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Sequence[Tensor | StoredWeight]:
     """The rows of each of `count` parts that are stored as one matrix, or as one bias."""
-    if names.transposed and isinstance(matrix, Tensor) and matrix.ndim == 2:
-        matrix = matrix.t()
     rows = torch.arange(matrix.shape[0])
     chosen = [rows[part::count] for part in range(count)] if names.interleaved else rows.chunk(count)
     if isinstance(matrix, StoredWeight):
@@ -93,7 +82,7 @@ def dense_renamed(
         for block in blocks
     }
     for full_name, tensor in tensors:
-        name = canonical_name(full_name)
+        name = decoder_name(full_name)
         prefix = next((prefix for prefix in dense if name.startswith(prefix)), None)
         yield full_name if prefix is None else dense[prefix] + name.removeprefix(prefix), tensor
 
@@ -114,13 +103,14 @@ def fill(
     they are equal. Tensors whose names begin with one of `left_out` are not needed.
     """
     left_out = (MTP_PREFIX, *left_out)
+    text_part = TextPart(targets)
     filled: dict[str, str] = {}  # target -> the name it came under
     for full_name, tensor in tensors:
-        name = canonical_name(full_name)
+        name = decoder_name(full_name)
         if (
             name.endswith(DERIVED_SUFFIX)
             or name.startswith(left_out)
-            or (text_part_only and name.startswith(VISION_PREFIXES))
+            or (text_part_only and not text_part.has(full_name))
         ):
             continue
         destination = EMBEDDING if tied and name == HEAD else name

@@ -86,7 +86,8 @@ def _text(name: str, content: Any, role: str, *, optional: bool) -> str | None:
 def _part(name: str, part: Any, role: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text" and (kind != "refusal" or role != "assistant"):
-        raise InvalidParameter(name, f"only parts of type 'text' are supported, got {kind!r}")
+        problem = f"only parts of type 'text' are supported, got {kind!r}"
+        raise InvalidParameter(name, f"{problem}: this server reads text only")
     if not isinstance(part.get(kind), str):
         raise InvalidParameter(f"{name}.{kind}", "must be a string")
     return str(part[kind])

@@ -20,9 +20,14 @@ cannot run is refused with the reason before weights are loaded. The family is t
 about one model, and for the memory that it needs:
 
 ```
-chairlift models --check Qwen/Qwen3-8B          # an id of the hub, of which only config.json is fetched
+chairlift models --check Qwen/Qwen3-8B          # an id of the hub, of which no weights are fetched
 chairlift models --check path/to/config.json    # or a folder, or a GGUF file; --json prints an object
 ```
+
+Of models that also read images or sound, the text part runs: where a config has a `text_config` (`llm_config`,
+`language_config`, `thinker_config`), that is the config, and its `model_type` the family. Tested beside whole models
+of transformers: Mistral 3, LLaVA, InternVL, Idefics 3, SmolVLM, Aria, Qwen2-VL, Qwen2.5-VL, Qwen3-VL with and without
+experts, GLM-4.1V, GLM-4.5V, Kimi K2.5, Gemma 3 and Llama 4; Gemma 3n by its text part. Images in a request are refused.
 
 Each family is tested as a tiny random checkpoint: in float32 its greedy tokens equal those of transformers in these
 settings.

@@ -42,10 +42,12 @@ from chairlift.models.fallback.plugged import PluggedModel, SeparateHead
 from chairlift.models.fallback.probe import VARYING_ROPES, AskedMask, AttentionRecorder, CannotPlug, rotate_by_values
 from chairlift.models.fallback.transformers_classes import (
     build_without_weights,
+    checkpoint_tensors,
     load_with_weights,
     read_transformers_config,
     refusal,
 )
+from chairlift.models.wrappers import text_config, text_tensors
 
 log = logging.getLogger("chairlift")
 
@@ -136,6 +138,8 @@ def load_fallback(
 ) -> TransformersModel:
     """Like `build_model`; the tensors of the stream become the model's own where no conversion is needed."""
     info = describe_fallback(config, max_len)
+    if text_config(config) is not config:
+        tensors = text_tensors((name for name, _ in checkpoint_tensors(config)), tensors)
     plugged = load_with_weights(read_transformers_config(config), tensors, dtype, device)
     if format is not PlainWeight:
         convert_linears(plugged.shell, format)

@@ -14,6 +14,7 @@ from chairlift.models.fallback.adapters import find_adapter
 from chairlift.models.fallback.plugged import ADAPTED_NAME, REGISTERED_NAME, PluggedModel, register_attention
 from chairlift.models.families import FAMILIES
 from chairlift.models.fields import MAX_LAYERS
+from chairlift.models.wrappers import text_config
 
 # Fields that only configs of sparse attention have: a small network chooses the keys that a token attends to.
 SPARSE_FIELDS = ("index_topk", "index_topk_blocks")
@@ -23,6 +24,7 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "recurrent", "mamba"}  # as `lay
 def read_transformers_config(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+    config = text_config(config)
     if "model_type" not in config:
         raise UnsupportedModel("config.json names no model_type")
     model_type = str(config["model_type"])
@@ -59,13 +61,13 @@ def _require_supported_kind(hf_config: Any, model_class: Any) -> None:
     text_config = hf_config.get_text_config()
     if hf_config.is_encoder_decoder:
         raise refusal(hf_config.model_type, "encoder-decoder models are not supported")
-    if model_class._is_stateful or RECURRENT_LAYERS.intersection(getattr(text_config, "layer_types", None) or ()):
-        raise refusal(hf_config.model_type, "it keeps a recurrent state, which only our own layers can keep in slots")
     for field in SPARSE_FIELDS:
         if getattr(text_config, field, None) is not None:
             raise refusal(
                 hf_config.model_type, f"it chooses keys by sparse attention ({field}), which is not supported"
             )
+    if model_class._is_stateful or RECURRENT_LAYERS.intersection(getattr(text_config, "layer_types", None) or ()):
+        raise refusal(hf_config.model_type, "it keeps a recurrent state, which only our own layers can keep in slots")
     if getattr(text_config, "num_hidden_layers", 0) > MAX_LAYERS:
         raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
 

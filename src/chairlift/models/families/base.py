@@ -109,11 +109,14 @@ class Family:
 
 # By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).
 FAMILIES: dict[str, Family] = {}
-# Model types that are another name of a family, and that transformers does not have.
+# Families that only exist as the text part of a larger model.
+TEXT_PARTS: dict[str, Family] = {}
+# Model types that are another name of a family: transformers does not have them, or not as language models.
 SAME_AS: dict[str, str] = {}
 
 
 def find_family(model_type: object) -> Family | None:
     """The family of this name, also from plugins."""
     load_plugins()
-    return FAMILIES.get(SAME_AS.get(str(model_type), str(model_type)))
+    name = SAME_AS.get(str(model_type), str(model_type))
+    return FAMILIES.get(name) or TEXT_PARTS.get(name)

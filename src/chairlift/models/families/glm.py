@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from chairlift.models.config import NormNames, PartNames
-from chairlift.models.families.base import FAMILIES, Family
+from chairlift.models.families.base import FAMILIES, TEXT_PARTS, Family
 
 _GATE_UP = ("gate_up_proj",)
 _GLM: dict[str, Any] = {
@@ -37,3 +38,13 @@ FAMILIES |= {
         **_GLM,
     ),
 }
+TEXT_PARTS["glm4v_text"] = replace(
+    FAMILIES["glm4"],
+    title="GLM-4.1V",
+    defaults={
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+    },
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chairlift.models.experts import ExpertNames, ExpertsFamily
-from chairlift.models.families.base import FAMILIES, Family, upper_layers
+from chairlift.models.families.base import FAMILIES, TEXT_PARTS, Family, upper_layers
 from chairlift.models.fields import Fields
 
 _MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
@@ -157,5 +159,18 @@ FAMILIES |= {
         qk_norm="head",
         window_switch=True,
         experts=ExpertsFamily(),
+    ),
+}
+TEXT_PARTS |= {
+    "glm4v_moe_text": replace(
+        FAMILIES["glm4_moe"],
+        title="GLM-4.5V",
+        defaults=dict(FAMILIES["glm4_moe"].defaults) | {"max_position_embeddings": 65_536, "attention_bias": True},
+    ),
+    "qwen3_vl_moe_text": replace(
+        FAMILIES["qwen3_moe"],
+        title="Qwen3-VL-MoE",
+        defaults=dict(FAMILIES["qwen3_moe"].defaults) | {"norm_topk_prob": True},
+        experts=ExpertsFamily(names=ExpertNames(transposed=True)),
     ),
 }

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from chairlift.models.families.base import FAMILIES, Family, upper_layers
+from chairlift.models.families.base import FAMILIES, SAME_AS, Family, upper_layers
 
+# The text parts of models that also read images and sound; MiMo adds layers that predict further tokens.
+SAME_AS |= {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "mimo": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_omni_moe_text": "qwen3_moe",
+}
 FAMILIES |= {
     "qwen2": Family(
         title="Qwen2, Qwen2.5",

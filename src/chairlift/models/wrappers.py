@@ -1,0 +1,135 @@
+"""Models that hold a language model beside parts that read images or sound: the config and tensors of their text part.
+
+Text alone gives the same positions in every direction, so that the multimodal rotations of such models are the usual
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from chairlift.errors import CorruptCheckpoint
+from chairlift.models.families import find_family
+
+# Where configs have the text part, by the class that wrote them.
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+_VISION_SECTIONS = ("vision_config", "vision_tower_config", "vq_config")
+_AUDIO_SECTIONS = ("audio_config", "audio_encoder_config", "speech_config")
+_OMNI = "thinker_config"  # of models that also speak: the part that reads and writes text
+_KINDS = {
+    (): "multimodal model",
+    ("vision",): "vision-language model",
+    ("audio",): "audio-language model",
+    ("vision", "audio"): "vision- and audio-language model",
+}
+_NOT_READ = dict(
+    zip(_KINDS.values(), ("other inputs are", "images are", "sound is", "images and sound are"), strict=True)
+)
+# What a text part may leave out where transformers has a default for it.
+_SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_ALWAYS = _SIZES[:5]  # those that every family with attention needs
+
+# Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
+_LANGUAGE = ("language_model.", "text_model.", "language.")
+HEAD = "lm_head.weight"
+PREFIXES = ("model.", "thinker.", "backbone.", *_LANGUAGE)
+
+Value = TypeVar("Value")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part; the config itself if there is nothing else."""
+    outer = config[_OMNI] if isinstance(config.get(_OMNI), Mapping) else config
+    outer_type = str(outer.get("model_type"))
+    if find_family(outer_type) is not None:
+        return outer
+    section = next((name for name in _TEXT_SECTIONS if outer.get(name)), None)
+    own_type = f"{outer_type}_text"
+    if section is None:  # older configs have the fields of the text part beside the section of the images
+        return dict(outer) | {"model_type": own_type} if find_family(own_type) is not None else outer
+    inner = outer[section]
+    if not isinstance(inner, Mapping):
+        raise CorruptCheckpoint(f"config.json: {section} must be an object, got {inner!r:.100}")
+    shared = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
+    inner = shared | {name: value for name, value in inner.items() if value is not None or name not in _SIZES}
+    if outer.get("tie_word_embeddings") is not None:  # the whole model ties its head, whatever the default of its part
+        inner["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    if inner.get("model_type") in (None, outer_type) and find_family(own_type) is not None:
+        inner |= {"model_type": own_type}
+    return inner if all(name in inner for name in _ALWAYS) else _defaults(outer_type, inner) | inner
+
+
+def _defaults(outer_type: str, inner: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that transformers gives a text part whose config leaves them out."""
+    from transformers import CONFIG_MAPPING
+
+    known_type = next((name for name in (str(inner.get("model_type")), outer_type) if name in CONFIG_MAPPING), None)
+    if known_type is None:
+        return {}
+    try:
+        known = CONFIG_MAPPING[known_type]().get_text_config().to_dict()
+    except Exception:  # some classes have no defaults; what is missing is named where it is read
+        return {}
+    if inner.get("num_attention_heads") is not None:
+        known.pop("num_key_value_heads", None)  # as many
+    return {name: known[name] for name in _SIZES if known.get(name) is not None}
+
+
+def kind(config: Mapping[str, Any]) -> str | None:
+    """What a model is beside a language model, in words; None if it reads text only."""
+    outer = config[_OMNI] if isinstance(config.get(_OMNI), Mapping) else config
+    sections = {"vision": _VISION_SECTIONS, "audio": _AUDIO_SECTIONS}
+    read = tuple(name for name, keys in sections.items() if any(outer.get(key) for key in keys))
+    return _KINDS[read] if read or text_config(config) is not config else None
+
+
+def text_part_notice(config: Mapping[str, Any]) -> str | None:
+    """What a user should know about a model that also reads images or sound."""
+    whole = kind(config)
+    return None if whole is None else f"{whole}: its text part runs; {_NOT_READ[whole]} not read"
+
+
+def canonical_name(name: str) -> str:
+    """The name of a tensor without the prefixes that place the text model in a larger one."""
+    stripped = name
+    while (shorter := _without_prefix(stripped)) != stripped:
+        stripped = shorter
+    return stripped
+
+
+def _without_prefix(name: str) -> str:
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
+
+
+class TextPart:
+    """Tells the tensors of a text part from those of other parts, by the names that the text model has."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names`: the canonical names of the text model's tensors."""
+        self._first = {name.partition(".")[0] for name in (*names, HEAD)}  # also where the head is tied
+
+    def has(self, full_name: str) -> bool:
+        """Whether a tensor of the checkpoint belongs to it, or has a name that claims so."""
+        inside = full_name.removeprefix("thinker.").removeprefix("model.").startswith(_LANGUAGE)
+        return inside or canonical_name(full_name).partition(".")[0] in self._first
+
+
+def text_tensors(names: Iterable[str], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+    """The tensors of a text part, under the names that the text model alone has."""
+    alone = {canonical_name(name): name for name in names}
+    prefixes = {name.partition(".")[0]: full.removesuffix(name) for name, full in alone.items()}
+    part = TextPart(alone)
+    for full_name, tensor in tensors:
+        if part.has(full_name):
+            name = canonical_name(full_name)
+            yield prefixes.get(name.partition(".")[0], "") + name, tensor

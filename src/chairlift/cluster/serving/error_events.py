@@ -21,7 +21,7 @@ def error_events(path: str, before: bytes, request_id: str) -> bytes:
     if is_messages_path(path):
         return _event("error", anthropic_error(error.status_code, error.body, request_id))
     body = error.body["error"]
-    if path.startswith("/v1/responses"):
+    if path.endswith("/responses"):
         numbers = _SEQUENCE_NUMBER.findall(before)
         number = int(numbers[-1]) + 1 if numbers else 0
         fields = {"type": "error", "code": body["type"], "message": body["message"], "param": None}

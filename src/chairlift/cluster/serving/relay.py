@@ -61,7 +61,7 @@ _OWN_HEADERS = frozenset(
     ).split()
 ) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, REPORT_HEADER}
 _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split()) | {USAGE_HEADER}
-_GENERATION = re.compile(r"/v1/(chat/)?completions$|/v1/responses$|/v1/messages$")
+_GENERATION = re.compile(r"/(completions|responses|messages)$")  # also of paths that servers accept for these
 
 EVENT_STREAM = "text/event-stream"
 
@@ -147,7 +147,7 @@ class Relay:
             if not message.get("more_body", False):
                 break
         body, path, key = b"".join(pieces), scope["path"], scope["state"].get("api_key")
-        generates = scope["method"] == "POST" and bool(_GENERATION.match(path))
+        generates = scope["method"] == "POST" and bool(_GENERATION.search(path))
         salt = key.digest.hex() if self._isolate_keys and key is not None else ""
         parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and generates, salt=salt)
         routed = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)

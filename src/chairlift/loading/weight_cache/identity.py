@@ -13,13 +13,14 @@ from typing import Any
 import numpy
 import torch
 
-import chairlift
 from chairlift.registry import plugin_sources
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 WEIGHT_FILES = ("*.safetensors", "*.index.json", "*quant*.json")  # and those that say how to read them
+PACKAGE = Path(__file__).parents[2]
 # All code between the files of a checkpoint and the packed numbers: readers, families, layers, formats and kernels.
 SOURCES = ("kernels/cpu", "layers", "loading", "models")
+VERSION = "__init__.py"  # The package's version stands there, and no layer imports the package from below.
 
 
 def checkpoint_state(path: Path) -> dict[str, Any]:
@@ -37,13 +38,11 @@ def config_state(config: Mapping[str, Any]) -> str:
 def code_state() -> dict[str, str]:
     """The versions of the packages that compute packed weights, and a hash of the code of ours and of all plugins. It
     takes some milliseconds, and finds what a version does not: an own change."""
-    package = Path(chairlift.__file__).parent
-    files = [file for source in SOURCES for file in sorted((package / source).rglob("*.py"))]
+    files = [file for source in SOURCES for file in sorted((PACKAGE / source).rglob("*.py"))]
     digest = hashlib.sha256()
-    for file in (*files, *plugin_sources()):
+    for file in (PACKAGE / VERSION, *files, *plugin_sources()):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    versions = {"chairlift": chairlift.__version__, "numpy": numpy.__version__, "torch": torch.__version__}
-    return versions | {"sources": digest.hexdigest()}
+    return {"numpy": numpy.__version__, "torch": torch.__version__, "sources": digest.hexdigest()}
 
 
 def _file_state(path: Path) -> dict[str, Any]:

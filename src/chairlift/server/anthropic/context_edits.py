@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.openai.strict import StrictModel
 
 CLEARED = "[This result was cleared to keep the conversation short.]"
-MAX_EDITS = 8  # each may encode the conversation once more
+MAX_EDITS = 3  # each may encode the conversation once more
 # Anthropic's defaults.
 KEPT_THINKING_TURNS, KEPT_TOOL_USES = 1, 3
 CLEARING_TOKENS, COMPACTING_TOKENS = 100_000, 150_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -36,3 +37,17 @@ def test_named_source_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|js))(?::\w+)?`", page.read_text()):
         places = (ROOT / name, ROOT / "src" / name, ROOT / "src" / "chairlift" / name, page.parent / name)
         assert any(place.exists() for place in places), name
+
+
+RECORDS = [path for path in (ROOT / "docs" / "results").glob("*.json") if not path.stem.startswith("gpu-h200")]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_results_say_where_they_come_from(path: Path) -> None:
+    sections = json.loads(path.read_text())["sections"]
+    assert sections
+    for section in sections:
+        assert section["title"]
+        assert section["commit"]
+        assert section["machine"]
+        assert all(len(row) == len(table["columns"]) for table in section["tables"] for row in table["rows"])

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/notes/scheduling.md: `python -m tests.core.fairness_table`."""
+"""Prints the tables of docs/results/scheduling.json: `python -m tests.core.fairness_table`."""
 
 from __future__ import annotations
 

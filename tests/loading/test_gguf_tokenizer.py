@@ -199,7 +199,11 @@ def test_byte_level_specials(smollm: TokenizerFiles) -> None:
 
 SAMPLE = "I'M here'll  HelloWorld 12345½ x_y//\n\n é!\t"
 SPLITS = {
-    ("default", "gpt-2", "olmo", None): [
+    ("default", None): [
+        *["I", "'", "M", " here", "'", "ll", " ", " HelloWorld", " ", "123", "45½", " x", "_", "y", "//"],
+        *["\n\n", " é", "!", "\t"],
+    ],
+    ("gpt-2", "olmo"): [
         *["I", "'", "M", " here", "'ll", " ", " HelloWorld", " 12345½", " x", "_", "y", "//", "\n\n"],
         *[" é", "!", "\t"],
     ],
@@ -268,7 +272,7 @@ def _replace(key: str, value: Any) -> Callable[[GGUFWriter], None]:
     ("edit", "error", "problem"),
     [
         (_replace("model", "rwkv"), UnsupportedModel, "'rwkv' is not supported"),
-        (_replace("pre", "klingon"), UnsupportedModel, "'klingon' is not supported; supported are dbrx"),
+        (_replace("pre", "klingon"), UnsupportedModel, "'klingon' is not supported; supported are chatglm-bpe"),
         (_replace("merges", ["a b c", "ab"]), CorruptCheckpoint, "'ab', which is not two tokens"),
         (_replace("merges", ["a nothing"]), CorruptCheckpoint, "no tokenizer can be made"),
         (_replace("tokens", ["a", "b", "a"]), CorruptCheckpoint, "same token twice"),

@@ -5,70 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from chairlift.errors import UnsupportedModel
 from chairlift.loading.gguf.file import GGUFFile, corrupt
 from chairlift.loading.gguf.metadata import Metadata, token_id
+from chairlift.loading.gguf.pre_tokenizers import Rules, pre_tokenizer_rules
 from chairlift.loading.tokenizer import TokenizerFiles, add_special_tokens, refuse_damage, tokenizer_files
 
 MAX_PIECE = 512  # characters; splitting a piece at every place is quadratic in its length
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types
 _SPACE = "▁"
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _words(digits: str) -> str:
-    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-
-
-def _cased_words(digits: str, suffix: str) -> str:
-    start = r"[^\r\n\p{L}\p{N}]?"
-    return (
-        rf"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}"
-        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """How text is split before byte-level BPE."""
-
-    split: str | None = None  # None: the GPT-2 pattern
-    single_digits: bool = False
-    nfc: bool = False
-    whole_words: bool = False  # a word in the vocabulary is one token, regardless of merges
-    add_bos: bool = False  # unless the file says otherwise
-
-
-_GPT2 = _Rules()
-_SMOLLM = _Rules(single_digits=True)
-_LLAMA3 = _Rules(split=_words(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
-_CL100K = _Rules(split=_words(r"\p{N}{1,3}"))
-_QWEN2 = _Rules(split=_words(r"\p{N}"), nfc=True)
-_TEKKEN = _Rules(split=_cased_words(r"\p{N}", ""), whole_words=True, add_bos=True)
-_O200K = _Rules(split=_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"))
-
-# By `tokenizer.ggml.pre`.
-_PRE_TOKENIZERS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "smollm": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _CL100K,  # OLMo 2, Phi 4
-    "smaug-bpe": _CL100K,
-    "qwen2": _QWEN2,  # Qwen 3 too
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,  # Mistral since Nemo
-    "gpt-4o": _O200K,  # Phi 4 mini
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +35,7 @@ def gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
     model = settings.string("model")
     with refuse_damage(file.path):
         if model == "gpt2":
-            rules = _rules(settings)
+            rules = pre_tokenizer_rules(settings)
             tokenizer, add_bos = _byte_level_bpe(settings, vocabulary, rules), rules.add_bos
         elif model == "llama":
             tokenizer, add_bos = _sentencepiece_bpe(settings, vocabulary), True
@@ -110,16 +58,6 @@ def gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
     return tokenizer_files(tokenizer, metadata.string("tokenizer.chat_template"), special_tokens)
 
 
-def _rules(settings: Metadata) -> _Rules:
-    name = settings.string("pre") or "default"
-    if name not in _PRE_TOKENIZERS:
-        raise UnsupportedModel(
-            f"{settings.file.path}: the pre-tokenizer {name!r} is not supported; "
-            f"supported are {', '.join(sorted(_PRE_TOKENIZERS))}"
-        )
-    return _PRE_TOKENIZERS[name]
-
-
 def _vocabulary(settings: Metadata) -> _Vocabulary:
     path = settings.file.path
     tokens = settings.strings("tokens")
@@ -136,17 +74,11 @@ def _vocabulary(settings: Metadata) -> _Vocabulary:
     return _Vocabulary(tokens, types.tolist())
 
 
-def _byte_level_bpe(settings: Metadata, vocabulary: _Vocabulary, rules: _Rules) -> Tokenizer:
+def _byte_level_bpe(settings: Metadata, vocabulary: _Vocabulary, rules: Rules) -> Tokenizer:
     merges = [_split_merge(settings, merge) for merge in settings.strings("merges") or ()]
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules.split is None)
-    steps: list[pre_tokenizers.PreTokenizer] = [byte_level]
-    if rules.split is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(rules.split), behavior="isolated"))
-    if rules.single_digits:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(rules.steps))
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()

@@ -84,6 +84,8 @@ def test_pages_of_other_origins_can_upload_nothing_to_a_server_without_keys(tmp_
             {"origin": foreign},
             {"origin": "null"},
             {"origin": "http://127.0.0.1:1"},
+            {"origin": "http://["},
+            {"origin": own + "/"},
             {"origin": foreign, "sec_fetch_site": "cross-site"},
             {"sec_fetch_site": "cross-site"},
             {"sec_fetch_site": "same-site"},

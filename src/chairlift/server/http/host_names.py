@@ -15,7 +15,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
-from urllib.parse import urlsplit
 
 from chairlift.errors import InvalidParameter
 
@@ -43,7 +42,7 @@ class HostNames:
         if not origin:
             return site is None
         host = headers.get(b"host", b"").decode("latin-1")
-        return urlsplit(origin).netloc.lower() == host.strip().lower() != ""
+        return origin.partition("://")[2].lower() == host.strip().lower() != ""
 
 
 def without_port(host: str) -> str:

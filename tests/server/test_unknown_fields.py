@@ -174,6 +174,18 @@ def test_the_work_of_many_unknown_fields_is_bounded(served: FrontEnd) -> None:
     assert response.headers[HEADER] == "messages[0].colour"
 
 
+def test_a_name_is_compared_only_as_long_as_it_may_be_a_misspelling() -> None:
+    rows = []
+
+    class Counted(str):
+        def __iter__(self) -> Iterator[str]:
+            rows.append(1)
+            return super().__iter__()
+
+    assert resembling("f" * 40, [Counted("s" * 40)]) is None
+    assert len(rows) <= 4
+
+
 def test_ignored_fields_are_logged_once_per_client(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "chairlift.server")
     with front_end(api_keys=["alice a-secret", "bob b-secret"]) as server:

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -137,9 +138,12 @@ def _distance(name: str, other: str, limit: int) -> int:
             if i > 1 and j > 1 and (name[i - 2], letter) == (wanted, other[j - 2]):
                 least = min(least, last[j - 2] + 1)
             row.append(least)
+        if min(row) > limit:
+            return limit + 1
     return row[-1]
 
 
+@lru_cache(maxsize=2048)
 def _letters(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).lower()
 

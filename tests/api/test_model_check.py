@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
 
 from chairlift.engine.model_check import check_model
+from chairlift.errors import UnsupportedModel
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.tokenizer import make_tokenizer
 from tests.api.cli_runner import run
 from tests.loading.gguf_writing import write_gguf
+from tests.loading.small_files import write_small_gguf
 from tests.loading.stub_hub import stub_hub
 from tests.models.checkpoints import CPU, load, make_reference, save
 from tests.models.tiny_configs import tiny_config
@@ -113,8 +118,38 @@ def test_gguf_file(tmp_path: Path) -> None:
     write_gguf(tmp_path, tmp_path / "model.gguf")
     (tmp_path / "config.json").unlink()
     found = check_model(str(tmp_path / "model.gguf"))
-    assert (found.model_type, found.path) == ("llama", "native")
+    assert (found.model_type, found.path) == ("llama", "refused")
+    assert found.reason is not None
+    assert "no vocabulary" in found.reason
     assert check_model(str(tmp_path)).num_parameters == found.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [("glm4", "pre-tokenizer glm4"), (None, "pre-tokenizer default, since the file names none")],
+)
+def test_gguf_tokenizer_is_named(pre: str | None, words: str, tmp_path: Path) -> None:
+    path = write_small_gguf(tmp_path / "small.gguf", lambda writer: _set_pre(writer, pre))
+    found = check_model(str(path))
+    assert (found.path, found.tokenizer) == ("native", f"byte-level BPE, 10 tokens, {words}")
+    assert words in run("models", "--check", str(path)).stdout
+
+
+def test_gguf_tokenizer_is_refused_as_at_a_start(tmp_path: Path) -> None:
+    path = write_small_gguf(tmp_path / "small.gguf", lambda writer: _set_pre(writer, "klingon"))
+    with pytest.raises(
+        UnsupportedModel, match="the pre-tokenizer 'klingon' is not supported; supported are"
+    ) as refusal:
+        make_tokenizer(open_checkpoint(path))
+    found = check_model(str(path))
+    assert (found.path, found.reason, found.tokenizer) == ("refused", str(refusal.value), None)
+    assert run("models", "--check", str(path)).exit_code == 1
+
+
+def _set_pre(writer: GGUFWriter, pre: str | None) -> None:
+    writer.kv_data[0].pop("tokenizer.ggml.pre")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
 
 
 def test_quantized_checkpoint(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def _check_rows(found: ModelCheck) -> Iterator[tuple[str, str]]:
     if found.stored or found.stored_bytes:
         files = "" if found.stored_bytes is None else f", {format_bytes(found.stored_bytes)}"
         yield "stored", f"{found.stored or 'not quantized'}{files}"
+    if found.tokenizer is not None:
+        yield "tokenizer", found.tokenizer
     for kind, size in found.weight_bytes.items():
         yield f"{kind}", f"{format_bytes(size)} of weights"
     for kind, each in found.formats.items():

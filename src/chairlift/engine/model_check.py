@@ -44,6 +44,7 @@ class ModelCheck:
     max_model_len: int = 0
     stored: str | None = None  # what its checkpoint is quantized by, in words
     stored_bytes: int | None = None  # of the checkpoint's files, where they are here
+    tokenizer: str | None = None  # of a GGUF file, in words
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # not quantized, by type
     formats: Mapping[str, FormatCheck] = field(default_factory=dict)
     kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # by type
@@ -86,6 +87,7 @@ def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
         max_model_len=info.max_len,
         stored=found.quantization,
         stored_bytes=found.num_bytes,
+        tokenizer=found.tokenizer,
         weight_bytes={
             kind: weight_bytes(config, PlainWeight, dtype, "cpu" if kind == "float32" else "cuda")
             for kind, dtype in PLAIN_TYPES.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from chairlift.loading.json_file import read_config
 from chairlift.loading.known_models import known_models
 from chairlift.loading.resolve import config_from_hub, existing_path, is_hub_id, unknown_model
@@ -18,8 +18,9 @@ class ModelConfig:
 
     config: dict[str, Any]
     quantization: str | None = None  # what the weights are quantized by, in words
-    problem: str | None = None  # why quantized weights cannot be read
+    problem: str | None = None  # why quantized weights, or the tokenizer of a GGUF file, cannot be read
     num_bytes: int | None = None  # of the files with weights; None if they are not here
+    tokenizer: str | None = None  # of a GGUF file, in words
 
 
 def read_model_config(name: str) -> ModelConfig:
@@ -31,10 +32,7 @@ def read_model_config(name: str) -> ModelConfig:
     if not path.exists():
         raise ModelNotFound(f"{path.parent}: has no config.json and no single .gguf file")
     if path.suffix == ".gguf":
-        from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
-
-        file = GGUFCheckpoint(path)  # reads only its head
-        return ModelConfig(file.config, file.quantization, num_bytes=file.num_bytes)
+        return _read_gguf(path)
     from chairlift.loading.quantized_checkpoint import quantization_name, quantized_reader
 
     config = read_config(path)
@@ -44,6 +42,22 @@ def read_model_config(name: str) -> ModelConfig:
     except UnsupportedModel as refusal:
         return ModelConfig(config, quantization_name(config), str(refusal), weights)
     return ModelConfig(config, None if reader is None else reader.description(), num_bytes=weights)
+
+
+def _read_gguf(path: Path) -> ModelConfig:
+    """Read the head of a file, and build its tokenizer as loading does: that may refuse it."""
+    from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
+    from chairlift.loading.gguf.tokenizer import describe_tokenizer
+    from chairlift.loading.tokenizer import make_tokenizer
+
+    checkpoint = GGUFCheckpoint(path)
+    problem = None
+    try:
+        make_tokenizer(checkpoint)
+    except (UnsupportedModel, CorruptCheckpoint) as refusal:
+        problem = str(refusal)
+    tokenizer = None if problem else describe_tokenizer(checkpoint.file)
+    return ModelConfig(checkpoint.config, checkpoint.quantization, problem, checkpoint.num_bytes, tokenizer)
 
 
 def _resolve(name: str) -> Path:

@@ -24,6 +24,12 @@ chairlift models --check Qwen/Qwen3-8B          # an id of the hub, of which no 
 chairlift models --check path/to/config.json    # or a folder, or a GGUF file; --json prints an object
 ```
 
+Of a GGUF file the tokenizer is built, too, since a file only names the rule by which text is split (its pre-tokenizer):
+the answer says which, and a name that is not supported is refused as it is at a start. The rules are those of
+llama.cpp, except where the `tokenizer.json` that the model was published with does otherwise: `falcon3` splits
+punctuation and single digits as Falcon 3 does, `deepseek-llm` single digits, and `qwen2` and `command-r` compose
+characters (NFC) first.
+
 Of models that also read images or sound, the text part runs: where a config has a `text_config` (`llm_config`,
 `language_config`, `thinker_config`), that is the config, and its `model_type` the family. Tested beside whole models
 of transformers: Mistral 3, LLaVA, InternVL, Idefics 3, SmolVLM, Aria, Qwen2-VL, Qwen2.5-VL, Qwen3-VL with and without

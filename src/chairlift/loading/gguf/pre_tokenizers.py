@@ -145,9 +145,13 @@ PRE_TOKENIZERS = {
 }
 
 
+def pre_tokenizer_name(settings: Metadata) -> str:
+    return settings.string("pre") or UNNAMED
+
+
 def pre_tokenizer_rules(settings: Metadata) -> Rules:
     """The rules that the file names."""
-    name = settings.string("pre") or UNNAMED
+    name = pre_tokenizer_name(settings)
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
             f"{settings.file.path}: the pre-tokenizer {name!r} is not supported; "

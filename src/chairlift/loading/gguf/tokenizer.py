@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from chairlift.errors import UnsupportedModel
 from chairlift.loading.gguf.file import GGUFFile, corrupt
 from chairlift.loading.gguf.metadata import Metadata, token_id
-from chairlift.loading.gguf.pre_tokenizers import Rules, pre_tokenizer_rules
+from chairlift.loading.gguf.pre_tokenizers import Rules, pre_tokenizer_name, pre_tokenizer_rules
 from chairlift.loading.tokenizer import TokenizerFiles, add_special_tokens, refuse_damage, tokenizer_files
 
 MAX_PIECE = 512  # characters; splitting a piece at every place is quadratic in its length
@@ -56,6 +56,16 @@ def gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
         eos=special_tokens.get("eos_token") if add_eos else None,
     )
     return tokenizer_files(tokenizer, metadata.string("tokenizer.chat_template"), special_tokens)
+
+
+def describe_tokenizer(file: GGUFFile) -> str:
+    """What the file says about its tokenizer, in words."""
+    settings = Metadata(file, "tokenizer.ggml.")
+    size = f"{len(settings.strings('tokens') or ()):,} tokens"
+    if settings.string("model") == "llama":
+        return f"SentencePiece BPE, {size}"
+    how = f"pre-tokenizer {pre_tokenizer_name(settings)}"
+    return f"byte-level BPE, {size}, {how if settings.string('pre') else f'{how}, since the file names none'}"
 
 
 def _vocabulary(settings: Metadata) -> _Vocabulary:

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from chairlift.cluster.serving.fleet import FleetView
-from chairlift.cluster.serving.ingress_app import make_ingress_app
+from chairlift.cluster.serving.ingress import make_ingress_app
 from chairlift.cluster.serving.relay import Relay
-from chairlift.cluster.serving.replica_load import ReplicaInfo, ReplicaLoad
-from chairlift.cluster.serving.routing_table import RoutingTable
+from chairlift.cluster.serving.routing_table import FleetView, ReplicaInfo, ReplicaLoad, RoutingTable
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import UvicornServer

@@ -15,12 +15,9 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'chairlift[ray
 
 from aiohttp import web
 
-from chairlift.cluster.monitoring import dashboard, metrics
-from chairlift.cluster.monitoring.dashboard import FleetStream
-from chairlift.cluster.monitoring.metrics import fleet_exposition, merge_expositions
-from chairlift.cluster.serving.fleet import FleetView
-from chairlift.cluster.serving.replica_load import ReplicaInfo, ReplicaLoad
-from chairlift.cluster.serving.routing_table import RoutingTable
+from chairlift.cluster import monitoring
+from chairlift.cluster.monitoring import FleetStream, fleet_exposition, merge_expositions
+from chairlift.cluster.serving.routing_table import FleetView, ReplicaInfo, ReplicaLoad, RoutingTable
 
 EXPOSITION = b"""# HELP chairlift_requests_running requests in the batch
 # TYPE chairlift_requests_running gauge
@@ -90,8 +87,8 @@ def test_series_of_all_replicas_are_joined_by_metric() -> None:
 
 
 def test_a_dead_slow_or_huge_replica_does_not_fail_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "SECONDS", 0.5)
-    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
+    monkeypatch.setattr(monitoring, "SECONDS", 0.5)
+    monkeypatch.setattr(monitoring, "MAX_BYTES", 1000)
 
     async def hang(_: web.Request) -> web.Response:
         await asyncio.sleep(60)
@@ -153,8 +150,8 @@ def frames_of(frames: list[Any], name: str) -> list[Any]:
 
 
 def test_frames_of_all_replicas_come_over_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "FLEET_SECONDS", 0.05)
-    monkeypatch.setattr(dashboard, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(monitoring, "FLEET_SECONDS", 0.05)
+    monkeypatch.setattr(monitoring, "RETRY_SECONDS", 0.05)
 
     async def check() -> None:
         async with (
@@ -183,7 +180,7 @@ def test_frames_of_all_replicas_come_over_one_connection(monkeypatch: pytest.Mon
 
 
 def test_only_the_first_replicas_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "MAX_LIFTS", 1)
+    monkeypatch.setattr(monitoring, "MAX_LIFTS", 1)
 
     async def check() -> list[Any]:
         events = FleetStream(fleet_of(b=DEAD, a=DEAD), "tiny").events()

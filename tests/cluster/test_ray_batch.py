@@ -27,8 +27,8 @@ import json, os, sys
 from pathlib import Path
 
 from chairlift.cluster.batch.driver import RayBatch
-from chairlift.cluster.batch.resources import WorkerResources
-from chairlift.cluster.batch.worker import BatchWorker
+from chairlift.cluster.batch.driver import WorkerResources
+from chairlift.cluster.batch.driver import BatchWorker
 from chairlift.cluster.ray_runtime import connect
 from chairlift.server.batch.run import BatchRun
 from chairlift.server.config import ServerConfig

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.cluster.routing.loads import ReplicaLoads
 from chairlift.cluster.routing.policies import ROUTERS
-from chairlift.cluster.routing.prefix_keys import BLOCK_SIZE, prefix_keys, prefix_lengths
-from chairlift.cluster.routing.prefix_map import PrefixMap
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import (
+    BLOCK_SIZE,
+    PrefixMap,
+    ReplicaLoads,
+    RoutedRequest,
+    prefix_keys,
+    prefix_lengths,
+)
 from chairlift.cluster.routing.router import FIRST_ESTIMATE, OUTPUT_COST, Route, Router
 from chairlift.errors import InvalidParameter
 from tests.repeatable import examples

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from chairlift.cluster.options import ClusterOptions
-from chairlift.cluster.routing.request import RoutedRequest
-from chairlift.cluster.serving.replica_load import LoadReader, ReplicaInfo, ReplicaLoad
-from chairlift.cluster.serving.routing_table import NoReplica, RoutingTable
-from chairlift.cluster.serving.scaling import FleetScaling, observe
+from chairlift.cluster.routing.replicas import RoutedRequest
+from chairlift.cluster.serving.control import FleetScaling, observe
+from chairlift.cluster.serving.routing_table import LoadReader, NoReplica, ReplicaInfo, ReplicaLoad, RoutingTable
 from chairlift.errors import InvalidParameter
 
 INFO = ReplicaInfo("http://127.0.0.1:1", "key", 1000, "1", 1, "node")

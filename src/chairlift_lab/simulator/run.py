@@ -6,8 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from chairlift.cluster.routing.prefix_keys import prefix_keys
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import RoutedRequest, prefix_keys
 from chairlift.cluster.routing.router import Route, Router
 from chairlift_lab.simulator.fleet.ingresses import Ingresses
 from chairlift_lab.simulator.fleet.size import FixedSize, FleetSize

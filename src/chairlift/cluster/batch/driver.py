@@ -2,27 +2,150 @@
 
 The driver plans shards as workers become free, and moves the file of each finished shard to the output. A worker that
 dies is replaced, and its shards go to others, which continue their files. After the death of the driver, the next run
-collects the files that are left.
-"""
+collects the files that are left."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from chairlift import __version__
-from chairlift.cluster.batch.resources import WorkerResources
-from chairlift.cluster.batch.worker import BatchWorker
 from chairlift.cluster.ray_runtime import import_ray
-from chairlift.errors import ChairliftError, EngineDead
+from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.server.batch.output import BatchCounts, BatchOutput
-from chairlift.server.batch.run import BatchRun, ProgressCallback
+from chairlift.server.batch.run import BatchResponse, BatchRun, ProgressCallback, Send
+from chairlift.server.batch.send import own_engine
 from chairlift.server.batch.shards import SUFFIX, Shard, plan_shards, shard_folder
 from chairlift.server.config import ServerConfig
+
+Node = Mapping[str, float]
+"""Resources of a machine, as Ray names them: CPU, GPU and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResources:
+    """How many workers there are, and what each gets."""
+
+    num_workers: int
+    cpus: int
+    gpus: float
+
+    def num_fitting(self, nodes: Sequence[Node]) -> int:
+        """How many of the workers fit on these machines, if they run nothing else."""
+        return min(self.num_workers, sum(_num_fitting(node, self.cpus, self.gpus) for node in nodes))
+
+    def __str__(self) -> str:
+        gpus = f" and {self.gpus:g} GPU{'s' * (self.gpus != 1)}" if self.gpus else ""
+        return f"{self.cpus} CPU{'s' * (self.cpus != 1)}{gpus}"
+
+
+def choose_resources(
+    nodes: Sequence[Node], device: str, workers: int | None, cpus: int | None, gpus: float | None
+) -> WorkerResources:
+    """Fill in what was not given: a worker for each GPU, or for each machine without GPUs, and all of their CPUs."""
+    if device.startswith("cuda:"):
+        raise InvalidParameter("device", f"Ray chooses the GPU of each worker; give cuda instead of {device}")
+    if gpus is not None and (gpus > 0) == (device == "cpu"):
+        raise InvalidParameter("worker_gpus", f"{gpus:g} does not fit the device {device}")
+    if gpus is None:
+        has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+        if device == "cuda" and not has_gpus:
+            raise InvalidParameter("device", "no machine of the Ray cluster has a GPU")
+        gpus = 1.0 if has_gpus and device != "cpu" else 0.0
+    if workers is None:
+        workers = max(1, sum(_num_fitting(node, 1, gpus) if gpus else node.get("CPU", 0) >= 1 for node in nodes))
+    if cpus is None:
+        cpus = 1 if gpus else _most_cpus(nodes, workers)
+    return WorkerResources(workers, cpus, gpus)
+
+
+def _num_fitting(node: Node, cpus: float, gpus: float) -> int:
+    return int(min(node.get(name, 0) / amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount))
+
+
+def _most_cpus(nodes: Sequence[Node], workers: int) -> int:
+    """The largest number of CPUs per worker with which all workers fit."""
+    most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
+    fitting = (cpus for cpus in range(most, 0, -1) if sum(_num_fitting(node, cpus, 0) for node in nodes) >= workers)
+    return next(fitting, 1)
+
+
+LOCK_TIMEOUT = 60.0  # for a worker that was declared dead to end
+
+
+class BatchWorker:
+    """Answers several shards at a time, so that the engine is busy while the last requests of one finish."""
+
+    def __init__(self, config: ServerConfig, concurrency: int, num_threads: int, version: str) -> None:
+        if version != __version__:
+            raise ChairliftError(f"{socket.gethostname()} has chairlift {__version__}, and the driver {version}")
+        # The engine process reads them; Ray sets only the first one.
+        os.environ |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+        self._config = config
+        self._concurrency = concurrency
+        self._free = asyncio.Semaphore(concurrency)
+        self._runs: dict[asyncio.Task[None], BatchRun] = {}  # by the task that answers it
+        self._stopping = asyncio.Event()
+        self._engine: asyncio.Task[None] | None = None
+        self._send: Send | None = None
+
+    async def start(self) -> None:
+        """Load the model."""
+        started = asyncio.Event()
+        self._engine = asyncio.create_task(self._run_engine(started))
+        waiting = asyncio.create_task(started.wait())
+        await asyncio.wait([self._engine, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._engine.done():
+            self._engine.result()
+
+    async def _run_engine(self, started: asyncio.Event) -> None:
+        async with own_engine(self._config) as send:
+            self._send = send
+            started.set()
+            await self._stopping.wait()
+
+    async def answer(self, shard: Shard, source: Path, target: Path) -> None:
+        """Answer the lines of a shard that have no response in `target`, which exists."""
+        if not target.exists():
+            problem = f"{socket.gethostname()} does not see {target}"
+            raise ChairliftError(f"{problem}: the input and the output must be in a folder that all machines share")
+        start = partial(BatchRun, concurrency=self._concurrency, ranges=shard.ranges, lock_timeout=LOCK_TIMEOUT)
+        run = await asyncio.to_thread(start, source, target)
+        task = asyncio.create_task(run.run(self._send_when_free, lambda _: None))
+        self._runs[task] = run
+        try:
+            await task
+        finally:
+            del self._runs[task]
+
+    async def _send_when_free(self, path: str, body: bytes) -> BatchResponse:
+        assert self._send is not None
+        async with self._free:
+            return await self._send(path, body)
+
+    async def progress(self) -> BatchCounts:
+        """The responses of the shards in work."""
+        return sum((run.counts for run in self._runs.values()), BatchCounts())
+
+    async def stop(self) -> None:
+        """End the engine process; requests in flight get no response."""
+        if runs := list(self._runs):
+            for task in runs:
+                task.cancel()
+            await asyncio.wait(runs)
+        self._stopping.set()
+        if self._engine is not None:
+            await self._engine
+
 
 SHARDS_PER_WORKER = 2  # at a time: the next one begins while the last requests of the one before finish
 SHARDS_IN_ALL = 4  # per worker, for a small batch: workers that are faster answer more of them

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
 from chairlift.cluster.routing.policies import ROUTERS
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import ReplicaId, ReplicaLoads, RoutedRequest
 
 # What a generated token costs beside a prompt token. By a roofline of an 8B model on an H200 at 64 requests it is 70 µs
 # to 20 µs, by the profile of two CPU cores at 8 requests 1.5 ms to 0.3 ms.

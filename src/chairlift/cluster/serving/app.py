@@ -12,13 +12,13 @@ from typing import Any
 from chairlift.byte_sizes import parse_bytes
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import import_ray
-from chairlift.cluster.serving.replica_load import REPLICAS, config_version
+from chairlift.cluster.serving.routing_table import REPLICAS, config_version
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.workers.config_codec import encode_config
 
 INGRESS = "ingress"  # name of the deployment
-SCALING_CLASS = "chairlift.cluster.serving.scaling:FleetScaling"
+SCALING_CLASS = "chairlift.cluster.serving.control:FleetScaling"
 SCALING_SECONDS = 2.0  # between reports to the autoscaler
 ROUTER_CLASS = "chairlift.cluster.serving.request_router:FleetRequestRouter"
 STATS_SECONDS = 1.0  # between reports of a replica's load

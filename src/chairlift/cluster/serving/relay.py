@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import RoutedRequest
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
 from chairlift.cluster.serving.routed_body import body_identity, read_body

@@ -13,7 +13,7 @@ import urllib.request
 from dataclasses import asdict, replace
 from typing import Any
 
-from chairlift.cluster.serving.replica_load import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
+from chairlift.cluster.serving.routing_table import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.workers.config_codec import decode_config, encode_config

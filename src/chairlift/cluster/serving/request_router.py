@@ -14,9 +14,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from chairlift.cluster.routing.request import RoutedRequest
-from chairlift.cluster.serving.replica_load import ReplicaInfo, ReplicaLoad
-from chairlift.cluster.serving.routing_table import NoReplica, routing_table
+from chairlift.cluster.routing.replicas import RoutedRequest
+from chairlift.cluster.serving.routing_table import NoReplica, ReplicaInfo, ReplicaLoad, routing_table
 
 
 class FleetRequestRouter(RequestRouter):

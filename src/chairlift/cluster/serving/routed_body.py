@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from chairlift.cluster.routing.prefix_keys import PrefixKey, prefix_keys
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import PrefixKey, RoutedRequest, prefix_keys
 
 TOKEN_BYTES = 4
 MAX_INTEGER = 2**31

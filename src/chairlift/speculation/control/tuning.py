@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationTuning:
-    """What gained less than its noise was deleted; docs/results/speculation.json has the numbers, and the exceptions."""
+    """What gained less than its noise was deleted; docs/results/speculation.json has the numbers and exceptions."""
 
     level_prior_weight: float = 4.0  # draft tokens that a proposer's own confidence counts for
     trial_chance: float = 0.5  # that a draft token needs while its cost is not measured yet

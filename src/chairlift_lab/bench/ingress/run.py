@@ -102,7 +102,7 @@ def _fleet(settings: IngressSettings, streams: int) -> Iterator[tuple[Endpoint, 
     from ray import serve
 
     from chairlift.cluster.serving.control import start_fleet, stop_fleet
-    from chairlift.cluster.serving.replica_load import REPLICAS
+    from chairlift.cluster.serving.routing_table import REPLICAS
 
     per_replica = max(1.0, streams / settings.replicas)
     config = ServerConfig(

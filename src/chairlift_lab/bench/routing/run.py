@@ -13,9 +13,8 @@ import msgspec
 
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.router import Route
-from chairlift.cluster.serving.replica_load import ReplicaInfo, ReplicaLoad
 from chairlift.cluster.serving.routed_body import TOKEN_BYTES, read_body
-from chairlift.cluster.serving.routing_table import RoutingTable
+from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
 
 PATH = "/v1/completions"
 NUM_TOKENS = 800_000  # room of a replica's KV cache: an 8B model on an H200

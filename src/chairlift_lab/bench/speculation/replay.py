@@ -60,8 +60,8 @@ class Costs:
 FEW_ROWS = 8
 
 # 2 cores of an AMD EPYC with AVX-512 VNNI, with 8-bit weights. Those of a step fit three measurements in
-# docs/results/speculation.json: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1. All
-# others, and the noise, are estimates that were set by hand.
+# docs/results/speculation.json: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1.
+# All others, and the noise, are estimates that were set by hand.
 CPU = Costs(7.2, 0.3, 0.66, 0.4, first_pass=0.8, later_pass=0.35, pass_request=0.06, observing=0.01)
 # An H200 with the default model. Measured with 1, 8 and 32 requests: 0.71, 0.77 and 1.24 ms of a step, 0.26, 0.3 and
 # 0.5 ms of the host, and 0.48, 0.94 and 1.67 ms of drafts of six tokens. Prompts and catching up are estimates.

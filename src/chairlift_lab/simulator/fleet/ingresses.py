@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container
 
-from chairlift.cluster.routing.loads import ReplicaId
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import ReplicaId, RoutedRequest
 from chairlift.cluster.routing.router import Route, Router
 
 REPORT_SECONDS = 1.0  # between two reports of the replicas to all ingresses, as in the cluster

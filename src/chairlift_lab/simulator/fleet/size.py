@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
-from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
+from chairlift.cluster.routing.replicas import ReplicaId, ReplicaLoads
 from chairlift.cluster.routing.router import Router
 from chairlift_lab.simulator.records import RequestRecord
 from chairlift_lab.simulator.replica import Replica

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
-from chairlift.cluster.routing.prefix_keys import PrefixKey
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import PrefixKey, ReplicaId, ReplicaLoads, RoutedRequest
 
 
 class RoutingPolicy:

@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import islice
 
-from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.policies.base import RoutingPolicy
-from chairlift.cluster.routing.prefix_keys import PrefixKey
-from chairlift.cluster.routing.prefix_map import PrefixMap
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import PrefixKey, PrefixMap, ReplicaId, ReplicaLoads, RoutedRequest
 
 MAX_CANDIDATES = 8  # replicas with the longest held prefixes that are compared; bounds the time of a choice
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from chairlift.cluster.routing.loads import ReplicaId, ReplicaLoads
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.policies.base import RoutingPolicy
-from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.replicas import ReplicaId, ReplicaLoads, RoutedRequest
 
 
 @ROUTERS.register("round-robin")

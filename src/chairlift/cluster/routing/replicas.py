@@ -1,11 +1,22 @@
-"""What each replica still has to compute, and how much of its memory is free."""
+"""What an ingress knows of its replicas: loads, and which prompts are in their caches; and the routed request."""
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Container, Iterator
+from array import array
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+
+class RoutedRequest(NamedTuple):
+    num_prompt: int
+    max_output: int | None = None  # the request's own limit, if it has one
+    keys: tuple[PrefixKey, ...] = ()  # of its prompt's prefixes, shortest first; only if the policy reads them
+
 
 ReplicaId = int | str
 Rank = tuple[int, int, ReplicaId]
@@ -132,3 +143,96 @@ class ReplicaLoads:
         for rank in skipped:
             heappush(heap, rank)
         return first[2]
+
+
+SHORTEST_PREFIX = 64
+GROWTH = 1.25
+BLOCK_SIZE = 16
+
+
+class PrefixKey(NamedTuple):
+    num_tokens: int
+    digest: bytes
+
+
+def prefix_lengths(num_tokens: int) -> Iterator[int]:
+    """Lengths of the prefixes of a prompt that get a key, in rising order."""
+    length = SHORTEST_PREFIX
+    while length <= num_tokens:
+        yield length
+        length = max(length + SHORTEST_PREFIX, int(length * GROWTH) // BLOCK_SIZE * BLOCK_SIZE)
+
+
+def prefix_keys(tokens: Sequence[int], *, adapter: str = "", salt: str = "") -> tuple[PrefixKey, ...]:
+    """The keys of a prompt, of its token ids or of a view of its text as numbers of the same size. Requests with
+    different adapters or cache salts share no KV blocks and no keys."""
+    state = hashlib.blake2b(f"{len(adapter)} {adapter}{salt}".encode(), digest_size=16)
+    keys: list[PrefixKey] = []
+    begin = 0
+    for end in prefix_lengths(len(tokens)):
+        part = tokens[begin:end]
+        state.update(part if isinstance(part, memoryview) else array("I", part))  # of a text: no copy
+        keys.append(PrefixKey(end, state.digest()))
+        begin = end
+    return tuple(keys)
+
+
+class PrefixMap:
+    """Follows the prefix cache of each replica: prompts sent there enter it, the least recently used leave it."""
+
+    def __init__(self) -> None:
+        self._holders: dict[bytes, dict[ReplicaId, None]] = {}
+        self._used: dict[ReplicaId, OrderedDict[bytes, int]] = {}  # digest -> its tokens; least recently used first
+        self._room: dict[ReplicaId, int] = {}  # tokens
+
+    def __len__(self) -> int:
+        return sum(map(len, self._used.values()))
+
+    def add(self, replica: ReplicaId, num_tokens: int) -> None:
+        """Follow a replica whose KV cache has room for `num_tokens`."""
+        self._used[replica] = OrderedDict()
+        self._room[replica] = num_tokens
+
+    def remove(self, replica: ReplicaId) -> None:
+        for digest in self._used.pop(replica):
+            self._release(digest, replica)
+        del self._room[replica]
+
+    def holders(self, keys: tuple[PrefixKey, ...]) -> Iterator[tuple[ReplicaId, int]]:
+        """The replicas that hold a prefix, with its length; longest first, and each replica once."""
+        seen: set[ReplicaId] = set()
+        for key in reversed(keys):
+            for replica in self._holders.get(key.digest, ()):
+                if replica not in seen:
+                    seen.add(replica)
+                    yield replica, key.num_tokens
+
+    def num_held(self, replica: ReplicaId, keys: tuple[PrefixKey, ...]) -> int:
+        used = self._used[replica]
+        return next((key.num_tokens for key in reversed(keys) if key.digest in used), 0)
+
+    def record(self, replica: ReplicaId, keys: tuple[PrefixKey, ...], num_tokens: int) -> None:
+        """A prompt with these keys was sent to `replica`; with its output it will have `num_tokens`."""
+        used = self._used[replica]
+        # Longest first: its head is then the most recently used part of a prompt, as in a replica's own cache.
+        end = num_tokens
+        for index in range(len(keys) - 1, -1, -1):
+            begin = keys[index - 1].num_tokens if index else 0
+            digest = keys[index].digest
+            if digest in used:
+                used.move_to_end(digest)
+            else:
+                used[digest] = end - begin
+                self._room[replica] -= end - begin
+                self._holders.setdefault(digest, {})[replica] = None
+            end = begin
+        while self._room[replica] < 0 and used:
+            digest, freed = used.popitem(last=False)
+            self._room[replica] += freed
+            self._release(digest, replica)
+
+    def _release(self, digest: bytes, replica: ReplicaId) -> None:
+        holders = self._holders[digest]
+        del holders[replica]
+        if not holders:
+            del self._holders[digest]

@@ -1,1 +1,0 @@
-"""What the ingress shows of the whole fleet: metrics and the dashboard."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
 
 
 @app.command(
@@ -39,7 +37,7 @@ def make_model(
     default model, so that any engine can serve it.
     """
     from chairlift.progress import watch
-    from chairlift_lab.common.model_shapes import config_file
+    from chairlift_lab.common.model_shapes import config_file, read_json_config
     from chairlift_lab.make_model.gguf_file import FORMATS, write_random_gguf
 
     if format != "safetensors" and format not in FORMATS:
@@ -47,7 +45,7 @@ def make_model(
     if out.exists():
         raise InvalidParameter("out", f"{str(out)!r} exists already")
     with config_file(shape) as path:
-        config = json.loads(read_text(Path(path), "shape"))
+        config = read_json_config(Path(path), "shape")
     with watch(enabled=not quiet) as note:
         if format == "safetensors":
             from chairlift_lab.make_model.folder import write_random_folder

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_text
 
 # The parts of a config.json that decide the shape.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -370,15 +371,23 @@ def config_file(shape: str, parameter: str = "shape", *, layers: int | None = No
     if shape not in SHAPES and layers is None:
         yield shape
         return
-    config = SHAPES[shape] if shape in SHAPES else _read(Path(shape))
+    config = SHAPES[shape] if shape in SHAPES else read_json_config(Path(shape), parameter)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config if layers is None else _shortened(config, layers)))
         yield str(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+def read_json_config(path: Path, parameter: str) -> dict[str, Any]:
+    """The content of a config.json, or of that in a folder; errors name `parameter`."""
+    file = path / "config.json" if path.is_dir() else path
+    text = read_text(file, parameter)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(parameter, f"cannot read {str(file)!r} ({error})") from None
+    if not isinstance(config, dict):
+        raise InvalidParameter(parameter, f"{str(file)!r} must hold a JSON object")
     return config
 
 

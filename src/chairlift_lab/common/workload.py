@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+MAX_WORKLOAD_MIB = 256  # some ten million tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,10 @@ def text_like_ids(tokenizer: Tokenizer) -> list[int]:
 
 def load_workload(path: Path) -> Workload:
     """Read JSON of the form {"requests": [{"prompt_ids": [1, 2, 3], "n_out": 4}, …]}; other keys are ignored."""
+    text = read_text(path, "workload", MAX_WORKLOAD_MIB)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidParameter("workload", f"cannot read {str(path)!r} as JSON ({error})") from None
     entries = content.get("requests") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:

@@ -14,13 +14,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_text
 from chairlift_lab.common.workload import BenchRequest
 
 HASHED_TOKENS = 512  # per hash id
+MAX_TRACE_MIB = 256  # some millions of requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,10 @@ class TraceEntry:
 def load_trace(path: Path) -> list[TraceEntry]:
     """All entries of a trace file, ordered by time."""
     read = _read_json_lines if path.suffix in (".jsonl", ".json") else _read_csv
+    file = StringIO(read_text(path, "trace", MAX_TRACE_MIB), newline="")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            entries = sorted(read(file, path), key=lambda entry: entry.at)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        entries = sorted(read(file, path), key=lambda entry: entry.at)
+    except csv.Error as error:
         raise InvalidParameter("trace", f"cannot read {str(path)!r} ({error})") from None
     if not entries:
         raise InvalidParameter("trace", f"{str(path)!r} has no requests in it")

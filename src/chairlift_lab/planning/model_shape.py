@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,13 @@ BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0
 
 def read_config(name: str) -> Mapping[str, Any]:
     """Read the config of a config.json, a folder, a GGUF file, a known model or a shape of `bench shapes`."""
-    from chairlift_lab.common.model_shapes import SHAPES
+    from chairlift_lab.common.model_shapes import SHAPES, read_json_config
 
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix == ".json" and file.is_file():
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidParameter("model", f"cannot read {str(file)!r} ({error})") from None
-        if not isinstance(config, dict):
-            raise InvalidParameter("model", f"{str(file)!r} must hold a JSON object")
-        return config
+    if (path / "config.json").exists() or (path.suffix == ".json" and path.exists()):
+        return read_json_config(path, "model")
     return open_checkpoint(resolve_model(name)).config
 
 

@@ -27,6 +27,7 @@ from chairlift.core.sampling.params import MAX_SEED
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
 from chairlift.models.decoder import Decoder
+from chairlift.options.config_file import read_text
 from chairlift.speculation.head_config import HeadConfig
 from chairlift_lab.training.evaluation import evaluate
 from chairlift_lab.training.objective import DraftObjective
@@ -239,7 +240,8 @@ def main() -> None:
     given = vars(parser.parse_args())
     model, output, file = given.pop("model"), given.pop("output"), given.pop("prompts")
     try:
-        prompts = [line.strip() for line in file.read_text().splitlines() if line.strip()] if file else []
+        questions = read_text(file, "prompts").splitlines() if file else []
+        prompts = [line.strip() for line in questions if line.strip()]
         train_draft(model, output, TrainSettings(**given), prompts, lambda line: print(line, flush=True))
     except (ChairliftError, OSError) as error:
         raise SystemExit(f"train-draft: {error}") from None

@@ -19,8 +19,8 @@ from chairlift_lab.bench.quality.run import (
     cut,
     measure_quality,
     parse_modes,
-    read_text,
     score,
+    text_to_score,
 )
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
@@ -86,12 +86,12 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
     ]
     assert cut(tokens[:9], [5]) == [tokens[:9]]
     (tmp_path / "a.txt").write_text("Some words.")
-    assert read_text(tmp_path / "a.txt") == "Some words."
+    assert text_to_score(tmp_path / "a.txt") == "Some words."
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(InvalidParameter, match=r"text: .*has no text"):
-        read_text(tmp_path / "empty.txt")
-    with pytest.raises(InvalidParameter, match=r"text: .*cannot be read"):
-        read_text(tmp_path / "missing.txt")
+        text_to_score(tmp_path / "empty.txt")
+    with pytest.raises(InvalidParameter, match=r"text: cannot read"):
+        text_to_score(tmp_path / "missing.txt")
 
 
 def test_modes_are_parsed_by_name() -> None:

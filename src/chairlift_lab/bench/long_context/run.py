@@ -26,6 +26,7 @@ from chairlift_lab.bench.kernels.run import attention_case, device_seconds
 from chairlift_lab.bench.shapes.run import WARM_UP_TOKENS, model_cost
 from chairlift_lab.common.engines import touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
+from chairlift_lab.common.model_shapes import read_json_config
 from chairlift_lab.common.step_work import attention_work, total
 from chairlift_lab.common.timing import peak_bytes
 
@@ -92,8 +93,7 @@ class LongContextPoint:
 @contextmanager
 def made_longer(path: str, tokens: int) -> Iterator[str]:
     """A copy of a config.json that allows `tokens` positions; random weights have no trained limit."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json_config(Path(path), "model")
     longer = config | {"max_position_embeddings": max(tokens, config.get("max_position_embeddings", 0))}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "config.json"

@@ -63,10 +63,16 @@ def bench_quality(
     same. An option that costs more than 2% of perplexity must not be a default.
     """
     from chairlift_lab.bench.quality.plot import plot_quality
-    from chairlift_lab.bench.quality.run import measure_block_types, measure_quality, modes_on, parse_modes, read_text
+    from chairlift_lab.bench.quality.run import (
+        measure_block_types,
+        measure_quality,
+        modes_on,
+        parse_modes,
+        text_to_score,
+    )
     from chairlift_lab.bench.quality.texts import TEXTS
 
-    texts = TEXTS if text is None else (read_text(text),)
+    texts = TEXTS if text is None else (text_to_score(text),)
     scored = {"text": None if text is None else text.name}
     if block_types is not None:
         if modes is not None:

@@ -23,6 +23,7 @@ from chairlift.engine.machine_defaults import torch_device
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.loading.resolve import resolve_model
+from chairlift.options.config_file import read_text
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.state_storage import build_recurrent
@@ -152,12 +153,9 @@ def measure_block_types(model: str, kinds: str, note: Note, *, texts: Sequence[s
     return found
 
 
-def read_text(path: Path) -> str:
+def text_to_score(path: Path) -> str:
     """The text of a file, which must have some."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InvalidParameter("text", f"{str(path)!r} cannot be read: {problem}") from None
+    text = read_text(path, "text")
     if not text.strip():
         raise InvalidParameter("text", f"{str(path)!r} has no text to score")
     return text

@@ -170,6 +170,16 @@ def test_where_llama_cpp_differs_the_published_tokenizer_counts(
     assert llama_cpp_pieces(patterns, text) == theirs
 
 
+@pytest.mark.parametrize("text", ["a \u3000 \t ", "😀   ", "  😀  ", " \n  \n ", "中  😀 \t"])
+def test_spaces_at_an_end_are_split_as_published(text: str, ours: dict[str, Tokenizer]) -> None:
+    assert pieces(ours["deepseek-llm"], text) == pieces(REFERENCES["deepseek-llm"], text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_runs_of_spaces_do_not_freeze(name: str, ours: dict[str, Tokenizer]) -> None:
+    assert "".join(pieces(ours[name], " " * 400_000 + "😀")) == "Ġ" * 400_000 + "ðŁĺĢ"
+
+
 def test_letters_that_deepseek_did_not_know_stand_alone(ours: dict[str, Tokenizer]) -> None:
     tokenizer = ours["deepseek-llm"]
     assert len(pieces(tokenizer, "Աբ ab")) == 3  # capital Armenian letters have a range, small ones do not

@@ -154,7 +154,7 @@ def test_tokens_do_not_depend_on_the_batch_in_invariant_mode(tmp_path: Path) -> 
 
 def test_a_draft_head_is_not_trained(checkpoint: Checkpoint) -> None:
     from chairlift.errors import UnsupportedModel
-    from chairlift_lab.training.writer import refuse_unusual_attention
+    from chairlift_lab.training.texts import refuse_unusual_attention
 
     with pytest.raises(UnsupportedModel, match="latent attention"):
         refuse_unusual_attention(checkpoint.loaded.model.attention_layers)

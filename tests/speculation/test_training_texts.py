@@ -12,9 +12,8 @@ from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift_lab.bench.speculation.texts import SCENARIOS
 from chairlift_lab.training.conversation import REPEATED_TOKENS, RepetitionDetector, TurnMarkers
-from chairlift_lab.training.evaluation import evaluate
-from chairlift_lab.training.openings import OPENINGS
-from chairlift_lab.training.prompts import HELD_OUT, QUESTIONS, SUBJECTS, QuestionSource
+from chairlift_lab.training.objective import evaluate
+from chairlift_lab.training.prompts import HELD_OUT, OPENINGS, QUESTIONS, SUBJECTS, QuestionSource
 from chairlift_lab.training.texts import TrainingTexts, write_texts
 from chairlift_lab.training.trainable_head import WholeTextAttention, visible_positions
 

@@ -29,13 +29,10 @@ from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
 from chairlift.models.decoder import Decoder
 from chairlift.options.config_file import read_text
 from chairlift.speculation.head_config import HeadConfig
-from chairlift_lab.training.evaluation import evaluate
-from chairlift_lab.training.objective import DraftObjective
-from chairlift_lab.training.optimizer import HeadOptimizer
-from chairlift_lab.training.progress import TrainingProgress
-from chairlift_lab.training.texts import LineReport, TrainingTexts, write_texts
+from chairlift_lab.training.objective import DraftObjective, evaluate
+from chairlift_lab.training.optimizer import HeadOptimizer, TrainingProgress
+from chairlift_lab.training.texts import LineReport, TrainingTexts, refuse_unusual_attention, write_texts
 from chairlift_lab.training.trainable_head import TrainableHead
-from chairlift_lab.training.writer import refuse_unusual_attention
 
 # Not cuDNN, which compiles a plan for every length: growing texts have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -226,17 +223,12 @@ def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
 
 
 def main() -> None:
-    defaults = TrainSettings()
     parser = argparse.ArgumentParser(prog="chairlift train-draft", description="Train a draft head for a model.")
     parser.add_argument("model")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, help="a text file with one question per line")
-    for name in ("texts", "length", "epochs", "batch", "draft_vocab", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
-    for name in ("learning_rate", "minutes"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    for name, default in asdict(TrainSettings()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     given = vars(parser.parse_args())
     model, output, file = given.pop("model"), given.pop("output"), given.pop("prompts")
     try:

@@ -20,7 +20,7 @@ from chairlift.attention.interface import AttentionLayer
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import EPS, HeadConfig
 from chairlift.speculation.head_layers import unit
-from chairlift_lab.training.writer import refuse_unusual_attention
+from chairlift_lab.training.texts import refuse_unusual_attention
 
 INITIAL_NORM_SCALE = 0.3
 KeysValues = list[tuple[Tensor, Tensor]]  # keys and values of each depth [texts, heads, length, head_dim]

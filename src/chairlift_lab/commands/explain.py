@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from chairlift.cli.app import UNDERSTAND, app
+from chairlift.errors import InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.progress import watch
 from chairlift.terminal.console import show_log
-from chairlift_lab.explain.registry import ALL, TOPICS, topics_named
-from chairlift_lab.explain.sheet import require_matplotlib
+from chairlift_lab.explain.drawing import require_matplotlib
+from chairlift_lab.explain.guide import ALL, TOPICS, parse_formats, topic_named, write_guide
 
 
 @app.command(
@@ -30,21 +31,24 @@ def explain(
         str, typer.Option("--model", "-m", help="Model to run: a name, a .gguf file, a folder or a hub id.")
     ] = DEFAULT_MODEL,
     formats: Annotated[
-        str, typer.Option(metavar="LIST", help="Formats to write: png, svg, html, json (the run's data), md.")
-    ] = "png,svg,html,json",
+        str, typer.Option(metavar="LIST", help="Formats to write: png, svg, json (the run's data), md (a page).")
+    ] = "png,svg,json,md",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names of the files.")] = False,
 ) -> None:
     """Draw how serving works, from runs of the engine: pictures, a page that explains them, and the data."""
-    from chairlift_lab.explain.write import make_folder, parse_formats, write_guide
-
-    topics, chosen = topics_named(topic), parse_formats(formats)
+    chosen = parse_formats(formats)
+    if topic != ALL:
+        topic_named(topic)
     require_matplotlib()
-    folder = make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot make the folder {str(out)!r} ({error.strerror})") from None
     show_log(quiet=True)
-    from chairlift_lab.explain.topic_engines import TopicEngines
+    from chairlift_lab.explain.recording import TopicEngines
 
     with watch(enabled=not quiet) as note:
         note(f"loading {model}")
-        written = write_guide(topics, TopicEngines.load(model, progress=not quiet), folder, chosen, note=note)
+        written = write_guide(topic, TopicEngines.load(model, progress=not quiet), out, chosen, note=note)
     for path in written:
         typer.echo(path)

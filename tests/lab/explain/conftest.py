@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.recording import TopicEngines
 from tests.tiny import write_tiny_checkpoint
 
 

@@ -12,8 +12,7 @@ from chairlift.attention.interface import AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift_lab.explain.listening import AttentionCall, who_sees_whom
-from chairlift_lab.explain.palette import LIGHT
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.recording import TopicEngines
 from chairlift_lab.explain.topics import attention, masks
 
 
@@ -24,7 +23,7 @@ def masks_data(engines: TopicEngines) -> masks.MasksData:
 
 def test_the_masks_drawn_are_what_each_step_reads(masks_data: masks.MasksData) -> None:
     data = masks_data
-    drawn = masks.draw(data, LIGHT).drawn
+    drawn = masks.draw(data).drawn
     (step,) = data.runs["causal"].steps
     tokens = step.chunks[0].count
     assert drawn["causal"] == {"new": chunk_kv(0, tokens), "masked": tokens * (tokens - 1) // 2}
@@ -45,7 +44,7 @@ def test_the_masks_drawn_are_what_each_step_reads(masks_data: masks.MasksData) -
 
 def test_the_padding_drawn_is_what_the_engine_counted(masks_data: masks.MasksData) -> None:
     data = masks_data
-    drawn = masks.draw(data, LIGHT).drawn["padded"]
+    drawn = masks.draw(data).drawn["padded"]
     counts = [sequence.end for sequence in data.padded.sequences]
     done = next(done for done in data.runs["padded"].done() if done.requests == 3)
     assert done.padding_tokens == data.padded.padding_tokens == sum(max(counts) - count for count in counts)
@@ -71,7 +70,7 @@ def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
 
 def test_the_head_drawn_is_the_engine_s(engines: TopicEngines) -> None:
     data = attention.run(engines)
-    drawn = attention.draw(data, LIGHT).drawn
+    drawn = attention.draw(data).drawn
     n, d = len(data.words), len(data.q[0])
     assert n == data.run.queued()[0].num_prompt
     assert drawn["scores"] == {"score": n * (n + 1) // 2, "masked": n * (n - 1) // 2}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, StepDone
-from chairlift_lab.explain.palette import DARK, LIGHT
-from chairlift_lab.explain.recording import Run
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.recording import Run, TopicEngines
 from chairlift_lab.explain.topics import batching, budget
 
 
@@ -18,7 +16,7 @@ def batching_data(engines: TopicEngines) -> batching.BatchingData:
 
 @pytest.fixture(scope="module")
 def drawn(batching_data: batching.BatchingData) -> dict[str, dict[str, int]]:
-    return batching.draw(batching_data, LIGHT).drawn
+    return batching.draw(batching_data).drawn
 
 
 def idle_rows(run: Run) -> int:
@@ -81,7 +79,7 @@ def test_no_request_has_two_slots_or_runs_before_it_arrives(batching_data: batch
 
 
 def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingData) -> None:
-    text = batching.teach(batching_data)
+    text = batching.TOPIC.filled(batching_data)
     for line in batching_data.timelines.values():
         assert f"{line.bubbles} bubbles" in text
         assert str(line.turns) in text
@@ -90,7 +88,7 @@ def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingDat
 
 def test_the_budget_drawn_is_that_of_every_step(engines: TopicEngines) -> None:
     data = budget.run(engines)
-    drawn = budget.draw(data, DARK).drawn["steps"]
+    drawn = budget.draw(data).drawn["steps"]
     done = data.run.done()
     assert drawn["decode"] == sum(step.decode_tokens for step in done)
     assert (

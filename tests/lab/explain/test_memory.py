@@ -7,9 +7,7 @@ from collections import Counter
 import pytest
 
 from chairlift.engine.memory_plan import bytes_per_token
-from chairlift_lab.explain.palette import DARK, LIGHT
-from chairlift_lab.explain.recording import Run
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.recording import Run, TopicEngines
 from chairlift_lab.explain.topics import heads, paging, prefix
 
 
@@ -20,7 +18,7 @@ def prefix_data(engines: TopicEngines) -> prefix.PrefixData:
 
 @pytest.fixture(scope="module")
 def drawn(prefix_data: prefix.PrefixData) -> dict[str, dict[str, int]]:
-    return prefix.draw(prefix_data, LIGHT).drawn
+    return prefix.draw(prefix_data).drawn
 
 
 def _references(tables: dict[str, tuple[int, ...]]) -> Counter[int]:
@@ -59,7 +57,7 @@ def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.Prefi
     assert cached["B"] == cached["C"] == prefix.SYSTEM
     first = prefix_data.run.steps[prefix_data.sharing]
     assert prefix.saved(first) == cached["B"] // prefix.BLOCK_SIZE
-    text = prefix.teach(prefix_data)
+    text = prefix.TOPIC.filled(prefix_data)
     assert f"{prefix.saved(first)} blocks are saved" in text
     assert f"{prefix.reusable(prefix_data.run.steps[prefix_data.leaving])} blocks here" in text
     assert prefix.reusable(prefix_data.run.steps[prefix_data.leaving]) > 0
@@ -67,7 +65,7 @@ def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.Prefi
 
 def test_every_token_is_drawn_where_its_table_says(engines: TopicEngines) -> None:
     data = paging.run(engines)
-    drawn = paging.draw(data, DARK).drawn["memory"]
+    drawn = paging.draw(data).drawn["memory"]
     tokens = sum(len(memory.words) for memory in data.requests)
     entries = sum(len(memory.table) for memory in data.requests)
     assert drawn["logical"] == drawn["physical"] == tokens
@@ -90,7 +88,7 @@ def test_every_token_is_drawn_where_its_table_says(engines: TopicEngines) -> Non
 
 def test_the_bytes_drawn_are_those_of_the_model(engines: TopicEngines) -> None:
     data = heads.run(engines)
-    drawn = heads.draw(data, LIGHT).drawn
+    drawn = heads.draw(data).drawn
     model = engines.loaded.model
     mine = heads.own(data)
     assert mine.bytes_per_token == bytes_per_token(model.attention_layers, model.dtype)

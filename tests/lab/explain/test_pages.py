@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,10 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.explain import registry
-from chairlift_lab.explain.page import index_page
-from chairlift_lab.explain.palette import LIGHT
-from chairlift_lab.explain.topic_engines import as_label
-from chairlift_lab.explain.words import to_html, to_markdown
-from chairlift_lab.explain.write import neighbours
-
-
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for found, attributes in self.tags if found == tag]
+from chairlift_lab.explain import guide
+from chairlift_lab.explain.drawing import look_of
+from chairlift_lab.explain.guide import neighbours, to_markdown
+from chairlift_lab.explain.recording import as_label
 
 
 def explain(*arguments: str) -> tuple[int, str]:
@@ -40,7 +24,7 @@ def explain(*arguments: str) -> tuple[int, str]:
 
 def test_a_topic_is_written_in_every_format(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "guide"
-    formats = "png,svg,html,json,md"
+    formats = "png,svg,json,md"
     code, said = explain("budget", "--out", str(out), "--model", str(tiny_folder), "--formats", formats)
     assert code == 0, said
     names = {f"budget.{suffix}" for suffix in formats.split(",")}
@@ -53,26 +37,14 @@ def test_a_topic_is_written_in_every_format(tiny_folder: Path, tmp_path: Path) -
     written = json.loads((out / "budget.json").read_text())
     tokens = sum(e["decode_tokens"] for e in written["data"]["run"]["events"] if e["type"] == "StepDone")
     assert written["drawn"]["budget"]["steps"]["decode"] == tokens > 0
-    _check_page((out / "budget.html").read_text(), pictures=1)
-
-
-def _check_page(text: str, pictures: int) -> None:
-    page = Page(text)
-    images = page.all("img")
-    assert [image["class"] for image in images] == ["light", "dark"] * pictures
-    assert all(image["alt"] and (image["src"] or "").startswith("data:image/png;base64,") for image in images)
-    assert not page.all("link")
-    assert not any("src" in attributes for attributes in page.all("script"))
-    assert "prefers-color-scheme:dark" in text
-    assert "http" not in re.sub(r"base64,[\w+/=]+", "", text), "nothing is fetched from anywhere"
-    assert page.all("html") == [{"lang": "en"}]
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["weather"], [*registry.TOPICS, "all", "weather"]),
+        (["weather"], [*guide.TOPICS, "all", "weather"]),
         (["budget", "--formats", "png,gif"], ["--formats", "gif", "svg"]),
+        (["budget", "--formats", "html"], ["--formats", "html", "md"]),
         (["budget", "--formats", ","], ["--formats"]),
         (["budget", "--model", "no/such/folder/at/all"], ["no/such/folder"]),
     ],
@@ -91,22 +63,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_every_topic_is_complete() -> None:
-    for name in registry.TOPICS:
-        topic = registry.topic_named(name)
+    for name in guide.TOPICS:
+        topic = guide.topic_named(name)
         assert topic.name == name
         assert topic.title
         assert topic.question.endswith("?")
         assert topic.pictures
-        assert all(Path("src", place).is_file() for place in topic.code if Path("src").is_dir())
+        sources = re.findall(r"`(chairlift/[\w/]+\.py)`", topic.text)
+        assert sources
+        assert all(Path("src", source).is_file() for source in sources if Path("src").is_dir())
     with pytest.raises(InvalidParameter, match="choose from attention"):
-        registry.topic_named("")
+        guide.topic_named("")
 
 
 def test_the_guide_in_docs_has_every_topic_with_its_pictures_and_command() -> None:
     folder = Path(__file__).parents[3] / "docs" / "guide"
     index = (folder / "README.md").read_text()
-    for name in registry.TOPICS:
-        topic = registry.topic_named(name)
+    for name in guide.TOPICS:
+        topic = guide.topic_named(name)
         page = (folder / f"{name}.md").read_text()
         assert f"({name}.md)" in index
         assert page.count(topic.command) == len(topic.pictures)
@@ -118,17 +92,11 @@ def test_the_guide_in_docs_has_every_topic_with_its_pictures_and_command() -> No
 
 def test_an_unknown_kind_is_not_drawn_by_accident() -> None:
     with pytest.raises(InvalidParameter, match=r"known: .*prefill"):
-        LIGHT.look("something")
+        look_of("something")
 
 
-def test_markdown_becomes_html() -> None:
+def test_pages_are_wrapped_again_after_figures_were_filled_in() -> None:
     text = "A **b** `c < d`.\n\n## T\n\n1. one\n   more\n2. two\n\n- x\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n[[pic]]"
-    html = to_html(text, lambda name: f"<{name}>")
-    assert html == (
-        "<p>A <strong>b</strong> <code>c &lt; d</code>.</p>\n<h2>T</h2>\n<ol><li>one more</li><li>two</li></ol>\n"
-        '<ul><li>x</li></ul>\n<div class="wide"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
-        "<tbody><tr><td>1</td><td>2</td></tr></tbody></table></div>\n<pic>"
-    )
     markdown = to_markdown(text, lambda name: f"({name})")
     assert "1. one more\n2. two\n\n- x" in markdown
     assert markdown.endswith("| 1 | 2 |\n\n(pic)")
@@ -145,28 +113,20 @@ def test_labels_show_any_token(text: str, shown: str) -> None:
     assert as_label(text) == shown
 
 
-def test_the_first_page_leads_to_every_topic() -> None:
-    topics = [registry.topic_named(name) for name in registry.TOPICS]
-    images = {topic.name: {"light": b"x", "dark": b"y"} for topic in topics}
-    page = Page(index_page(topics, images, "some-model"))
-    assert [link["href"] for link in page.all("a")] == [f"{name}.html" for name in registry.TOPICS]
-    assert len(page.all("img")) == 2 * len(topics)
-
-
 def test_pages_lead_to_their_neighbours() -> None:
-    first, second, *_ = (registry.topic_named(name) for name in registry.TOPICS)
+    first, second, *_ = (guide.topic_named(name) for name in guide.TOPICS)
     assert neighbours(first) == (None, second)
-    assert neighbours(registry.topic_named(registry.TOPICS[-1]))[1] is None
+    assert neighbours(guide.topic_named(guide.TOPICS[-1]))[1] is None
 
 
 @pytest.mark.slow
 def test_one_command_writes_the_whole_guide(tiny_folder: Path, tmp_path: Path) -> None:
-    code, said = explain("all", "--out", str(tmp_path), "--model", str(tiny_folder), "--formats", "html,json,md")
+    code, said = explain("all", "--out", str(tmp_path), "--model", str(tiny_folder), "--formats", "png,json,md")
     assert code == 0, said
-    index = Page((tmp_path / "index.html").read_text())
-    for link in index.all("a"):
-        assert (tmp_path / (link["href"] or "")).is_file()
-    for name in registry.TOPICS:
-        _check_page((tmp_path / f"{name}.html").read_text(), pictures=len(registry.topic_named(name).pictures))
+    index = (tmp_path / "README.md").read_text()
+    for name in guide.TOPICS:
+        assert (tmp_path / f"{name}.md").is_file()
         assert json.loads((tmp_path / f"{name}.json").read_text())["drawn"]
-        assert f"({name}.md)" in (tmp_path / "README.md").read_text()
+        assert f"({name}.md)" in index
+        for picture in guide.topic_named(name).pictures:
+            assert (tmp_path / f"{picture.name}.png").is_file()

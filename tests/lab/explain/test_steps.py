@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.events import BudgetDecided, DraftsVerified, TokenProduced
-from chairlift_lab.explain.palette import LIGHT
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.recording import TopicEngines
 from chairlift_lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
 
 
@@ -22,7 +21,7 @@ def chunking_data(engines: TopicEngines) -> chunking.ChunkingData:
 
 def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
     data = cache_data
-    drawn = cache.draw_generation(data, LIGHT).drawn
+    drawn = cache.draw_generation(data).drawn
     done = data.run.done()
     computed = sum(step.prefill_tokens + step.decode_tokens for step in done)
     assert drawn["with"]["new"] == computed == cache.PROMPT + cache.NEW - 1
@@ -34,7 +33,7 @@ def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
 
 def test_a_new_token_changes_nothing_before_it(engines: TopicEngines, cache_data: cache.CacheData) -> None:
     data = cache_data
-    drawn = cache.draw_past(data, LIGHT).drawn["layers"]
+    drawn = cache.draw_past(data).drawn["layers"]
     layers, length = len(data.differences), len(data.before)
     assert layers == len(engines.loaded.model.attention_layers)
     assert cache.unchanged_before(data) == layers * data.changed
@@ -45,7 +44,7 @@ def test_a_new_token_changes_nothing_before_it(engines: TopicEngines, cache_data
 
 def test_three_kernels_do_the_same_step(engines: TopicEngines) -> None:
     data = kernels.run(engines)
-    drawn = kernels.draw(data, LIGHT).drawn
+    drawn = kernels.draw(data).drawn
     useful = kernels.useful_pairs(data.ways["ragged"])
     assert {drawn[name]["useful"] for name in kernels.NAMES} == {useful}
     assert drawn["ragged"] == {"useful": useful}
@@ -65,7 +64,7 @@ def test_three_kernels_do_the_same_step(engines: TopicEngines) -> None:
 def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -> None:
     data = chunking_data
     run = data.runs[name]
-    drawn = chunking.draw(data, LIGHT).drawn[name]
+    drawn = chunking.draw(data).drawn[name]
     done = run.done()
     assert drawn["decode"] == sum(step.decode_tokens for step in done)
     assert sum(drawn.values()) == sum(step.requests for step in done)
@@ -83,7 +82,7 @@ def test_draft_tokens_are_drawn_as_they_were_verified(engines: TopicEngines) -> 
     # A random model soon repeats itself, and then draft tokens are accepted.
     texts = {"one": ("a chair, a chair, a chair, a chair, a", 150), "two": ("ab ab ab ab ab ab", 60)}
     data = speculation.run(engines, texts)
-    drawn = speculation.draw(data, LIGHT).drawn
+    drawn = speculation.draw(data).drawn
     verified = [event for event in data.run.events if isinstance(event, DraftsVerified)]
     assert any(event.accepted for event in verified)
     assert any(event.accepted < event.proposed for event in verified)
@@ -99,7 +98,7 @@ def test_draft_tokens_are_drawn_as_they_were_verified(engines: TopicEngines) -> 
 
 def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(engines: TopicEngines) -> None:
     data = flash.run(engines)
-    drawn = flash.draw(data, LIGHT).drawn["tiles"]
+    drawn = flash.draw(data).drawn["tiles"]
     lasts = [tile.last for tile in data.made if tile.keys == 0]
     made = sum(keys <= last for last in lasts for keys in range(0, data.tokens, data.tile_keys))
     assert drawn["loaded"] + drawn["held"] == made == len(data.made)
@@ -122,7 +121,7 @@ def _keys(tile: flash.ScoreTile) -> range:
 
 def test_the_chunk_drawn_is_the_one_that_was_chosen(engines: TopicEngines) -> None:
     data = cost.run(engines)
-    drawn = cost.draw(data, LIGHT).drawn
+    drawn = cost.draw(data).drawn
     done = data.run.done()
     assert drawn["steps"]["decode"] == sum(step.decode_tokens for step in done)
     assert drawn["steps"]["prefill"] == sum(step.prefill_tokens for step in done)

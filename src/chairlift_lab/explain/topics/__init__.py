@@ -1,1 +1,1 @@
-"""One module for each topic, with a value TOPIC."""
+"""One module for each topic, with a value TOPIC; its page is `pages/NAME.md`."""

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.explain.palette import DARK_INK, LIGHT_INK, Look, Theme
-from chairlift_lab.explain.recording import Run, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import INK, PALE_INK, Look, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,32 +147,30 @@ def _matrix(tensor: Tensor) -> Matrix:
     return tuple(tuple(round(value, 5) for value in row) for row in tensor.tolist())
 
 
-def draw(data: AttentionData, theme: Theme) -> Sheet:
+def draw(data: AttentionData) -> Sheet:
     title = f"One attention head at work: layer {data.layer + 1} of {data.layers}, head {data.head + 1} of {data.heads}"
-    sheet = Sheet(theme, title, size=(12, 8.6))
+    sheet = Sheet(title, size=(12, 8.6))
     grid = sheet.grid(2, 12, height_ratios=[1, 1.35])
-    top = {"hidden": grid[0, 0:3], "q": grid[0, 3:6], "k": grid[0, 6:9], "v": grid[0, 9:12]}
     size = len(data.q[0])
-    titles = {
-        "hidden": f"① each token is {len(data.hidden[0])} numbers",
-        "q": f"② Q, its question: {size} numbers",
-        "k": f"③ K, its label: {size} numbers",
-        "v": f"④ V, its content: {size} numbers",
-    }
-    for name, place in top.items():
-        panel = sheet.panel(name, place)
+    for column, (name, title) in enumerate(
+        (
+            ("hidden", f"① each token is {len(data.hidden[0])} numbers"),
+            ("q", f"② Q, its question: {size} numbers"),
+            ("k", f"③ K, its label: {size} numbers"),
+            ("v", f"④ V, its content: {size} numbers"),
+        )
+    ):
+        panel = sheet.panel(name, grid[0, 3 * column : 3 * column + 3])
         values = getattr(data, name)
-        panel.heat(values, "number", most=_typical(values))
-        panel.title(titles[name])
-        _label(panel, data, show_rows=name == "hidden")
-        panel.axes.set_xticks([])
+        panel.heat(values, "number", _typical(values))
+        panel.title(title)
+        _label(panel, data, len(values[0]), show_rows=name == "hidden")
     _draw_scores(sheet.panel("scores", grid[1, 0:5]), data)
     _draw_weights(sheet.panel("weights", grid[1, 5:9]), data)
     output = sheet.panel("output", grid[1, 9:12])
-    output.heat(data.output, "number", most=_typical(data.v))
+    output.heat(data.output, "number", _typical(data.v))
     output.title("⑦ output: a mix of V")
-    _label(output, data, show_rows=False)
-    output.axes.set_xticks([])
+    _label(output, data, size, show_rows=False)
     sheet.legend(
         {"masked": "mask: it comes later, so it does not count"},
         [
@@ -192,9 +188,10 @@ def _typical(values: Matrix) -> float:
     return flat[int(0.98 * (len(flat) - 1))] or 1.0
 
 
-def _label(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
-    panel.grid_only(panel.axes.get_xlim()[1], len(data.words), equal=False)
-    panel.row_names(data.words if show_rows else [""] * len(data.words), size=8.5)
+def _label(panel: Panel, data: AttentionData, width: float, *, show_rows: bool) -> None:
+    panel.grid_only(width, len(data.words), equal=False)
+    if show_rows:
+        panel.row_names(data.words, size=8.5)
 
 
 def _draw_scores(panel: Panel, data: AttentionData) -> None:
@@ -214,7 +211,6 @@ def _draw_scores(panel: Panel, data: AttentionData) -> None:
 
 def _draw_weights(panel: Panel, data: AttentionData) -> None:
     import matplotlib
-    from matplotlib.patches import Rectangle
 
     panel.title("⑥ after the mask and softmax: %")
     colours = matplotlib.colormaps["Blues"]
@@ -222,23 +218,20 @@ def _draw_weights(panel: Panel, data: AttentionData) -> None:
         for j, weight in enumerate(row[: i + 1]):
             _number(panel, j, i, "weight", f"{100 * weight:.0f}", colours(weight))
     _squares(panel, data, show_rows=False)
-    ring = Rectangle(
-        (data.asks[1], data.asks[0]), 1, 1, fill=False, edgecolor=panel.theme.look("recomputed").fill, linewidth=2
-    )
-    panel.axes.add_patch(ring)
+    asking, asked = data.asks
+    panel.frame(asked, asking, 1, 1, look_of("recomputed").fill, linewidth=2)
 
 
 def _number(panel: Panel, x: float, y: float, kind: str, label: str, colour: tuple[float, ...]) -> None:
     from matplotlib.colors import to_hex
 
     bright = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.55
-    panel.cell(x, y, kind, label, look=Look(to_hex(colour), DARK_INK if bright else LIGHT_INK), size=7)
+    panel.cell(x, y, kind, label, look=Look(to_hex(colour), INK if bright else PALE_INK), size=7)
 
 
 def _squares(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
-    panel.grid_only(len(data.words), len(data.words), equal=False)
+    _label(panel, data, len(data.words), show_rows=show_rows)
     panel.column_names(data.words, size=8.5, rotation=40)
-    panel.row_names(data.words if show_rows else [""] * len(data.words), size=8.5)
 
 
 def says(data: AttentionData) -> str:
@@ -250,47 +243,20 @@ def says(data: AttentionData) -> str:
     )
 
 
-def teach(data: AttentionData) -> str:
+def figures(data: AttentionData) -> dict[str, Any]:
     row, column = data.asks
     n, d = len(data.words), len(data.q[0])
-    return f"""
-Attention is how a token learns from the tokens before it. This is one head of layer {data.layer + 1}, reading
-“{SENTENCE}”. All numbers are those that the engine computed.
-
-[[attention]]
-
-1. **Hidden states.** On its way through the model, each token is a row of {len(data.hidden[0])} numbers.
-2. **Q, the query.** The row times a matrix of weights gives {d} numbers that say what this token is looking for.
-3. **K, the key.** Another matrix: what this token has to offer. (Q and K are also turned by the token's position, so
-   that *near* and *far* make a difference.)
-4. **V, the value.** A third matrix: what it hands over to tokens that attend to it.
-5. **Scores.** Row by row, each Q is compared with each K: multiply the {d} numbers in pairs, add them up, times
-   {data.scale:g} (one over the root of {d}). A high score means: what you offer is what I am looking for. The crosses
-   are the **mask**: tokens that come later do not count. When a text is written, they do not exist yet.
-6. **Softmax.** Each row becomes shares of 100 %. “{data.words[row]}” gives {data.weights[row][column]:.0%} to
-   “{data.words[column]}” (ringed): this head was chosen among {data.layers * data.heads} because it does that the most.
-7. **Output.** Each token takes that share of every V and adds them up. That is all: a mix of what the tokens before it
-   had to say.
-
-The same is done in all {data.heads} heads of all {data.layers} layers. Done again here with the formula, the output
-differs from what the engine's fast kernel had by at most {data.difference:.0e}.
-
-Two things to remember for the rest of this guide. K and V of a token depend only on the tokens **before** it, so they
-can be kept (the *KV cache*). And a new token needs only **its own row**: its Q, against all K and V that are kept.
-The full table of {n}×{n} scores is only there while a prompt is read, and even then it is never stored as a whole.
-"""
+    return {
+        "layer": data.layer + 1,
+        "sentence": SENTENCE,
+        "hidden_size": len(data.hidden[0]),
+        "head_dim": d,
+        "looks_from": data.words[row],
+        "share": data.weights[row][column],
+        "looks_at": data.words[column],
+        "all_heads": data.layers * data.heads,
+        "tokens": n,
+    }
 
 
-TOPIC = Topic(
-    name="attention",
-    title="Attention, from Q, K and V to the output",
-    question="What does a token do when it looks at the tokens before it?",
-    run=run,
-    pictures=(Picture("attention", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/models/decoder.py",
-        "chairlift/attention/backends/bursted.py",
-        "chairlift/kernels/cpu/attention.py",
-    ),
-)
+TOPIC = Topic("attention", run, (Picture("attention", draw, says),), figures)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.timeline import SlotTimeline, timeline
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import MUTED, Panel, Sheet
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 SLOTS = 4
 # Prompt tokens, new tokens, and the turn at which each request comes.
@@ -25,6 +23,38 @@ EXPLAINED = {
     "dynamic": "starts with the requests that wait, then admits nothing until the last one is done",
     "continuous": "at every step, finished requests leave and waiting ones are admitted",
 }
+BUBBLES = ("idle", "blocked")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCell:
+    """One slot in one turn: prefill, decode, idle (its request is done, its batch is not), blocked (empty while a
+    request waits) or empty (no request waits)."""
+
+    turn: int
+    slot: int
+    kind: str
+    request: str = ""
+    count: int = 0  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTimeline:
+    slots: int
+    turns: int
+    cells: tuple[SlotCell, ...]  # for every slot and turn
+    finished: dict[str, int]  # request -> turn of its last token
+    useful: tuple[int, ...]  # tokens of requests, by turn
+    padding: tuple[int, ...]  # padding tokens, by turn
+
+    def count(self, *kinds: str) -> int:
+        counted = Counter(cell.kind for cell in self.cells)
+        return sum(counted[kind] for kind in kinds)
+
+    @property
+    def bubbles(self) -> int:
+        """Slots, over all turns, that computed nothing useful while they kept a request waiting or cost a row."""
+        return self.count(*BUBBLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +78,43 @@ def run(engines: TopicEngines) -> BatchingData:
     )
 
 
-def draw(data: BatchingData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The same eight requests, three ways to batch them", size=(11, 8.6))
+def timeline(run: Run) -> SlotTimeline:
+    """Assign each request the first free slot until the engine releases it."""
+    slot_of: dict[str, int] = {}
+    cells: list[SlotCell] = []
+    finished: dict[str, int] = {}
+    useful, padding = [0] * run.turns, [0] * run.turns
+    steps = {step.turn: step for step in run.steps}
+    first = {chunk.request: step.turn for step in reversed(run.steps) for chunk in step.chunks}
+    for turn in range(run.turns):
+        step = steps.get(turn)
+        chunks = {chunk.request: chunk for chunk in step.chunks} if step else {}
+        idle = set(step.idle) if step else set()
+        slot_of = {name: slot for name, slot in slot_of.items() if name in chunks or name in idle}
+        for name in chunks:
+            if name not in slot_of:
+                slot_of[name] = min(set(range(run.slots)) - set(slot_of.values()))
+        request_waits = any(request.turn <= turn < first[request.name] for request in run.requests)
+        at = {slot: name for name, slot in slot_of.items()}
+        for slot in range(run.slots):
+            if slot not in at:
+                cells.append(SlotCell(turn, slot, "blocked" if request_waits else "empty"))
+                continue
+            name = at[slot]
+            if name in idle:
+                cells.append(SlotCell(turn, slot, "idle", name))
+            else:
+                kind = "decode" if chunks[name].decode else "prefill"
+                cells.append(SlotCell(turn, slot, kind, name, chunks[name].count))
+                finished[name] = turn
+        if step is not None:
+            useful[turn] = sum(chunk.count for chunk in step.chunks)
+            padding[turn] = step.padding
+    return SlotTimeline(run.slots, run.turns, tuple(cells), finished, tuple(useful), tuple(padding))
+
+
+def draw(data: BatchingData) -> Sheet:
+    sheet = Sheet("The same eight requests, three ways to batch them", size=(11, 8.6))
     turns = max(one.turns for one in data.timelines.values())
     most = max(
         map(sum, (pair for one in data.timelines.values() for pair in zip(one.useful, one.padding, strict=True)))
@@ -85,20 +150,13 @@ def _draw_slots(panel: Panel, name: str, line: SlotTimeline, turns: int, arrival
     panel.row_names([f"slot {slot + 1}" for slot in range(line.slots)])
     coming = {turn: [who for who, at in arrivals.items() if at == turn] for turn in sorted(set(arrivals.values()))}
     panel.axes.set_xticks([turn + 0.5 for turn in coming], [f"↑ {''.join(who)}" for who in coming.values()])
-    panel.text(-0.25, line.slots + 0.5, "comes", color=panel.theme.muted, ha="right")
+    panel.text(-0.25, line.slots + 0.5, "comes", color=MUTED, ha="right")
 
 
 def _draw_tokens(panel: Panel, line: SlotTimeline, turns: int, most: int) -> None:
     """Columns of tokens, useful ones below."""
-    theme = panel.theme
-    useful, padding = theme.look("useful"), theme.look("padding")
-    for turn, (some, rest) in enumerate(zip(line.useful, line.padding, strict=True)):
-        panel.drawn["useful"] += some
-        panel.drawn["padding"] += rest
-        panel.axes.bar(turn + 0.5, some, 0.86, color=useful.fill)
-        panel.axes.bar(
-            turn + 0.5, rest, 0.86, bottom=some, color=padding.fill, hatch=padding.hatch, edgecolor=padding.edge, lw=0
-        )
+    for turn, (useful, padding) in enumerate(zip(line.useful, line.padding, strict=True)):
+        panel.column(turn + 0.5, {"useful": useful, "padding": padding}, width=0.86)
     panel.chart("", "tokens")
     panel.axes.set_xlim(-0.1, turns + 0.1)
     panel.axes.set_ylim(0, 1.05 * most)
@@ -113,53 +171,20 @@ def says(data: BatchingData) -> str:
     return f"Slots over time for the same {len(data.arrivals)} requests. {'; '.join(parts)}."
 
 
-def teach(data: BatchingData) -> str:
+def figures(data: BatchingData) -> dict[str, Any]:
     static, dynamic, continuous = (data.timelines[name] for name in ("static", "dynamic", "continuous"))
     wait = max(continuous.finished[name] - turn for name, turn in data.arrivals.items())
     static_wait = max(static.finished[name] - turn for name, turn in data.arrivals.items())
-    return f"""
-A model can work on many requests at once, and one step for four of them takes hardly longer than one step for one. So
-requests share a step: that is **batching**. The question is which requests may join, and when.
-
-[[batching]]
-
-Each row is a slot, each column is one step of the model. The arrows under the slots show when a request arrives.
-The small bars below count tokens: those of requests, and padding.
-
-## Static: wait for a full car
-
-Like a cable car. Nothing happens until all {static.slots} slots are taken. Then all ride together, and a request that
-is done early keeps its slot until the longest one is done. Such a slot is a **bubble**: the model computes a row for
-it, and the result is thrown away (striped). So is a slot that stays empty while a request waits (dotted). Here:
-{static.bubbles} bubbles in {static.turns} steps.
-
-Prompts have different lengths, but this batch is a rectangle, so that short prompts are filled up with **padding**:
-{sum(static.padding)} padding tokens, against {sum(static.useful)} useful ones.
-
-## Dynamic: do not wait for company
-
-The car leaves as soon as a request is there (or after a short delay, `--max-delay-ms`). The first request waits less,
-but the slots stay blocked in the same way: {dynamic.bubbles} bubbles in {dynamic.turns} steps.
-
-## Continuous: the lift never stops
-
-After **every** step, finished requests leave and waiting ones are admitted. The batch is not a rectangle but a plain
-list of tokens, so that there is nothing to fill up: {sum(continuous.padding)} padding tokens. The same work takes
-{continuous.turns} steps instead of {static.turns}, and the slowest request has its last token {wait} steps after it
-came instead of {static_wait}. There are {continuous.bubbles} bubbles: a slot is empty only where no request waits.
-"""
+    return {
+        "static": static,
+        "static_padding": sum(static.padding),
+        "static_useful": sum(static.useful),
+        "dynamic": dynamic,
+        "continuous_padding": sum(continuous.padding),
+        "continuous": continuous,
+        "wait": wait,
+        "static_wait": static_wait,
+    }
 
 
-TOPIC = Topic(
-    name="batching",
-    title="Static, dynamic and continuous batching",
-    question="Why does a server that never waits for a full batch answer all requests sooner?",
-    run=run,
-    pictures=(Picture("batching", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/core/policies/base.py",
-        "chairlift/core/scheduler/scheduler.py",
-        "chairlift/attention/backends/padded.py",
-    ),
-)
+TOPIC = Topic("batching", run, (Picture("batching", draw, says),), figures)

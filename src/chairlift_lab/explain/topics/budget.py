@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import Sheet
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 BUDGET = 16
 # Prompt tokens, new tokens, and the turn at which each request comes.
@@ -31,9 +30,9 @@ def run(engines: TopicEngines) -> BudgetData:
     )
 
 
-def draw(data: BudgetData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, f"Every step has room for {data.budget} tokens: decodes first, then prompts", size=(11, 6))
-    panel = sheet.panel("steps", sheet.grid(1, 1)[0, 0])
+def draw(data: BudgetData) -> Sheet:
+    sheet = Sheet(f"Every step has room for {data.budget} tokens: decodes first, then prompts", size=(11, 6))
+    panel = sheet.panel("steps")
     for step in data.run.steps:
         height = 0
         for chunk in step.chunks:
@@ -45,8 +44,7 @@ def draw(data: BudgetData, theme: Theme) -> Sheet:
             panel.cell(step.turn, data.budget - empty - 1, "empty")
     panel.grid_only(data.run.turns, data.budget, equal=False)
     panel.axes.set_yticks([data.budget - count + 0.5 for count in (1, 4, 8, 12, 16)], ["1", "4", "8", "12", "16"])
-    panel.axes.set_ylabel("tokens of the step", color=theme.muted)
-    panel.axes.set_xlabel("step", color=theme.muted)
+    panel.axis_names("step", "tokens of the step")
     panel.column_names([str(step + 1) for step in range(data.run.turns)])
     sheet.legend(
         {
@@ -73,39 +71,16 @@ def says(data: BudgetData) -> str:
     return f"The tokens of {len(tokens)} steps, at most {data.budget} each; {full_steps(data)} steps are full."
 
 
-def teach(data: BudgetData) -> str:
+def figures(data: BudgetData) -> dict[str, Any]:
     longest = max(data.run.requests, key=lambda request: len(request.prompt))
     pieces = chunks_of(data, longest.name)
-    return f"""
-Every running request waits for the whole step. A step that reads a prompt of thousands of tokens would hold up all the
-others, so a step has a **token budget**: here {data.budget} tokens (`--max-batch-tokens {data.budget}`).
-
-[[budget]]
-
-Each column is one step, each square one token, with the letter of its request. The engine fills a column like this:
-
-1. **Decodes first** (orange, at the bottom). Every request in the middle of an answer gets one token, so new
-   requests never hold up running ones.
-2. **Then prompts** (blue), as many of their tokens as still fit. A prompt that does not fit is read in **chunks**, over
-   several steps: the prompt of {longest.name} has {len(longest.prompt)} tokens and was read as
-   {" + ".join(map(str, pieces))}.
-3. **What is left stays empty.** {full_steps(data)} of the {len(data.run.steps)} steps are full to the last token.
-
-Prefill and decode are not two kinds of work for this engine. A request has tokens that are known and tokens that are
-computed; a decode is simply one token behind, a prompt is many behind, and both go through the model together.
-"""
+    return {
+        "longest": longest,
+        "longest_prompt": len(longest.prompt),
+        "pieces": " + ".join(map(str, pieces)),
+        "full_steps": full_steps(data),
+        "steps": len(data.run.steps),
+    }
 
 
-TOPIC = Topic(
-    name="budget",
-    title="The token budget",
-    question="Which tokens are computed in a step when not all of them fit?",
-    run=run,
-    pictures=(Picture("budget", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/core/scheduler/packing.py",
-        "chairlift/core/budgets/base.py",
-        "chairlift/core/scheduler/scheduler.py",
-    ),
-)
+TOPIC = Topic("budget", run, (Picture("budget", draw, says),), figures)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chairlift_lab.explain.palette import Look, Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import Look, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,14 +103,13 @@ def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Ten
     return found
 
 
-def draw_generation(data: CacheData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Making the same text without a KV cache, and with one", size=(11.5, 5.6))
+def draw_generation(data: CacheData) -> Sheet:
+    sheet = Sheet("Making the same text without a KV cache, and with one", size=(11.5, 5.6))
     grid = sheet.grid(1, 2)
-    without, kept = sheet.panel("without", grid[0, 0]), sheet.panel("with", grid[0, 1])
-    without.title("without a cache", f"{computed(data.without)} tokens computed")
-    kept.title("with a cache", f"{computed(data.with_cache)} tokens computed")
-    _draw_steps(without, data, data.without)
-    _draw_steps(kept, data, data.with_cache)
+    for column, (name, spans) in enumerate((("without", data.without), ("with", data.with_cache))):
+        panel = sheet.panel(name, grid[0, column])
+        panel.title(f"{name} a cache", f"{computed(spans)} tokens computed")
+        _draw_steps(panel, data, spans)
     sheet.legend(
         {
             "new": "computed for the first time",
@@ -141,10 +138,10 @@ def _draw_steps(panel: Panel, data: CacheData, spans: tuple[tuple[int, int], ...
     panel.axes.tick_params(axis="x", pad=1)
 
 
-def draw_past(data: CacheData, theme: Theme) -> Sheet:
+def draw_past(data: CacheData) -> Sheet:
     title = f"Exchange one word (“{data.before[data.changed]}” for “{data.after[data.changed]}”): what changes?"
-    sheet = Sheet(theme, title, size=(10, 6.2))
-    panel = sheet.panel("layers", sheet.grid(1, 1)[0, 0])
+    sheet = Sheet(title, size=(10, 6.2))
+    panel = sheet.panel("layers")
     import matplotlib
     from matplotlib.colors import to_hex
 
@@ -155,7 +152,7 @@ def draw_past(data: CacheData, theme: Theme) -> Sheet:
                 look = Look(to_hex(colours(0.25 + 0.75 * min(apart, 1.0))))
                 panel.cell(position, layer, "changed", look=look)
             else:
-                panel.cell(position, layer, "unchanged", look=theme.look("empty"))
+                panel.cell(position, layer, "unchanged", look=look_of("empty"))
     layers = len(data.differences)
     panel.grid_only(len(data.before), layers, equal=False)
     ticks = [layer for layer in range(layers) if layer % 5 == 0 or layer == layers - 1]
@@ -165,7 +162,7 @@ def draw_past(data: CacheData, theme: Theme) -> Sheet:
     sheet.legend(
         {},
         [
-            (theme.look("empty"), "keys and values exactly as before"),
+            (look_of("empty"), "keys and values exactly as before"),
             (Look(to_hex(colours(0.35))), "changed a little"),
             (Look(to_hex(colours(1.0))), "changed very much"),
         ],
@@ -191,45 +188,23 @@ def says_past(data: CacheData) -> str:
     )
 
 
-def teach(data: CacheData) -> str:
+def figures(data: CacheData) -> dict[str, Any]:
     more = computed(data.without) / computed(data.with_cache)
     same = "the same text" if data.same_output else "another text (rounding decided between two equal tokens)"
-    return f"""
-A language model makes one token at a time. To make the next one, it needs the keys and values of **all** tokens so
-far. There are two ways to have them: compute them again, or keep them.
-
-[[cache]]
-
-Each row is a step, each column a token. On the left nothing is kept, so that every step reads the whole text from the
-start: the red cells are work that was done before. On the right the keys and values stay in memory, the **KV cache**,
-and a step computes only the token that is new.
-
-Here that is {computed(data.without)} against {computed(data.with_cache)} tokens, {more:.1f} times as much, for
-{same}. The red triangle grows with the square of the length: for a text of 1,000 tokens it would have
-{1000 * 1001 // 2:,} cells.
-
-## Why the kept values stay right
-
-May we keep them, though? Would the new token not change what the earlier ones mean? It cannot: a token only looks
-**back**. Here is an experiment. The same text is read twice, with one word exchanged.
-
-[[cache-past]]
-
-Each row is a layer of the model. **Before** the exchanged word, {unchanged_before(data)} of
-{data.changed * len(data.differences)} cells are exactly the same, to the last bit. From it on everything is different
-(except in the first layer, where no token has attended to another yet). So a new token can never
-make a cached value wrong, and cached values can be shared by all texts that begin the same way.
-
-The price is memory: the cache grows with every token of every request. The next pages are about that.
-"""
+    return {
+        "without": computed(data.without),
+        "with_cache": computed(data.with_cache),
+        "more": more,
+        "same": same,
+        "triangle": 1000 * 1001 // 2,
+        "unchanged": unchanged_before(data),
+        "before": data.changed * len(data.differences),
+    }
 
 
 TOPIC = Topic(
-    name="cache",
-    title="The KV cache",
-    question="What is computed again without a cache, and why can a new token not change the past?",
-    run=run,
-    pictures=(Picture("cache", draw_generation, says_generation), Picture("cache-past", draw_past, says_past)),
-    teach=teach,
-    code=("chairlift/core/request.py", "chairlift/runner/cpu.py", "chairlift/attention/interface.py"),
+    "cache",
+    run,
+    (Picture("cache", draw_generation, says_generation), Picture("cache-past", draw_past, says_past)),
+    figures,
 )

@@ -7,11 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from chairlift.core.events import TokenProduced
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import CPU_TIME, TopicEngines
+from chairlift_lab.explain.drawing import Panel, Sheet
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines
 
 LONG, CHUNK = 150, 20
 NAMES = {"whole": "the prompt at once", "chunked": f"the prompt in chunks of at most {CHUNK} tokens"}
@@ -64,8 +62,8 @@ def pieces(data: ChunkingData, name: str) -> list[int]:
     return [chunk.count for chunk in chunks if chunk.request == data.long and not chunk.decode]
 
 
-def draw(data: ChunkingData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, f"A prompt of {LONG} tokens comes while three others are answered", size=(11.5, 6.4))
+def draw(data: ChunkingData) -> Sheet:
+    sheet = Sheet(f"A prompt of {LONG} tokens comes while three others are answered", size=(11.5, 6.4))
     grid = sheet.grid(2, 1)
     total = max(sum(step.seconds for step in run.done()) for run in data.runs.values())
     for row, (name, run) in enumerate(data.runs.items()):
@@ -103,36 +101,19 @@ def says(data: ChunkingData) -> str:
     )
 
 
-def teach(data: ChunkingData) -> str:
+def figures(data: ChunkingData) -> dict[str, Any]:
     whole, chunked = (1e3 * longest_gap(data, name) for name in data.runs)
     sizes = " + ".join(map(str, pieces(data, "chunked")))
-    return f"""
-Reading a long prompt takes a long step, and **every** running request waits for the whole step. A person who watches an
-answer appear sees it freeze because a stranger sent a long document.
-
-[[chunking]]
-
-Time runs to the right, as it was measured (the processor's time, with one thread); each box is one
-request's part of one step. A, B and C are being answered when D comes with {LONG} tokens.
-
-- **At once** (above): one step reads all of D's prompt. The others wait for it: the longest pause between two of their
-  tokens is {whole:.0f} ms.
-- **In chunks** (below, `--max-prefill-tokens {CHUNK}`): the prompt is read as {sizes}
-  tokens, over {len(pieces(data, "chunked"))} steps, and every one of these steps also carries a token for
-  A, B and C. Their longest pause is {chunked:.0f} ms.
-
-It is a trade: D, which now shares its steps, has its first token after {1e3 * first_token(data, "chunked"):.0f} ms
-instead of {1e3 * first_token(data, "whole"):.0f}. What a good size is depends on the
-machine and on how long a pause may be: the engine can choose it by itself (see *The cost model and the chosen chunk*).
-"""
+    return {
+        "long": LONG,
+        "whole": whole,
+        "chunk": CHUNK,
+        "sizes": sizes,
+        "pieces": len(pieces(data, "chunked")),
+        "chunked": chunked,
+        "first_chunked": 1e3 * first_token(data, "chunked"),
+        "first_whole": 1e3 * first_token(data, "whole"),
+    }
 
 
-TOPIC = Topic(
-    name="chunking",
-    title="Chunked prefill",
-    question="How can a long prompt be read without stopping all other requests?",
-    run=run,
-    pictures=(Picture("chunking", draw, says),),
-    teach=teach,
-    code=("chairlift/core/scheduler/packing.py", "chairlift/core/budgets/base.py"),
-)
+TOPIC = Topic("chunking", run, (Picture("chunking", draw, says),), figures)

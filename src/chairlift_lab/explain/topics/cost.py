@@ -8,11 +8,9 @@ from typing import Any
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.step_limits import LimitReason, StepLimits
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import CPU_TIME, TopicEngines
+from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines, record
 
 MOST = 128  # prompt tokens of a step
 ROOM = 28  # prompt tokens that the target leaves room for, about
@@ -116,8 +114,8 @@ def shown(data: CostData) -> Decision:
     return max(by_target or data.decisions, key=lambda decision: (decision.decodes, decision.step))
 
 
-def draw(data: CostData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The cost model, and the chunk that it chose", size=(11.5, 7.6))
+def draw(data: CostData) -> Sheet:
+    sheet = Sheet("The cost model, and the chunk that it chose", size=(11.5, 7.6))
     grid = sheet.grid(2, 2, height_ratios=[1, 1])
     _draw_choice(sheet.panel("choice", grid[0, 0]), data)
     _draw_predictions(sheet.panel("predictions", grid[0, 1]), data)
@@ -129,20 +127,20 @@ def draw(data: CostData, theme: Theme) -> Sheet:
 def _draw_choice(panel: Panel, data: CostData) -> None:
     choice = shown(data)
     panel.title(f"before step {choice.step + 1}: how long would it take?")
-    axes, theme = panel.axes, panel.theme
-    axes.plot(choice.sizes, [1e3 * value for value in choice.seconds], color=theme.look("prefill").fill, linewidth=2)
-    axes.axhline(1e3 * data.target, color=theme.look("recomputed").fill, linestyle="--", linewidth=1.2)
+    axes = panel.axes
+    axes.plot(choice.sizes, [1e3 * value for value in choice.seconds], color=look_of("prefill").fill, linewidth=2)
+    axes.axhline(1e3 * data.target, color=look_of("recomputed").fill, linestyle="--", linewidth=1.2)
     panel.text(
         choice.sizes[-1], 1e3 * data.target, f"target {1e3 * data.target:.0f} ms", ha="right", va="bottom", size=8.5
     )
     height = 1e3 * choice.seconds[choice.sizes.index(choice.chosen)]
-    axes.plot([choice.chosen], [height], "o", color=theme.look("decode").fill, markersize=9)
+    axes.plot([choice.chosen], [height], "o", color=look_of("decode").fill, markersize=9)
     axes.annotate(
         f"chosen: {choice.chosen}",
         (choice.chosen, height),
         xytext=(14, -16),
         textcoords="offset points",
-        color=theme.ink,
+        color=INK,
         fontsize=9,
     )
     panel.chart(f"prompt tokens beside {choice.decodes} decodes", "predicted milliseconds")
@@ -154,16 +152,15 @@ def _draw_predictions(panel: Panel, data: CostData) -> None:
     panel.title("every step: predicted and measured")
     pairs = [(p, m) for p, m in zip(data.predicted, data.measured, strict=True) if p is not None]
     panel.drawn["point"] += len(pairs)
-    theme = panel.theme
     most = 1e3 * max(max(pair) for pair in pairs)
-    panel.axes.plot([0, most], [0, most], color=theme.hidden, linewidth=1)
+    panel.axes.plot([0, most], [0, most], color=HIDDEN, linewidth=1)
     panel.axes.plot(
         [1e3 * p for p, _ in pairs],
         [1e3 * m for _, m in pairs],
         "o",
         markersize=4.5,
         alpha=0.75,
-        color=theme.look("cached").fill,
+        color=look_of("cached").fill,
     )
     panel.chart("predicted milliseconds", "measured milliseconds")
     panel.axes.set_xlim(0, 1.05 * most)
@@ -173,10 +170,7 @@ def _draw_predictions(panel: Panel, data: CostData) -> None:
 def _draw_steps(panel: Panel, data: CostData) -> None:
     panel.title("the tokens of every step")
     for step, (decode, prefill) in enumerate(zip(data.decode, data.prefill, strict=True)):
-        panel.drawn["decode"] += decode
-        panel.drawn["prefill"] += prefill
-        panel.axes.bar(step + 1, decode, 0.8, color=panel.theme.look("decode").fill)
-        panel.axes.bar(step + 1, prefill, 0.8, bottom=decode, color=panel.theme.look("prefill").fill)
+        panel.column(step + 1, {"decode": decode, "prefill": prefill}, width=0.8)
     panel.chart("step", "tokens")
     panel.axes.set_xlim(0.3, len(data.decode) + 0.7)
 
@@ -197,47 +191,10 @@ def says(data: CostData) -> str:
     )
 
 
-def teach(data: CostData) -> str:
+def figures(data: CostData) -> dict[str, Any]:
     choice = shown(data)
     ms = {name: 1e3 * value for name, value in data.coefficients.items()}
-    return f"""
-How many tokens of a prompt should one step read? Many: then the prompt is done soon. Few: then those who are being
-answered wait less. To choose, the engine must know **how long a step will take** before it runs it.
-
-[[cost]]
-
-## The cost model
-
-After every step the engine compares what it expected with what it measured, and improves a simple formula:
-
-```
-time of a step = a fixed part + a price for each token + a price for what attention reads + a price for each request
-```
-
-It learns the prices while it runs. At the end of this run a token costs {ms["token"]:.2f} ms and
-the fixed part is {ms["step"]:.2f} ms. On the right, each dot is one step: the nearer to the line, the better the
-prediction. The typical error is {typical_error(data):.0%} (once ten steps have been seen).
-
-## The chosen chunk
-
-On the left is one moment of the run: {choice.decodes} requests are being answered, and a prompt waits. The curve is
-what the model expects of a step with that number of prompt tokens beside them. The target (`--target-tpot-ms`) says
-that a step should not take longer than {1e3 * data.target:.0f} ms. The engine takes the largest chunk that stays below:
-{choice.chosen} tokens. (It plans a little below the line where steps often take longer than expected.)
-
-Below you see the result, step by step: answers go on in every step (orange), and prompts get what is left (blue). At
-the very beginning nothing is known yet and the engine tries small chunks first.
-
-Times are the processor's, with one thread, so that other programs on the machine do not disturb the picture.
-"""
+    return {"ms": ms, "error": typical_error(data), "choice": choice, "target": 1e3 * data.target}
 
 
-TOPIC = Topic(
-    name="cost",
-    title="The cost model and the chosen chunk",
-    question="How does the engine know how much of a prompt fits into a step?",
-    run=run,
-    pictures=(Picture("cost", draw, says),),
-    teach=teach,
-    code=("chairlift/core/cost_model.py", "chairlift/core/budgets/latency.py"),
-)
+TOPIC = Topic("cost", run, (Picture("cost", draw, says),), figures)

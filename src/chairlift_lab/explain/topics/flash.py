@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,8 +197,8 @@ class _Rows:
         return Stop(float(self.highest[row]), float(self.totals[row]), float(apart))
 
 
-def draw(data: FlashData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "A tiled kernel: what is loaded, what is held, what is never written", size=(11.5, 7.2))
+def draw(data: FlashData) -> Sheet:
+    sheet = Sheet("A tiled kernel: what is loaded, what is held, what is never written", size=(11.5, 7.2))
     grid = sheet.grid(2, 2, width_ratios=[1.25, 1])
     _draw_tiles(sheet.panel("tiles", grid[:, 0]), data)
     _draw_walk(sheet.panel("walk", grid[0, 1]), data)
@@ -224,15 +222,14 @@ def _draw_tiles(panel: Panel, data: FlashData) -> None:
                 _draw_tile(panel, tile, kind)
     _draw_tile(panel, held, "held")
     for edge in range(data.tile_keys, data.tokens, data.tile_keys):
-        panel.axes.plot([edge, edge], [0, data.tokens], color=panel.theme.ink, linewidth=0.7)
-        panel.axes.plot([0, data.tokens], [edge, edge], color=panel.theme.ink, linewidth=0.7)
+        panel.axes.plot([edge, edge], [0, data.tokens], color=INK, linewidth=0.7)
+        panel.axes.plot([0, data.tokens], [edge, edge], color=INK, linewidth=0.7)
     panel.grid_only(data.tokens, data.tokens)
     panel.axes.set_anchor("NW")
     edges = [*range(0, data.tokens, data.tile_keys), data.tokens]
     panel.axes.set_xticks(edges, [str(edge) for edge in edges])
-    panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=panel.theme.ink)
-    panel.axes.set_xlabel("token that is seen (key)", color=panel.theme.muted)
-    panel.axes.set_ylabel("token that looks (query)", color=panel.theme.muted)
+    panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=INK)
+    panel.axis_names("token that is seen (key)", "token that looks (query)")
 
 
 def _draw_tile(panel: Panel, tile: ScoreTile, kind: str) -> None:
@@ -243,15 +240,13 @@ def _draw_tile(panel: Panel, tile: ScoreTile, kind: str) -> None:
 def _draw_walk(panel: Panel, data: FlashData) -> None:
     panel.title(f"row {data.row} after each tile of keys")
     tiles = list(range(1, len(data.walk) + 1))
-    theme = panel.theme
-    panel.axes.plot(tiles, [stop.highest for stop in data.walk], "o-", color=theme.look("key").fill)
-    panel.axes.plot(tiles, [stop.total for stop in data.walk], "s-", color=theme.look("own").fill)
-    panel.axes.plot(tiles, [stop.error for stop in data.walk], "^-", color=theme.look("shared").fill)
+    for name, marker, kind in (("highest", "o-", "key"), ("total", "s-", "own"), ("error", "^-", "shared")):
+        panel.axes.plot(tiles, [getattr(stop, name) for stop in data.walk], marker, color=look_of(kind).fill)
     panel.drawn["stop"] += len(tiles)
     panel.chart("tiles read", "")
     panel.axes.set_xticks(tiles)
     labels = ["highest score so far", "sum so far (softmax)", "error of the output so far"]
-    panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=theme.ink)
+    panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=INK)
 
 
 def table_size(data: FlashData) -> int:
@@ -274,16 +269,10 @@ def _draw_traffic(panel: Panel, data: FlashData) -> None:
         "values read": data.loads["values"],
         "output written": data.stores["output"],
     }
-    values = list(bars.values())
-    drawn = panel.axes.barh(range(len(bars)), values, 0.6, color=panel.theme.look("loaded").fill)
-    panel.drawn["bar"] += len(values)
-    panel.axes.bar_label(drawn, [f" {value:,}" for value in values], color=panel.theme.ink, fontsize=8.5)
+    panel.drawn["bar"] += len(bars)
     panel.chart("", "")
-    panel.axes.grid(visible=False)
     panel.axes.set_xticks([])
-    panel.axes.set_yticks(range(len(bars)), list(bars), color=panel.theme.ink, fontsize=8.5)
-    panel.axes.invert_yaxis()
-    panel.axes.margins(x=0.2)
+    panel.measures(bars, " {:,}", look_of("loaded").fill, size=8.5)
 
 
 def says(data: FlashData) -> str:
@@ -293,43 +282,9 @@ def says(data: FlashData) -> str:
     )
 
 
-def teach(data: FlashData) -> str:
+def figures(data: FlashData) -> dict[str, Any]:
     first, last = data.walk[0], data.walk[-1]
-    return f"""
-Written down as a formula, attention makes a table of scores: each token against each other one. For {data.tokens}
-tokens and the {data.heads} query heads in this picture that is {table_size(data):,} numbers. For 100,000 tokens it is
-ten billion numbers for **each head of each layer**. Writing them to memory and reading them again would take far longer
-than computing them. **FlashAttention** is the trick to never write them.
-
-[[flash]]
-
-The kernel works in **tiles**. It loads the queries of some tokens and {data.tile_keys} keys, makes the scores of
-{data.tile_rows} rows against them, uses them, and forgets them. At any moment only {data.tile_rows} × {data.tile_keys}
-scores exist (orange). A tile of keys that was loaded serves all queries of its tile, and all heads that share it. Tiles
-that only hold later tokens (grey) are skipped.
-
-But softmax needs the sum over **all** scores. How can it work in pieces? By keeping two numbers for each row:
-
-- the **highest score so far**, and
-- the **sum so far** of e^(score − highest).
-
-When a tile brings a higher score, what was added up before is made smaller by the right factor. After the last tile
-the result is exact. In the picture, row {data.row} has an output that is {first.error:.0%} off after its first tile,
-and {last.error:.0%} off after the last: nothing has to be done twice.
-
-The tiles are those that the engine's compiled kernel was given in the run. Here they are gone through once more in slow
-motion, with arrays that note every access: {data.loads["keys"]:,} numbers of keys and {data.loads["values"]:,} of
-values are read, {data.stores["output"]:,} numbers of output are written, and {written_besides(data)} scores. The result
-differs by at most {data.difference:.0e} from what the compiled kernel had.
-"""
+    return {"table": table_size(data), "first": first, "last": last, "written": written_besides(data)}
 
 
-TOPIC = Topic(
-    name="flash",
-    title="FlashAttention: tiles instead of a table",
-    question="How can attention be exact without ever writing down its scores?",
-    run=run,
-    pictures=(Picture("flash", draw, says),),
-    teach=teach,
-    code=("chairlift/kernels/cpu/attention.py", "chairlift/kernels/triton/attention.py"),
-)
+TOPIC = Topic("flash", run, (Picture("flash", draw, says),), figures)

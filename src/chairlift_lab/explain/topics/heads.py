@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 GIB = 2**30
 CONTEXT = 2048  # tokens of a text, for the number of texts that fit
@@ -84,8 +83,8 @@ def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> V
     return Variant(name, kv_heads, measured, large.num_blocks // blocks, own)
 
 
-def draw(data: HeadsData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Query heads that share keys and values", size=(11.5, 6.8))
+def draw(data: HeadsData) -> Sheet:
+    sheet = Sheet("Query heads that share keys and values", size=(11.5, 6.8))
     grid = sheet.grid(2, 6, height_ratios=[1, 1.15])
     for index, variant in enumerate(data.variants):
         panel = sheet.panel(variant.name, grid[0, 2 * index : 2 * index + 2])
@@ -106,23 +105,21 @@ def _draw_heads(panel: Panel, heads: int, kv_heads: int) -> None:
     for head in range(heads):
         panel.cell(head, 0, "query", f"Q{head + 1}" if heads <= 16 else "")
         kv_centre = (head // group) * group + group / 2
-        panel.axes.plot([head + 0.5, kv_centre], [1.0, 2.2], color=panel.theme.hidden, linewidth=1)
+        panel.axes.plot([head + 0.5, kv_centre], [1.0, 2.2], color=HIDDEN, linewidth=1)
         panel.drawn["line"] += 1
     for kv in range(kv_heads):
         panel.cell(kv * group + group / 2 - 0.5, 2.2, "key", f"KV{kv + 1}" if heads <= 16 else "", size=7)
     panel.grid_only(heads, 3.2, equal=False)
-    panel.axes.set_xticks([])
-    panel.axes.set_yticks([])
 
 
 def _draw_bars(panel: Panel, title: str, names: list[str], values: list[float], form: str) -> None:
     panel.title(title)
-    bars = panel.axes.bar(names, values, 0.55, color=panel.theme.look("key").fill)
+    bars = panel.axes.bar(names, values, 0.55, color=look_of("key").fill)
     panel.drawn["bar"] += len(values)
-    panel.axes.bar_label(bars, [form.format(value) for value in values], color=panel.theme.ink, fontsize=9)
+    panel.axes.bar_label(bars, [form.format(value) for value in values], color=INK, fontsize=9)
     panel.chart("", "")
     panel.axes.margins(y=0.15)
-    panel.axes.tick_params(axis="x", labelsize=9, labelcolor=panel.theme.ink)
+    panel.axes.tick_params(axis="x", labelsize=9, labelcolor=INK)
 
 
 def own(data: HeadsData) -> Variant:
@@ -134,42 +131,15 @@ def says(data: HeadsData) -> str:
     return f"{data.heads} query heads. For one token in {data.layers} layers: {'; '.join(parts)}."
 
 
-def teach(data: HeadsData) -> str:
+def figures(data: HeadsData) -> dict[str, Any]:
     most, mine = data.variants[0], own(data)
-    return f"""
-Every token leaves a key and a value behind, **in every layer**, for as long as its request lives. That is what fills
-the memory of a server, and it decides how many requests can run at the same time.
-
-[[heads]]
-
-A layer of this model has {data.heads} query heads: {data.heads} different questions that each token asks. Does each of
-them need keys and values of its own?
-
-- **MHA** (multi-head attention): yes, every head has its own. {most.bytes_per_token:,} bytes for each token.
-- **GQA** (grouped-query attention): a group of heads asks the same keys and values.
-- **MQA** (multi-query attention): all heads ask the same ones.
-
-The size for one token is
-
-```
-2 (key and value) × {data.layers} layers × KV heads × {data.head_dim} numbers × {data.number_bytes} bytes
-```
-
-With its {mine.kv_heads} KV heads, this model needs {mine.bytes_per_token:,} bytes for each token,
-{most.bytes_per_token / mine.bytes_per_token:.0f} times less than with {most.kv_heads}. In the run behind this page,
-{data.tokens} tokens were in the cache: {data.tokens * mine.bytes_per_token:,} bytes instead of
-{data.tokens * most.bytes_per_token:,}. The byte counts are those of tensors that the engine allocated, not of the
-formula. Fewer KV heads also means that less is read in each step, so that decoding gets faster
-(`chairlift bench attention`). The price is quality: models are trained for one of these forms and cannot be switched.
-"""
+    return {
+        "most": most,
+        "mine": mine,
+        "times": most.bytes_per_token / mine.bytes_per_token,
+        "mine_bytes": data.tokens * mine.bytes_per_token,
+        "most_bytes": data.tokens * most.bytes_per_token,
+    }
 
 
-TOPIC = Topic(
-    name="heads",
-    title="GQA and MHA: what heads cost",
-    question="How much memory does a token need, and how do shared heads save most of it?",
-    run=run,
-    pictures=(Picture("heads", draw, says),),
-    teach=teach,
-    code=("chairlift/attention/interface.py", "chairlift/engine/memory_plan.py"),
-)
+TOPIC = Topic("heads", run, (Picture("heads", draw, says),), figures)

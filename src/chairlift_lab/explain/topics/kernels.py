@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
     from chairlift_lab.explain.listening import AttentionCall
@@ -109,8 +107,8 @@ def _best_seconds(call: AttentionCall) -> float:
     return best
 
 
-def draw(data: KernelsData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The attention of one step, computed in three ways", size=(11.5, 7.6))
+def draw(data: KernelsData) -> Sheet:
+    sheet = Sheet("The attention of one step, computed in three ways", size=(11.5, 7.6))
     grid = sheet.grid(2, 2)
     for place, (name, way) in zip(((0, 0), (0, 1), (1, 0)), data.ways.items(), strict=True):
         panel = sheet.panel(name, grid[place])
@@ -128,8 +126,6 @@ def draw(data: KernelsData, theme: Theme) -> Sheet:
 
 
 def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
-    from matplotlib.patches import Rectangle
-
     y = 0.0
     ticks = []
     for request, rows, start, end in zip(way.requests, way.rows, way.starts, way.ends, strict=True):
@@ -141,21 +137,16 @@ def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
                     panel.cell(position, y + row, kind)
         ticks.append((y + rows / 2, f"{request}: {end - start} new, {start} cached"))
         if name == "bursted":
-            panel.axes.add_patch(
-                Rectangle((-0.15, y - 0.15), width + 0.3, rows + 0.3, fill=False, edgecolor=panel.theme.ink, lw=1.2)
-            )
+            panel.frame(-0.15, y - 0.15, width + 0.3, rows + 0.3)
         y += rows + (0.9 if name == "bursted" else 0.0)
     end_of_rows = y - (0.9 if name == "bursted" else 0.0)
     longest = way.width or max(way.ends)
     if name != "bursted":
-        panel.axes.add_patch(
-            Rectangle((-0.15, -0.15), longest + 0.3, end_of_rows + 0.3, fill=False, edgecolor=panel.theme.ink, lw=1.2)
-        )
+        panel.frame(-0.15, -0.15, longest + 0.3, end_of_rows + 0.3)
     panel.grid_only(longest, end_of_rows, equal=False)
     panel.axes.set_xlim(-0.4, longest + 0.4)
     panel.axes.set_ylim(end_of_rows + 0.4, -0.4)
     panel.axes.set_yticks([place for place, _ in ticks], [words for _, words in ticks])
-    panel.axes.set_xticks([])
 
 
 def _kind(row: int, position: int, start: int, end: int) -> str:
@@ -166,15 +157,9 @@ def _kind(row: int, position: int, start: int, end: int) -> str:
 
 def _draw_times(panel: Panel, data: KernelsData) -> None:
     panel.title("time of one layer's attention in this step")
-    seconds = [1e6 * way.seconds for way in data.ways.values()]
-    colours = [panel.theme.owner(index).fill for index in range(len(seconds))]
-    bars = panel.axes.barh(range(len(seconds)), seconds, 0.6, color=colours)
-    panel.axes.bar_label(bars, [f" {value:,.0f} µs" for value in seconds], color=panel.theme.ink, fontsize=9)
+    colors = [owner_look(index).fill for index in range(len(data.ways))]
     panel.chart("microseconds", "")
-    panel.axes.grid(visible=False)
-    panel.axes.set_yticks(range(len(seconds)), list(data.ways), color=panel.theme.ink, fontsize=9)
-    panel.axes.invert_yaxis()
-    panel.axes.margins(x=0.2)
+    panel.measures({name: 1e6 * way.seconds for name, way in data.ways.items()}, " {:,.0f} µs", colors)
 
 
 def pairs(way: KernelData) -> int:
@@ -197,39 +182,15 @@ def says(data: KernelsData) -> str:
     )
 
 
-def teach(data: KernelsData) -> str:
+def figures(data: KernelsData) -> dict[str, Any]:
     bursted, padded, ragged = data.ways.values()
-    return f"""
-One step has requests with very different shapes. Here three of them make one token each and look back at what they
-have in the cache, and a fourth brings a new prompt. Everything else in the model treats tokens one by one and does not
-care. Attention does: each token needs the keys and values **of its own request**. There are three ways to do it.
-
-[[kernels]]
-
-- **Bursted**: one call for each request, {bursted.calls} calls here. Each call is simple and has no padding, but
-  starting a call costs time, and many small calls leave the machine idle.
-- **Padded**: one call for all. That needs boxes of equal size: as many rows as the longest chunk, as many columns as
-  the longest text. Of {pairs(padded)} pairs only {useful_pairs(padded)} count, and {padded.padding} of
-  {sum(padded.rows)} rows are padding. The more the lengths differ, the worse it gets.
-- **Ragged**: one call for all, over one list of rows. Each row says which block table it reads and how far. It computes
-  the {useful_pairs(ragged)} pairs that count and no others.
-
-All three give the same numbers: they differ by at most {data.apart:.0e}. The times were measured on the run itself, and
-this step is tiny; `chairlift bench attention` compares them for sizes that matter.
-"""
+    return {
+        "bursted": bursted,
+        "padded_pairs": pairs(padded),
+        "useful_pairs": useful_pairs(ragged),
+        "padded": padded,
+        "padded_rows": sum(padded.rows),
+    }
 
 
-TOPIC = Topic(
-    name="kernels",
-    title="Batched and bursted attention",
-    question="How can one call compute attention for requests of different shapes?",
-    run=run,
-    pictures=(Picture("kernels", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/attention/backends/bursted.py",
-        "chairlift/attention/backends/padded.py",
-        "chairlift/attention/paged/cpu.py",
-        "chairlift/kernels/cpu/attention.py",
-    ),
-)
+TOPIC = Topic("kernels", run, (Picture("kernels", draw, says),), figures)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import ChunkRecord, Run, StepRecord, TimedRequest, record
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import INK, Panel, Sheet
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
 
 BLOCK_SIZE = 8
 
@@ -91,30 +89,24 @@ def _masks(
     masks = []
     for step, (sees, rows) in zip(run.steps, found, strict=True):
         if wanted(step):
-            sequences = tuple(map(_sequence, step.chunks, rows))
+            pairs = zip(step.chunks, rows, strict=True)
+            sequences = tuple(Sequence(chunk.request, chunk.start, chunk.end, count) for chunk, count in pairs)
             masks.append(Mask(sequences, tuple(map(tuple, sees)), step.padding))
     return masks, run
 
 
-def _sequence(chunk: ChunkRecord, rows: int) -> Sequence:
-    return Sequence(chunk.request, chunk.start, chunk.end, rows)
-
-
-def draw(data: MasksData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Who may look at whom: four masks, each asked from the engine", size=(11.5, 8.8))
+def draw(data: MasksData) -> Sheet:
+    sheet = Sheet("Who may look at whom: four masks, each asked from the engine", size=(11.5, 8.8))
     grid = sheet.grid(2, 2, width_ratios=[1, 2.05], height_ratios=[1, 1.12])
-    causal = sheet.panel("causal", grid[0, 0])
-    causal.title("causal: one prompt, one step")
-    _draw_steps(causal, [data.causal])
-    chunked = sheet.panel("chunked", grid[1, 0])
-    chunked.title(f"chunked: one prompt, {len(data.chunked)} steps")
-    _draw_steps(chunked, data.chunked)
-    padded = sheet.panel("padded", grid[0, 1])
-    padded.title("padded: three prompts in equal boxes")
-    _draw_padded(padded, data.padded, data.padded_width)
-    ragged = sheet.panel("ragged", grid[1, 1])
-    ragged.title("ragged: four requests in one step, no boxes")
-    _draw_ragged(ragged, data.ragged)
+    for (row, column), title, draw_mask, arguments in (
+        ((0, 0), "causal: one prompt, one step", _draw_steps, [(data.causal,)]),
+        ((1, 0), f"chunked: one prompt, {len(data.chunked)} steps", _draw_steps, [data.chunked]),
+        ((0, 1), "padded: three prompts in equal boxes", _draw_padded, [data.padded, data.padded_width]),
+        ((1, 1), "ragged: four requests in one step, no boxes", _draw_ragged, [data.ragged]),
+    ):
+        panel = sheet.panel(title.partition(":")[0], grid[row, column])
+        panel.title(title)
+        draw_mask(panel, *arguments)
     sheet.legend(
         {
             "new": "sees a token of this step",
@@ -134,7 +126,7 @@ def _kind(sequence: Sequence, row: int, position: int, sees: bool) -> str:
     return "cached" if position < sequence.start else "new"
 
 
-def _draw_steps(panel: Panel, masks: tuple[Mask, ...] | list[Mask]) -> None:
+def _draw_steps(panel: Panel, masks: tuple[Mask, ...]) -> None:
     """One request, its steps one below the other."""
     width, y = masks[-1].sequences[0].end, 0
     for mask in masks:
@@ -144,10 +136,9 @@ def _draw_steps(panel: Panel, masks: tuple[Mask, ...] | list[Mask]) -> None:
                 panel.cell(position, y + row, _kind(sequence, row, position, sees))
         y += sequence.rows
         if y < width:
-            panel.axes.plot([0, width], [y, y], color=panel.theme.ink, linewidth=1.2)
+            panel.axes.plot([0, width], [y, y], color=INK, linewidth=1.2)
     panel.grid_only(width, y)
-    panel.axes.set_xlabel("token that is seen (key)", color=panel.theme.muted)
-    panel.axes.set_ylabel("token that looks (query)", color=panel.theme.muted)
+    panel.axis_names("token that is seen (key)", "token that looks (query)")
     numbers = [str(place) if place % 2 == 0 else "" for place in range(width)]
     panel.column_names(numbers)
     panel.row_names(numbers)
@@ -169,8 +160,6 @@ def _draw_padded(panel: Panel, mask: Mask, width: int) -> None:
     panel.grid_only(len(mask.sequences) * (width + 1) - 1, rows)
     panel.axes.set_ylim(rows + 0.1, -1.1)
     panel.axes.set_anchor("NW")
-    panel.axes.set_xticks([])
-    panel.axes.set_yticks([])
 
 
 def _draw_ragged(panel: Panel, mask: Mask) -> None:
@@ -194,7 +183,6 @@ def _draw_ragged(panel: Panel, mask: Mask) -> None:
     panel.axes.set_ylim(first_row + 0.1, -1.1)
     panel.axes.set_anchor("NW")
     panel.row_names(names)
-    panel.axes.set_xticks([])
 
 
 def visible(mask: Mask) -> int:
@@ -221,57 +209,20 @@ def says(data: MasksData) -> str:
     )
 
 
-def teach(data: MasksData) -> str:
+def figures(data: MasksData) -> dict[str, Any]:
     size = data.causal.sequences[0].end
     chunks = [sequence.end - sequence.start for mask in data.chunked for sequence in mask.sequences]
     boxes = sum(sequence.rows for sequence in data.padded.sequences) * data.padded_width
     useful = sum(sequence.end * (sequence.end + 1) // 2 for sequence in data.padded.sequences)
-    return f"""
-In attention, every token looks at other tokens. A **mask** says which ones it may look at. The rule never changes: a
-token sees itself and what came before it **in its own text**. What changes is how many texts share a step, and how
-much of them is in the cache already.
-
-[[masks]]
-
-These masks are not drawn from a formula. For each square the engine was asked: a value in the cache was changed, and
-the rows whose output changed are the ones that see it.
-
-## Causal
-
-One prompt of {size} tokens, read in one step. Row 3 sees columns 0 to 3. That makes the triangle:
-{visible(data.causal)} of {size * size} pairs.
-
-## Chunked
-
-A longer prompt, read in pieces of {", ".join(map(str, chunks))} tokens (lines between them). The later pieces see the
-earlier ones in the **cache** (green). Put together it is the same triangle: reading in pieces changes nothing but the
-time at which things are computed.
-
-## Padded
-
-The classic batch needs boxes of the same size. The longest prompt decides how large they are, and what the others do
-not fill is **padding**: {data.padded.padding_tokens} rows are computed and thrown away. Of {boxes} pairs, {useful} are
-of any use.
-
-## Ragged
-
-What this engine does. The tokens of all requests stand in **one list**, without padding: two requests that make one
-token each (their rows see everything they have in the cache), a piece of a long prompt, and a new prompt. Between two
-requests there is not even a cell: nothing is computed there, so that there is nothing to hide. Pairs of different
-requests where one saw the other: {crossing(data.ragged)}.
-"""
+    return {
+        "size": size,
+        "visible": visible(data.causal),
+        "square": size * size,
+        "chunks": ", ".join(map(str, chunks)),
+        "boxes": boxes,
+        "useful": useful,
+        "crossing": crossing(data.ragged),
+    }
 
 
-TOPIC = Topic(
-    name="masks",
-    title="Attention masks",
-    question="Which tokens may look at which, when many texts share one step?",
-    run=run,
-    pictures=(Picture("masks", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/attention/interface.py",
-        "chairlift/attention/backends/padded.py",
-        "chairlift/attention/input_batch.py",
-    ),
-)
+TOPIC = Topic("masks", run, (Picture("masks", draw, says),), figures)

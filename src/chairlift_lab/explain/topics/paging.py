@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
 
@@ -57,9 +56,9 @@ def contents(data: PagingData) -> dict[int, tuple[str, tuple[str, ...]]]:
     return found
 
 
-def draw(data: PagingData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "From a token's place in its text to its place in memory", size=(11.5, 8.4))
-    panel = sheet.panel("memory", sheet.grid(1, 1)[0, 0])
+def draw(data: PagingData) -> Sheet:
+    sheet = Sheet("From a token's place in its text to its place in memory", size=(11.5, 8.4))
+    panel = sheet.panel("memory")
     physical = contents(data)
     spot = 1.3  # the width of a token's slot
     wide = data.block_size * spot
@@ -73,7 +72,7 @@ def draw(data: PagingData, theme: Theme) -> Sheet:
             words = memory.words[place * data.block_size : (place + 1) * data.block_size]
             _draw_block(panel, 0, y, words, data.block_size, index, spot)
             panel.text(-0.2, y + 0.5, f"{memory.request} {place}", ha="right", size=9)
-            panel.cell(table_at, y, "entry", f"{place} → {block}", width=1.8, look=theme.owner(index), size=9)
+            panel.cell(table_at, y, "entry", f"{place} → {block}", width=1.8, look=owner_look(index), size=9)
             _arrow(panel, (wide + 0.1, y + 0.5), (table_at, y + 0.5), index)
             _arrow(panel, (table_at + 1.85, y + 0.5), (memory_at - 0.75, block + 0.5), index)
             y += 1
@@ -86,9 +85,7 @@ def draw(data: PagingData, theme: Theme) -> Sheet:
     panel.grid_only(memory_at + wide, max(y - 1, data.num_blocks), equal=False)
     panel.axes.set_xlim(-1.1, memory_at + wide + 0.1)
     panel.axes.set_ylim(max(y - 1, data.num_blocks) + 0.1, -1.2)
-    panel.axes.set_xticks([])
-    panel.axes.set_yticks([])
-    looks = [(theme.owner(index), f"belongs to {name}") for index, name in enumerate(owners)]
+    looks = [(owner_look(index), f"belongs to {name}") for index, name in enumerate(owners)]
     sheet.legend({"free": "a slot without a token"}, looks)
     return sheet
 
@@ -100,18 +97,13 @@ def _draw_block(
     for slot in range(size):
         if slot < len(words) and owner is not None:
             word = words[slot] if len(words[slot]) < 10 else words[slot][:8] + "…"
-            panel.cell(x + slot * spot, y, side, word, width=spot, look=panel.theme.owner(owner), size=7.5)
+            panel.cell(x + slot * spot, y, side, word, width=spot, look=owner_look(owner), size=7.5)
         else:
             panel.cell(x + slot * spot, y, "free", width=spot)
 
 
 def _arrow(panel: Panel, begin: tuple[float, float], end: tuple[float, float], owner: int) -> None:
-    from matplotlib.patches import FancyArrowPatch
-
-    look = panel.theme.owner(owner)
-    panel.axes.add_patch(
-        FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, color=look.fill, linewidth=1.5)
-    )
+    panel.arrow(begin, end, mutation_scale=9, color=owner_look(owner).fill, linewidth=1.5)
     panel.drawn["arrow"] += 1
 
 
@@ -120,48 +112,22 @@ def says(data: PagingData) -> str:
     return f"Logical blocks of {data.block_size} tokens, block tables ({tables}) and {data.num_blocks} physical blocks."
 
 
-def teach(data: PagingData) -> str:
+def figures(data: PagingData) -> dict[str, Any]:
     first = data.requests[0]
     place = len(first.words) - 1
     block = first.table[place // data.block_size]
     empty = sum(len(memory.table) * data.block_size - len(memory.words) for memory in data.requests)
     most = data.block_size - 1
-    return f"""
-How long will an answer be? That is not known beforehand. A server that keeps one long piece of memory free for the
-longest possible answer of each request wastes most of it. Operating systems had the same problem with programs, and
-solved it with **virtual memory**. The KV cache works the same way.
-
-[[paging]]
-
-| virtual memory | KV cache |
-|---|---|
-| a program | a request |
-| a page | a block of {data.block_size} tokens |
-| the page table | the block table |
-| memory addresses of the program | places of the tokens in the text |
-| frames of the machine's memory | blocks of the KV cache |
-| a page that two programs share | a prefix that two requests share |
-
-For a request, its tokens are one after the other (left). In the memory (right) its blocks lie anywhere: a block is
-taken when it is needed, from wherever there is one, and A and B grew at the same time. The **block table** in between
-says where each block is.
-
-**Find a token.** Token {place} of {first.request} (“{first.words[place]}”) is in logical block
-{place} ÷ {data.block_size} = {place // data.block_size}, slot {place % data.block_size}. The table says that logical
-block {place // data.block_size} is physical block {block}. So its keys and values are in block {block}, slot
-{place % data.block_size}. The attention kernel does just that, for every token it reads.
-
-**What is wasted?** Only the empty slots of each request's last block: {empty} here, and never more than {most} for each
-request, however long the answers become.
-"""
+    return {
+        "place": place,
+        "first": first,
+        "word": first.words[place],
+        "logical": place // data.block_size,
+        "slot": place % data.block_size,
+        "block": block,
+        "empty": empty,
+        "most": most,
+    }
 
 
-TOPIC = Topic(
-    name="paging",
-    title="Paged memory: the virtual-memory analogy",
-    question="Where are the keys and values of a token, and why is so little memory wasted?",
-    run=run,
-    pictures=(Picture("paging", draw, says),),
-    teach=teach,
-    code=("chairlift/core/kv/kv_cache.py", "chairlift/core/kv/block_pool.py", "chairlift/kernels/cpu/attention.py"),
-)
+TOPIC = Topic("paging", run, (Picture("paging", draw, says),), figures)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from chairlift_lab.explain.block_map import block_state, draw_pool
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
 SYSTEM = 12  # tokens that all prompts begin with: three full blocks
@@ -51,12 +49,20 @@ def run(engines: TopicEngines) -> PrefixData:
     )
 
 
+def block_state(step: StepRecord, block: int) -> str:
+    """The state of a block: shared (in several tables), own (in one), reusable (cached, in none) or free."""
+    references = step.references[block]
+    if references:
+        return "shared" if references > 1 else "own"
+    return "reusable" if block in step.cached else "free"
+
+
 def copies_of(step: StepRecord) -> list[tuple[str, int, int]]:
     return [(chunk.request, source, target) for chunk in step.chunks for source, target in chunk.copies]
 
 
-def draw(data: PrefixData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Block tables of requests that begin alike", size=(11.5, 9.6))
+def draw(data: PrefixData) -> Sheet:
+    sheet = Sheet("Block tables of requests that begin alike", size=(11.5, 9.6))
     grid = sheet.grid(3, 2, width_ratios=[1.25, 1], height_ratios=[2.3, 4.2, 3.3])
     for row, (name, what) in enumerate(MOMENTS.items()):
         step = data.run.steps[getattr(data, name)]
@@ -66,7 +72,7 @@ def draw(data: PrefixData, theme: Theme) -> Sheet:
         pool = sheet.panel(f"{name} pool", grid[row, 1])
         used = sum(map(bool, step.references))
         pool.title("the memory", f"{used} of {len(step.references)} blocks in use")
-        draw_pool(pool, step, columns=8)
+        _draw_pool(pool, step, columns=8)
     sheet.legend(
         {
             "shared": "shared: in several tables",
@@ -80,9 +86,21 @@ def draw(data: PrefixData, theme: Theme) -> Sheet:
     return sheet
 
 
-def _draw_tables(panel: Panel, step: StepRecord) -> None:
-    from matplotlib.patches import FancyArrowPatch
+def _draw_pool(panel: Panel, step: StepRecord, *, columns: int) -> None:
+    """Draw every block with its number and its reference count."""
+    for block, references in enumerate(step.references):
+        kind = block_state(step, block)
+        x, y = block % columns, block // columns
+        look = look_of(kind)
+        panel.cell(x, y, kind)
+        panel.text(x + 0.5, y + 0.36, str(block), color=look.ink, size=9.5)
+        if references:
+            panel.text(x + 0.5, y + 0.74, f"×{references}", color=look.ink, size=7.5)
+    panel.grid_only(columns, -(-len(step.references) // columns))
+    panel.axes.set_anchor("NW")
 
+
+def _draw_tables(panel: Panel, step: StepRecord) -> None:
     copies = copies_of(step)
     targets = {(request, target): source for request, source, target in copies}
     names = list(step.tables)
@@ -97,17 +115,12 @@ def _draw_tables(panel: Panel, step: StepRecord) -> None:
         giver = next(name for name in names if source in step.tables[name])
         begin = (place + 0.5, names.index(giver) * 1.4 + 1)
         end = (place + 0.5, names.index(request) * 1.4 + 0.04)
-        panel.axes.add_patch(
-            FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=11, color=panel.theme.ink, linewidth=1.2)
-        )
+        panel.arrow(begin, end, mutation_scale=11, color=INK, linewidth=1.2)
         panel.text(place + 0.62, (begin[1] + end[1]) / 2, f"copy {source} → {target}", ha="left", size=8)
     panel.grid_only(longest, len(names) * 1.4 - 0.4, equal=False)
-    panel.axes.set_yticks([row * 1.4 + 0.5 for row in range(len(names))], shown, fontsize=10, color=panel.theme.ink)
-    panel.axes.set_xticks(
-        [place + 0.5 for place in range(longest)], [f"logical {place}" for place in range(longest)], fontsize=8
-    )
-    panel.axes.xaxis.tick_top()
-    panel.axes.tick_params(axis="x", length=0)
+    panel.axes.set_yticks([row * 1.4 + 0.5 for row in range(len(names))], shown, fontsize=10, color=INK)
+    places = range(longest)
+    panel.names_above([place + 0.5 for place in places], [f"logical {place}" for place in places], fontsize=8)
 
 
 def saved(step: StepRecord) -> int:
@@ -127,47 +140,19 @@ def says(data: PrefixData) -> str:
     )
 
 
-def teach(data: PrefixData) -> str:
+def figures(data: PrefixData) -> dict[str, Any]:
     first, second = data.run.steps[data.sharing], data.run.steps[data.copying]
     last = data.run.steps[data.leaving]
     _, source, target = copies_of(second)[0]
-    return f"""
-Many prompts begin with the same words: the same instructions, the same document, the same conversation so far. Keys and
-values depend only on what came before (see *The KV cache*), so the beginning needs to be computed **once**.
-
-Memory is handed out in **blocks** of {data.block_size} tokens here. Each request has a **block table**: a list that
-says in which block of the memory its first {data.block_size} tokens are, its next {data.block_size}, and so on. The
-numbers in the picture are those of the memory blocks.
-
-[[prefix]]
-
-## Sharing
-
-All three prompts begin with the same {data.system} tokens. A computes them. When B is admitted, the engine knows blocks
-by a fingerprint of their tokens and of everything before them, finds {data.cached_tokens["B"] // data.block_size} full
-blocks of A's, and writes the **same numbers** into B's table. B starts with {data.cached_tokens["B"]} tokens that it
-does not have to compute, and {saved(first)} blocks are saved.
-
-## Copy-on-write
-
-C asks for two answers to one prompt. Both share all blocks of it, also the last one, which is only partly filled. But
-now each will write its own next token there. The first write makes a **copy**: block {source} is copied to block
-{target} for its second answer, and only then written to. All full blocks stay shared. In that step {saved(second)}
-blocks are saved, against {len(copies_of(second))} that was copied.
-
-## Leaving
-
-When A is done (below), the blocks that only A had are free. What is in the full ones can still be found by a later
-request that begins the same way, until its block is evicted: {reusable(last)} blocks here.
-"""
+    return {
+        "cached_blocks": data.cached_tokens["B"] // data.block_size,
+        "saved_by_sharing": saved(first),
+        "source": source,
+        "target": target,
+        "saved_while_copying": saved(second),
+        "copies": len(copies_of(second)),
+        "reusable": reusable(last),
+    }
 
 
-TOPIC = Topic(
-    name="prefix",
-    title="Prefix sharing and copy-on-write",
-    question="How can two requests use the same memory, and what happens when one of them writes?",
-    run=run,
-    pictures=(Picture("prefix", draw, says),),
-    teach=teach,
-    code=("chairlift/core/kv/prefix_index.py", "chairlift/core/kv/kv_cache.py", "chairlift/core/kv/block_pool.py"),
-)
+TOPIC = Topic("prefix", run, (Picture("prefix", draw, says),), figures)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from chairlift_lab.explain.palette import Theme
-from chairlift_lab.explain.recording import Run, TimedRequest
-from chairlift_lab.explain.sheet import Panel, Sheet
-from chairlift_lab.explain.topic import Picture, Topic
-from chairlift_lab.explain.topic_engines import TopicEngines
+from chairlift_lab.explain.drawing import INK, Panel, Sheet
+from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 DRAFTS = 4
 # A text that comes again, and code that follows a pattern; and how many tokens of each are made.
@@ -71,9 +70,9 @@ def _plain_steps(data: SpeculationData, name: str) -> int:
     return sum(name in step.sampled for step in data.plain.steps)
 
 
-def draw(data: SpeculationData, theme: Theme) -> Sheet:
+def draw(data: SpeculationData) -> Sheet:
     longest = max(map(len, data.rows.values()))
-    sheet = Sheet(theme, "Draft several tokens, verify them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
+    sheet = Sheet("Draft several tokens, verify them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
     grid = sheet.grid(1, len(data.rows))
     for column, (name, rows) in enumerate(data.rows.items()):
         panel = sheet.panel(name, grid[0, column])
@@ -101,9 +100,7 @@ def _draw_rows(panel: Panel, rows: tuple[Row, ...], most: int, longest: int) -> 
     panel.row_names([f"step {index + 1}" for index in range(len(rows))])
     places = [2 * place + 1 for place in range(most)] + [own_at + 1, own_at + 2.7]
     names = [f"draft {place + 1}" for place in range(most)] + ["model", "tokens"]
-    panel.axes.set_xticks(places, names, fontsize=8.5, color=panel.theme.ink)
-    panel.axes.xaxis.tick_top()
-    panel.axes.tick_params(length=0)
+    panel.names_above(places, names, fontsize=8.5, color=INK)
 
 
 def accepted(data: SpeculationData) -> int:
@@ -119,46 +116,12 @@ def says(data: SpeculationData) -> str:
     return f"{proposed(data)} draft tokens, {accepted(data)} accepted. {'; '.join(steps)}."
 
 
-def teach(data: SpeculationData) -> str:
+def figures(data: SpeculationData) -> dict[str, Any]:
     same = "exactly the same" if data.same_output else "not the same, which must not be"
     steps = " and ".join(
         f"{name} took {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()
     )
-    return f"""
-A decode step reads all weights of the model to make **one** token. The same step could check several tokens at hardly
-more cost, if only it knew which ones. So a cheap **proposer** drafts them, and the model verifies them: **speculative
-decoding**.
-
-[[speculation]]
-
-Each row is one step. The engine drafts up to {data.most} next tokens, here by looking at the text so far: the last
-words appeared before, so what followed them then may follow again (`--speculate ngram`). Then one step computes all
-draft tokens at once, like a small piece of a prompt, and the model scores which token **it** would have chosen at each
-place:
-
-- A draft token that the model agrees with is **accepted** (green, ✓).
-- The first wrong one and all after it are **rejected** (red, ✗): they were based on a wrong word.
-- After the last accepted one the model adds a token of its own (orange). So even if all drafts are rejected, a step
-  makes one token, as without drafts.
-
-Here {accepted(data)} of {proposed(data)} draft tokens were accepted: {steps}. The texts are
-{same}: drafts change how fast a text comes, never what it says.
-
-A rejected draft token costs some computing, so drafts pay only where there is computing to spare and the text is
-predictable: code, lists, quotes. The engine measures how many are accepted and drafts more, fewer or none.
-"""
+    return {"accepted": accepted(data), "proposed": proposed(data), "steps": steps, "same": same}
 
 
-TOPIC = Topic(
-    name="speculation",
-    title="Speculative decoding",
-    question="How can one step make several tokens without changing the text?",
-    run=run,
-    pictures=(Picture("speculation", draw, says),),
-    teach=teach,
-    code=(
-        "chairlift/speculation/control/controller.py",
-        "chairlift/speculation/proposers/ngram.py",
-        "chairlift/sampling/sampler.py",
-    ),
-)
+TOPIC = Topic("speculation", run, (Picture("speculation", draw, says),), figures)

@@ -1,0 +1,194 @@
+"""The topics of the guide, and the files that are written of each: pictures, a Markdown page, and the run's data.
+
+The page of a topic is `pages/NAME.md`: a title, a question, and a text with the figures of a run in braces. A line
+`[[name]]` stands for the picture of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidParameter
+from chairlift_lab.explain.drawing import Sheet
+
+if TYPE_CHECKING:
+    from chairlift_lab.explain.recording import TopicEngines
+
+ALL = "all"
+# In the order in which they are best read. Each is a module in `topics` with a value TOPIC, imported on use.
+TOPICS = (
+    *("attention", "masks", "cache", "budget", "batching", "kernels", "chunking"),
+    *("paging", "prefix", "heads", "flash", "cost", "speculation"),
+)
+FORMATS = ("png", "svg", "json", "md")
+LINE = 120
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture: `draw` takes a run's data; `says` is its alternative text."""
+
+    name: str
+    draw: Callable[[Any], Sheet]
+    says: Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A subject: what is run, how it is drawn, and the figures of a run that its page has beside `data`."""
+
+    name: str
+    run: Callable[[TopicEngines], Any]
+    pictures: tuple[Picture, ...]
+    figures: Callable[[Any], Mapping[str, Any]]
+
+    @property
+    def text(self) -> str:
+        return (Path(__file__).parent / "pages" / f"{self.name}.md").read_text(encoding="utf-8")
+
+    @property
+    def title(self) -> str:
+        return blocks(self.text)[0].removeprefix("# ")
+
+    @property
+    def question(self) -> str:
+        return blocks(self.text)[1].strip("*")
+
+    @property
+    def command(self) -> str:
+        return f"chairlift explain {self.name} --out guide"
+
+    def filled(self, data: Any, model: str = "") -> str:
+        """The text with the figures of a run."""
+        return self.text.format(data=data, model=model, **self.figures(data))
+
+
+def topic_named(name: str) -> Topic:
+    if name not in TOPICS:
+        raise InvalidParameter("topic", f"there is no {name!r}; choose from {', '.join((*TOPICS, ALL))}")
+    topic: Topic = import_module(f"chairlift_lab.explain.topics.{name}").TOPIC
+    return topic
+
+
+def parse_formats(text: str) -> list[str]:
+    """ "png,md" -> ["png", "md"]."""
+    formats = [part.strip() for part in text.split(",") if part.strip()]
+    for unknown in [name for name in formats if name not in FORMATS] or ([""] if not formats else []):
+        raise InvalidParameter("formats", f"there is no {unknown!r}; choose from {', '.join(FORMATS)}")
+    return formats
+
+
+def write_guide(
+    name: str, engines: TopicEngines, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
+) -> list[Path]:
+    """Run and draw a topic, or with "all" every topic and the index page; returns the files."""
+    from chairlift_lab.explain.recording import one_thread
+
+    topics, written = [topic_named(each) for each in (TOPICS if name == ALL else (name,))], []
+    for place, topic in enumerate(topics, start=1):
+        note(f"{place}/{len(topics)} {topic.name}: running")
+        with one_thread():
+            data = topic.run(engines)
+        note(f"{place}/{len(topics)} {topic.name}: drawing")
+        written += write_topic(topic, data, engines.model_name, out, formats)
+    if name == ALL and "md" in formats:
+        written.append(_write(out / "README.md", _index(topics)))
+    return written
+
+
+def write_topic(topic: Topic, data: Any, model: str, out: Path, formats: Sequence[str]) -> list[Path]:
+    """Write the files of a topic after its run; pictures are drawn once for all formats."""
+    sheets, written = {picture.name: picture.draw(data) for picture in topic.pictures}, []
+    for sheet in sheets.values():
+        sheet.sign(f"{model} · {topic.command}")
+    for suffix in (suffix for suffix in ("png", "svg") if suffix in formats):
+        for name, sheet in sheets.items():
+            written.append(out / f"{name}.{suffix}")
+            sheet.save(written[-1])
+    if "json" in formats:
+        drawn = {name: sheet.drawn for name, sheet in sheets.items()}
+        values = {"topic": topic.name, "model": model, "drawn": drawn, "data": as_json(data)}
+        written.append(_write(out / f"{topic.name}.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n"))
+    if "md" in formats:
+        written.append(_write(out / f"{topic.name}.md", page(topic, data, model)))
+    return written
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def page(topic: Topic, data: Any, model: str) -> str:
+    """The Markdown page of a run: with its figures, its pictures, and links to the topics before and after it."""
+    alts = {picture.name: picture.says(data) for picture in topic.pictures}
+
+    def picture(name: str) -> str:
+        return f"![{alts[name]}]({name}.png)\n\n```\n{topic.command}\n```"
+
+    before, after = neighbours(topic)
+    links = [f"← [{before.title}]({before.name}.md)"] if before else []
+    links += ["[All topics](README.md)"]
+    links += [f"[{after.title}]({after.name}.md) →"] if after else []
+    return f"{to_markdown(topic.filled(data, model), picture)}\n\n{' · '.join(links)}\n"
+
+
+def neighbours(topic: Topic) -> tuple[Topic | None, Topic | None]:
+    place = TOPICS.index(topic.name)
+    before = topic_named(TOPICS[place - 1]) if place else None
+    return before, topic_named(TOPICS[place + 1]) if place + 1 < len(TOPICS) else None
+
+
+def blocks(text: str) -> list[str]:
+    """Paragraphs, headings, lists, tables and pictures, which blank lines separate."""
+    return [block.strip() for block in re.split(r"\n\s*\n", text.strip())]
+
+
+def to_markdown(text: str, picture: Callable[[str], str]) -> str:
+    """Replace picture lines, and wrap lines again after figures were filled in."""
+    names = ((block, re.fullmatch(r"\[\[([\w-]+)\]\]", block)) for block in blocks(text))
+    return "\n\n".join(_wrapped(block) if name is None else picture(name[1]) for block, name in names)
+
+
+def _wrapped(block: str) -> str:
+    if block.startswith(("```", "#", "|", "The code behind it:")):
+        return block
+    if re.match(r"(-|\d+\.) ", block) is None:
+        return _fill(block, "")
+    entries = re.split(r"\n(?=-|\d+\. )", block)
+    return "\n".join(_fill(entry, " " * (entry.index(" ") + 1)) for entry in entries)
+
+
+def _fill(text: str, indent: str) -> str:
+    words = " ".join(text.split())
+    return fill(words, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _index(topics: Sequence[Topic]) -> str:
+    rows = "\n".join(f"| [{topic.title}]({topic.name}.md) | {topic.question} |" for topic in topics)
+    text = (Path(__file__).parent / "pages" / "README.md").read_text(encoding="utf-8")
+    return text.format(rows=rows, all=ALL)
+
+
+def as_json(value: Any) -> Any:
+    """A run's data as JSON values; dataclasses carry their type name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+        return {"type": type(value).__name__} | own
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [as_json(entry) for entry in value]
+    return value

@@ -10,7 +10,7 @@ from tests import house
 LINES = {
     "": 1_800,
     "attention": 1_600,
-    "chairlift_lab": 24_800,
+    "chairlift_lab": 23_600,
     "cli": 1_500,
     "client": 500,
     "cluster": 3_150,

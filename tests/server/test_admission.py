@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.core.request import completion_ids
-from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.http.bodies import ValueCounter
 from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Submit, Update
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent

@@ -19,11 +19,10 @@ from anthropic.types.shared import ErrorResponse
 from chairlift.core.request_limits import RequestLimits
 from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.anthropic.endpoint import MessagesGeneration
-from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.generation.usage import Usage
+from chairlift.server.http.boundary import RequestBoundary
 from chairlift.server.http.errors import APIError
-from chairlift.server.http.guards import OutermostMiddleware
 from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update
 from chairlift.text.tokenizer import Tokenizer
@@ -260,7 +259,7 @@ def test_errors_of_a_busy_server_carry_the_request_id(status: int, type_: str) -
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await APIError(status, "too much").response()(scope, receive, send)
 
-    transport = httpx.ASGITransport(AnthropicErrors(OutermostMiddleware(app)))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(RequestBoundary(app))  # type: ignore[arg-type]
 
     async def answer() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

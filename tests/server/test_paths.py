@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.endpoint_paths import endpoint_path
 from chairlift.server.files.folder import FilesFolder
+from chairlift.server.http.boundary import endpoint_path
 from chairlift.server.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP

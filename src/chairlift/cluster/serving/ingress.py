@@ -27,17 +27,15 @@ from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing
 from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.access.keys import KeyTable, warn_of_short_keys
 from chairlift.server.access.rate_limits import RateLimiter
-from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.config import ServerConfig
-from chairlift.server.endpoint_paths import EndpointPaths
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.app import EXPOSED_HEADERS
+from chairlift.server.http.boundary import RequestBoundary
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
-from chairlift.server.http.guards import OutermostMiddleware, RequestGuard, check_sees_all
+from chairlift.server.http.guards import RequestGuard, check_sees_all
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import listen, listening_address
-from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.metrics import Metrics
 from chairlift.server.workers.config_codec import decode_config
 
@@ -69,10 +67,8 @@ def make_ingress_app(
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    middleware = [Middleware(EndpointPaths)]
-    if config.access_log is not None:
-        middleware.append(Middleware(AccessLog, log=open_access_log(config.access_log)))
-    middleware += [Middleware(AnthropicErrors), Middleware(OutermostMiddleware)]
+    observers = [] if config.access_log is None else [AccessLog(open_access_log(config.access_log))]
+    middleware = [Middleware(RequestBoundary, observers=observers)]
     if config.cors_origins:
         middleware.append(
             Middleware(
@@ -92,8 +88,8 @@ def make_ingress_app(
             metrics=metrics,
             public_metrics=config.public_metrics,
             isolate_keys=config.isolate_keys,
+            rate_limits=RateLimiter(metrics),
         ),
-        Middleware(RateLimitGuard, limits=RateLimiter(metrics)),
     ]
     routes: Sequence[Route | Mount] = [
         Route("/health", health),

@@ -44,17 +44,17 @@ class KeyTable:
     """The API keys of a server. `replace` changes them while it runs."""
 
     def __init__(self, keys: Iterable[APIKey] = ()) -> None:
-        self._keys: dict[bytes, APIKey] = {}
         self.replace(keys)
 
     def __bool__(self) -> bool:
-        return bool(self._keys)
+        return not self.is_empty
 
     def __iter__(self) -> Iterator[APIKey]:
         return iter(self._keys.values())
 
     def replace(self, keys: Iterable[APIKey]) -> None:
         self._keys = {key.digest: key for key in keys}
+        self.is_empty = not self._keys  # the server is open to all
 
     def get(self, digest: bytes) -> APIKey | None:
         """Return the key with this digest; None if there is none, or none any more."""

@@ -39,6 +39,29 @@ class RateLimits(Protocol):
         """End a request and give back the charged tokens that it did not use; negative if it used more."""
 
 
+class Allowance:
+    """What one request is charged for."""
+
+    def __init__(self, limits: RateLimits, grant: Grant) -> None:
+        self._limits = limits
+        self._grant = grant
+        self._charged = 0
+
+    @property
+    def headers(self) -> Headers:
+        """Those of the response."""
+        return self._grant.headers
+
+    async def charge(self, tokens: int) -> None:
+        """Charge the tokens that the request may use, before it is submitted."""
+        await self._limits.charge(self._grant, tokens)
+        self._charged += tokens
+
+    def settle(self, used: int | None) -> None:
+        """End the request; `used` are its tokens, or None if it used what it was charged for."""
+        self._limits.end(self._grant, 0 if used is None else self._charged - used)
+
+
 class _Bucket:
     """Holds up to `limit` units and is refilled at `limit` units per minute."""
 

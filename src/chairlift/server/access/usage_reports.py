@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Send
 
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
@@ -64,51 +64,41 @@ def _report(found: re.Match[bytes]) -> UsageReport:
 
 
 class UsageReports:
-    """Middleware that adds reports to the responses of requests from a proxy."""
+    """The usage of the last requests that a proxy has given an id."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # of the last requests, by id
+    def __init__(self) -> None:
+        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # by id
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["state"]["is_proxied"]:
-            await self._app(scope, receive, send)
-        elif report_id := dict(scope["headers"]).get(REPORT_HEADER, b"").decode("latin-1"):
-            await self._report_on(report_id, scope, receive, send)
-        elif scope["path"].startswith(REPORTS_PATH):
-            response = self._answer(scope["path"].removeprefix(REPORTS_PATH))
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    async def _report_on(self, report_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        state: dict[str, Any] = scope["state"]
-        is_stream = False
-
-        async def send_with_report(message: Message) -> None:
-            nonlocal is_stream
-            usage: Usage | None = state.get("usage")
-            if message["type"] == "http.response.start":
-                is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
-                if usage is not None and not is_stream:
-                    message["headers"] = [*message["headers"], (USAGE_HEADER, UsageReport.of(usage).header())]
-            elif is_stream and usage is not None and message.get("body"):
-                message["body"] = UsageReport.of(usage).comment() + message["body"]
-            await send(message)
-
+    def begin(self, report_id: str, state: Mapping[str, Any]) -> None:
         self._usages[report_id] = partial(state.get, "usage")
         while len(self._usages) > MAX_KEPT:
             self._usages.popitem(last=False)
-        try:
-            await self._app(scope, receive, send_with_report)
-        finally:
-            usage = state.get("usage")
-            if report_id in self._usages:
-                self._usages[report_id] = lambda: usage  # without the rest of the request
 
-    def _answer(self, report_id: str) -> JSONResponse:
+    def end(self, report_id: str, usage: Usage | None) -> None:
+        if report_id in self._usages:
+            self._usages[report_id] = lambda: usage  # without the rest of the request
+
+    def answer(self, report_id: str) -> JSONResponse:
         """The report of a request; if its client has just left, a few tokens may be missing."""
         if report_id not in self._usages:
             return APIError(404, "there is no report with this id", code="not_found").response()
         usage = self._usages[report_id]()  # None: nothing was submitted to the engine
         return JSONResponse((UsageReport(0, 0) if usage is None else UsageReport.of(usage))._asdict())
+
+
+def send_with_reports(send: Send, state: Mapping[str, Any]) -> Send:
+    """Return a `send` that adds the report to a whole response, or one to each piece of a stream."""
+    is_stream = False
+
+    async def send_with_report(message: Message) -> None:
+        nonlocal is_stream
+        usage: Usage | None = state.get("usage")
+        if message["type"] == "http.response.start":
+            is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            if usage is not None and not is_stream:
+                message["headers"] = [*message["headers"], (USAGE_HEADER, UsageReport.of(usage).header())]
+        elif is_stream and usage is not None and message.get("body"):
+            message["body"] = UsageReport.of(usage).comment() + message["body"]
+        await send(message)
+
+    return send_with_report

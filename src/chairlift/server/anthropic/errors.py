@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 # On this code clients send the whole conversation instead of its last turn.
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -47,18 +47,14 @@ def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[
     return {"type": "error", "error": {"type": type_, "message": message, **details}, "request_id": request_id}
 
 
-class AnthropicErrors:
-    """Middleware for Anthropic's endpoints and clients: converts the errors of all other layers, and adds the header
-    `request-id` to every response."""
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether errors of this request are to have Anthropic's format."""
+    return is_messages_path(scope["path"]) or is_anthropic_client(scope)
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (is_messages_path(scope["path"]) or is_anthropic_client(scope)):
-            await self._app(scope, receive, _ConvertingSend(send))
-        else:
-            await self._app(scope, receive, send)
+def converting_send(send: Send) -> Send:
+    """Return a `send` that converts the errors of all layers, and adds the header `request-id` to every response."""
+    return _ConvertingSend(send)
 
 
 class _ConvertingSend:

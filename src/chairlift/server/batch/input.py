@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.http.bodies import ValueCounter
 from chairlift.server.limits import Limits
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

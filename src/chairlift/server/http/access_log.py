@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.http.boundary import SentResponse
 
 STANDARD_OUTPUT = Path("-")
 
@@ -23,35 +25,20 @@ _encoder = msgspec.json.Encoder()
 
 
 class AccessLog:
-    """Middleware that writes a line when a response has ended, also if the client disconnected."""
+    """Writes a line when a response has ended, also if the client disconnected."""
 
-    def __init__(self, app: ASGIApp, *, log: logging.Handler) -> None:
-        self._app = app
+    def __init__(self, log: logging.Handler) -> None:
         self._handler = log
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, time_of_day = time.monotonic(), datetime.now(UTC)
-        head: Message = {}
-        complete = False
+    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
+        start, time_of_day = time.monotonic(), datetime.now(UTC)
 
-        async def watch(message: Message) -> None:
-            nonlocal head, complete
-            if message["type"] == "http.response.start":
-                head = message
-            elif not message.get("more_body", False):
-                complete = True
-            await send(message)
-
-        scope.setdefault("state", {})
-        try:
-            await self._app(scope, receive, watch)
-        finally:
-            line = _line(scope, head, complete=complete)
-            line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - began}
+        def end(sent: SentResponse) -> None:
+            line = _line(scope, sent)
+            line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - start}
             self._write(line)
+
+        return end
 
     def _write(self, line: dict[str, Any]) -> None:
         text = _encoder.encode(line).decode()
@@ -83,18 +70,18 @@ def open_access_log(file: Path) -> logging.Handler:
         raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
 
 
-def _line(scope: Scope, head: Message, *, complete: bool) -> dict[str, Any]:
+def _line(scope: Scope, sent: SentResponse) -> dict[str, Any]:
     state, client = scope["state"], scope.get("client")
-    headers = dict(head.get("headers", ()))
-    found = {
+    headers = dict(sent.head.get("headers", ()))
+    line = {
         "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
         "client": client[0] if client else None,
         "trace_id": state.get("trace_id"),
         "tenant": state.get("tenant"),
         "method": scope["method"],
         "path": scope["path"],
-        "status": head.get("status"),  # null: the client disconnected before there was a response
-        "complete": complete,  # whether all of the response was sent
+        "status": sent.status,  # null: the client disconnected before there was a response
+        "complete": sent.is_complete,  # whether all of the response was sent
     }
     usage = state.get("usage")
-    return found if usage is None else found | usage.counts()
+    return line if usage is None else line | usage.counts()

@@ -18,22 +18,19 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError
 from chairlift.server.access.keys import KeyTable
-from chairlift.server.access.usage_reports import UsageReports
-from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.dashboard.routes import add_dashboard_routes
-from chairlift.server.endpoint_paths import EndpointPaths
 from chairlift.server.files.batch_runner import BatchRunner
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.files.routes import add_file_routes
 from chairlift.server.http.access_log import AccessLog, open_access_log
 from chairlift.server.http.bodies import threaded_body_route
+from chairlift.server.http.boundary import Observer, RequestBoundary
 from chairlift.server.http.errors import APIError, as_api_error
-from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
+from chairlift.server.http.guards import RequestGuard, RequestMeter
 from chairlift.server.http.host_names import HostNames
-from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.tracing import Tracing
-from chairlift.server.http.unknown_fields import HEADER, UnknownFieldsMiddleware, UnknownFieldsRule
+from chairlift.server.http.unknown_fields import HEADER, UnknownFieldsRule
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.service import Service
 
@@ -89,9 +86,6 @@ def make_app(
     )
     hosts = hosts or HostNames(origins=cors_origins)
     app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
-    app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
-    app.add_middleware(RateLimitGuard, limits=service.rate_limits)
-    app.add_middleware(UsageReports)
     app.add_middleware(
         RequestGuard,
         keys=table,
@@ -101,6 +95,8 @@ def make_app(
         public_metrics=public_metrics,
         isolate_keys=service.isolate_keys,
         uploads=files is not None,
+        rate_limits=service.rate_limits,
+        unknown_fields=unknown_fields,
     )
     if cors_origins:
         app.add_middleware(
@@ -110,13 +106,12 @@ def make_app(
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(OutermostMiddleware)
-    app.add_middleware(AnthropicErrors)
-    if tracer_provider is not None:
-        app.add_middleware(Tracing, provider=tracer_provider, model=service.model.name)
+    observers: list[Observer] = []
     if access_log is not None:
-        app.add_middleware(AccessLog, log=open_access_log(access_log))
-    app.add_middleware(EndpointPaths)
+        observers.append(AccessLog(open_access_log(access_log)))
+    if tracer_provider is not None:
+        observers.append(Tracing(tracer_provider, service.model.name))
+    app.add_middleware(RequestBoundary, observers=observers)
     _add_error_handlers(app)
     add_generation_routes(app, service)
     add_tokenizer_routes(app, service)
@@ -132,9 +127,8 @@ def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> Fa
     keys apply."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
-    app.add_middleware(UnknownFieldsMiddleware, rule=unknown_fields)
-    app.add_middleware(RateLimitGuard, limits=service.rate_limits)
-    app.add_middleware(OutermostMiddleware)
+    app.add_middleware(RequestMeter, rate_limits=service.rate_limits, unknown_fields=unknown_fields)
+    app.add_middleware(RequestBoundary)
     _add_error_handlers(app)
     add_generation_routes(app, service)
     return app

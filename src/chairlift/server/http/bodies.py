@@ -1,4 +1,4 @@
-"""Parsing request bodies, large ones in threads.
+"""Limits on request bodies, and their parsing, of large ones in threads.
 
 Parsing a body with the largest allowed number of values takes tens of milliseconds, and validating it takes as long.
 Both hold the GIL, so streams wait meanwhile; the limit on values bounds this time. Threads let the streams run between
@@ -7,7 +7,10 @@ the two, and between bodies when many arrive at once.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from contextvars import copy_context
@@ -18,18 +21,23 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive
 
 from chairlift.server.generation.admission import Admission
+from chairlift.server.generation.shares import SharedLimit
 from chairlift.server.generation.tokenizer_pool import FairThreads
 from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import as_api_error
+from chairlift.server.http.errors import APIError, as_api_error, too_busy
+from chairlift.server.limits import Limits
+from chairlift.server.metrics import Metrics
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.openai.types import EngineBody
 
 LARGE_BODY = 20_000  # bytes
-MAX_DIGITS = (
-    400  # of an integer; no parameter has as many, and to read thousands of long ones takes a fraction of a second
-)
+# Digits of an integer: no parameter has as many, and to read thousands of long ones takes a fraction of a second.
+MAX_DIGITS = 400
+
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -97,3 +105,102 @@ def _parse_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer has more than {MAX_DIGITS} digits")
     return int(digits)
+
+
+class ValueCounter:
+    """Counts the values of a JSON text as it arrives in pieces.
+
+    The count is that of `[`, `{` and `,` outside of strings. Parsing millions of values blocks the server for seconds;
+    counting those of one piece takes a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_string = False
+        self._escaping = False  # whether the last piece ended with an escaping backslash
+
+    def feed(self, piece: bytes) -> None:
+        if self._escaping:
+            piece = b"\\" + piece
+        piece = _ESCAPED.sub(b"", piece)
+        self._escaping = piece.endswith(b"\\")
+        parts = piece.split(b'"')
+        for part in parts[1 if self._in_string else 0 :: 2]:
+            self.count += part.count(b",") + part.count(b"[") + part.count(b"{")
+        self._in_string ^= len(parts) % 2 == 0
+
+
+class LimitedBody:
+    """An ASGI `receive` that limits a body's bytes, values and time of arrival.
+
+    The byte limit does not rely on Content-Length. A request has arrived when its body is complete.
+    """
+
+    def __init__(
+        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
+    ) -> None:
+        """`held` are the bytes of the bodies of all requests in flight."""
+        self._receive = receive
+        self._limits = limits
+        self._held = held
+        self._metrics = metrics
+        self._state = state
+        self._tenant: str = state["tenant"] or ""
+        self._size = 0
+        self._values = ValueCounter()
+        self._complete = False
+        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+
+    async def __call__(self) -> Message:
+        if self._complete:  # the next message is the disconnect, without a time limit
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
+            raise APIError(408, problem, type_="timeout_error", code="timeout") from None
+        self._check(message.get("body", b""))
+        if not message.get("more_body", False):
+            self._complete = True
+            self._state["arrived"] = time.monotonic()
+        return message
+
+    def _check(self, piece: bytes) -> None:
+        """Raise if the body exceeds a limit with its next piece."""
+        if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
+            raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
+        has_room = self._held.has_room(self._tenant, len(piece))
+        self._size += len(piece)
+        self._held.take(self._tenant, len(piece))
+        if self._size > self._limits.max_body_bytes:
+            raise too_large(self._limits.max_body_bytes)
+        if not has_room:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("the server holds too many large requests; try again in a moment")
+        self._values.feed(piece)
+        if self._values.count > self._limits.max_body_values:
+            raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
+
+    def release(self) -> None:
+        self._held.give_back(self._tenant, self._size)
+
+
+class LimitedUpload(LimitedBody):
+    """The body of an upload: it may be longer and is not JSON, and only a part of it is in memory."""
+
+    def __init__(
+        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
+    ) -> None:
+        super().__init__(receive, limits, held, metrics, state)
+        self._deadline = asyncio.get_running_loop().time() + limits.file_seconds
+        self._uploaded = 0
+
+    def _check(self, piece: bytes) -> None:
+        self._uploaded += len(piece)
+        if self._uploaded > self._limits.max_file_bytes:
+            raise too_large(self._limits.max_file_bytes)
+
+
+def too_large(limit: int) -> APIError:
+    return APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")

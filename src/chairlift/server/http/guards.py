@@ -1,32 +1,34 @@
-"""Middleware before all routes: request ids, API keys or host names, and limits on headers and bodies.
+"""The inner middleware: what is checked and counted of each request before it is routed.
 
-These are plain ASGI applications, so that streams pass through without buffering.
+It finds the API key or checks the host name, applies the limits on headers and bodies and those of the key, and counts
+the tokens and the ignored fields.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-import traceback
-import uuid
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import quote, unquote
 
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.errors import is_full
 from chairlift.server.access.keys import APIKey, KeyTable
+from chairlift.server.access.rate_limits import Allowance, RateLimits
+from chairlift.server.access.usage_reports import REPORT_HEADER, REPORTS_PATH, UsageReports, send_with_reports
 from chairlift.server.generation.shares import SharedLimit
-from chairlift.server.http.errors import APIError, as_api_error, too_busy
+from chairlift.server.http.bodies import LimitedBody, LimitedUpload, too_large
+from chairlift.server.http.errors import APIError
 from chairlift.server.http.host_names import HostNames
-from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.http.unknown_fields import (
+    HEADER,
+    IgnoredFieldsLog,
+    UnknownFields,
+    UnknownFieldsRule,
+    reading_request,
+)
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
-
-log = logging.getLogger("chairlift.server")
 
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # without a key and for any host name: they reveal nothing else
 METRICS_PATH = "/metrics"
@@ -37,41 +39,95 @@ CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-cli
 CLOSE = {"Connection": "close"}  # for requests whose end is not certain
 
 
-class OutermostMiddleware:
-    """Adds a request id to every response, answers HEAD on every GET route, and turns unexpected errors into 500s."""
+class RequestMeter:
+    """Counts what requests use, which the guards have let pass: it applies the limits of their keys, reports tokens to
+    proxies, and says in the response which fields of the request were ignored."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, *, rate_limits: RateLimits | None = None, unknown_fields: UnknownFieldsRule = "ignore"
+    ) -> None:
         self._app = app
+        self._rate_limits = rate_limits
+        self._unknown_fields = unknown_fields
+        self._ignored_fields = IgnoredFieldsLog()
+        self._reports = UsageReports()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        request_id = _client_request_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        else:
+            await self._count(scope, receive, send)
 
-        async def send_with_id(message: Message) -> None:
-            nonlocal started
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count the tokens of a request for the proxy that has sent it, if it asks for them."""
+        state = scope["state"]
+        report_id = ""
+        if state.get("is_proxied"):
+            report_id = dict(scope["headers"]).get(REPORT_HEADER, b"").decode("latin-1")
+            if not report_id and scope["path"].startswith(REPORTS_PATH):
+                await self._reports.answer(scope["path"].removeprefix(REPORTS_PATH))(scope, receive, send)
+                return
+        if not report_id:
+            await self._charge(scope, receive, send)
+            return
+        self._reports.begin(report_id, state)
+        try:
+            await self._charge(scope, receive, send_with_reports(send, state))
+        finally:
+            self._reports.end(report_id, state.get("usage"))
+
+    async def _charge(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a request of a key with limits, and add OpenAI's rate limit headers to its response."""
+        state = scope["state"]
+        state["allowance"] = None
+        key: APIKey | None = state["api_key"]
+        if key is None or not key.limits or scope["method"] != "POST" or self._rate_limits is None:
+            await self._read(scope, receive, send)
+            return
+        try:
+            allowance = Allowance(self._rate_limits, await self._rate_limits.begin(key))
+        except APIError as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        state["allowance"] = allowance
+        status = 0
+
+        async def send_with_limits(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                status = message["status"]
+                names = {name for name, _ in message["headers"]}  # a refusal has its own
+                headers = [(name.encode(), value.encode()) for name, value in allowance.headers.items()]
+                message["headers"] = [*message["headers"], *(item for item in headers if item[0] not in names)]
             await send(message)
 
-        # uvicorn omits the body of a response to HEAD.
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            await self._app(inner, receive, send_with_id)
-        except Exception as error:
-            # Log the traceback without the error's message, which may quote a prompt.
-            frames = "" if is_full(error) else "\n" + "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s in the request %s%s", type(error).__name__, request_id, frames)
-            if not started:  # otherwise the response ends early and uvicorn closes the connection
-                await as_api_error(error).response()(scope, receive, send_with_id)
+            await self._read(scope, receive, send_with_limits)
+        finally:
+            usage = state.get("usage")
+            used = None if usage is None else usage.prompt_tokens + usage.completion_tokens
+            allowance.settle(0 if usage is None and status >= 400 else used)
+
+    async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keep what the readers of a body ignore, and say it in the response and in the log."""
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        fields = UnknownFields(self._unknown_fields)
+
+        async def send_with_ignored(message: Message) -> None:
+            if message["type"] == "http.response.start" and (names := fields.header()):
+                message["headers"] = [*message["headers"], (HEADER.encode(), names.encode("ascii"))]
+                client = scope["state"].get("tenant") or (scope.get("client") or ("of a Unix socket",))[0]
+                self._ignored_fields.note(client, names)
+            await send(message)
+
+        with reading_request(fields):
+            await self._app(scope, receive, send_with_ignored)
 
 
-class RequestGuard:
-    """Authenticates requests and enforces the limits on headers and bodies."""
+class RequestGuard(RequestMeter):
+    """Authenticates requests and enforces the limits on headers and bodies, before it counts them."""
 
     def __init__(
         self,
@@ -84,10 +140,12 @@ class RequestGuard:
         public_metrics: bool = False,
         uploads: bool = False,
         isolate_keys: bool = False,
+        rate_limits: RateLimits | None = None,
+        unknown_fields: UnknownFieldsRule = "ignore",
     ) -> None:
         """`uploads`: whether `app` keeps files, whose bodies are longer and are not held in memory. `isolate_keys`:
         whether only administrators see what concerns all keys."""
-        self._app = app
+        super().__init__(app, rate_limits=rate_limits, unknown_fields=unknown_fields)
         self._isolate_keys = isolate_keys
         self._uploads = uploads
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
@@ -106,18 +164,17 @@ class RequestGuard:
         state = scope.setdefault("state", {})
         state["arrived"], state["timelines"] = time.monotonic(), {}
         state["is_proxied"] = False
-        key = state["api_key"] = self._key(scope)
+        key = state["api_key"] = None if self._keys.is_empty else self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         is_admin = key is not None and (key.is_admin or key.is_proxy)
         state["sees_all"] = is_admin or not self._isolate_keys or scope["path"] in self._any_host_paths
-        refusal = self._refusal(scope)
-        if refusal is not None:
+        if refusal := self._refusal(scope, dict(scope["headers"])):
             await refusal.response()(scope, receive, send)
             return
-        limited = _LimitedUpload if self._is_upload(scope) else _LimitedBody
+        limited = LimitedUpload if self._is_upload(scope) else LimitedBody
         body = limited(receive, self._limits, self._held, self._metrics, state)
         try:
-            await self._app(scope, body, send)
+            await self._count(scope, body, send)
         finally:
             body.release()
 
@@ -125,45 +182,55 @@ class RequestGuard:
         """Return the client's API key, or None if it is missing or wrong."""
         headers = dict(scope["headers"])
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
-        found = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
-        found = found or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
-        if found is None or not found.is_proxy:
-            return found
+        key = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
+        key = key or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
+        if key is None or not key.is_proxy:
+            return key
         scope["state"]["is_proxied"] = True
-        return client_key(found, headers)
+        return client_key(key, headers)
 
-    def _refusal(self, scope: Scope) -> APIError | None:
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
+        return (
+            _bad_target(scope)
+            or self._too_many_headers(scope)
+            or _ambiguity(scope["headers"])
+            or (self._other_sender(scope, headers) if self._keys.is_empty else self._missing_key(scope))
+            or _packed_body(headers)
+            or self._too_large_body(scope, headers)
+        )
+
+    def _too_many_headers(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if refused := _bad_target(scope):
-            return refused
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)
-        if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
-            problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
-            return APIError(431, problem, code="headers_too_large")
-        if ambiguous := _ambiguity(headers):
-            return ambiguous
-        if self._keys and scope["state"]["key"] is None and scope["path"] not in self._keyless_paths:
-            problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
-        if not self._keys and scope["path"] not in self._any_host_paths:
-            host = dict(headers).get(b"host", b"").decode("latin-1")
+        if len(headers) <= self._limits.max_headers and size <= self._limits.max_header_bytes:
+            return None
+        problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
+        return APIError(431, problem, code="headers_too_large")
+
+    def _missing_key(self, scope: Scope) -> APIError | None:
+        if scope["state"]["key"] is not None or scope["path"] in self._keyless_paths:
+            return None
+        problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
+
+    def _other_sender(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
+        """Return the refusal of another host name or of a page of another origin, which a server without keys gives."""
+        if scope["path"] not in self._any_host_paths:
+            host = headers.get(b"host", b"").decode("latin-1")
             if not self._hosts.allow(host):
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
-        if not self._keys and scope["method"] not in SAFE_METHODS and not self._hosts.allow_page(dict(headers)):
+        if scope["method"] not in SAFE_METHODS and not self._hosts.allow_page(headers):
             problem = "this server has no API keys and takes nothing from web pages of other origins"
             return APIError(403, f"{problem}; start it with --cors-origin ORIGIN", code="origin_not_allowed")
-        packing = dict(headers).get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
-        if packing not in ("", "identity"):
-            problem = f"bodies are not unpacked here; send them without Content-Encoding, got {packing[:40]!r}"
-            return APIError(415, problem, code="unsupported_media_type")
-        length = dict(headers).get(b"content-length", b"0")
-        most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
-        if length.isdigit() and int(length) > most:
-            return _too_large(most)
         return None
+
+    def _too_large_body(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
+        length = headers.get(b"content-length", b"0")
+        most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
+        return too_large(most) if length.isdigit() and int(length) > most else None
 
     def _is_upload(self, scope: Scope) -> bool:
         return bool(self._uploads and scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
@@ -212,82 +279,9 @@ def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
     return None
 
 
-class _LimitedBody:
-    """An ASGI `receive` that limits a body's bytes, values and time of arrival.
-
-    The byte limit does not rely on Content-Length. A request has arrived when its body is complete.
-    """
-
-    def __init__(
-        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
-    ) -> None:
-        """`held` are the bytes of the bodies of all requests in flight."""
-        self._receive = receive
-        self._limits = limits
-        self._held = held
-        self._metrics = metrics
-        self._state = state
-        self._tenant: str = state["tenant"] or ""
-        self._size = 0
-        self._values = ValueCounter()
-        self._complete = False
-        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
-
-    async def __call__(self) -> Message:
-        if self._complete:  # the next message is the disconnect, without a time limit
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError:
-            problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
-            raise APIError(408, problem, type_="timeout_error", code="timeout") from None
-        self._check(message.get("body", b""))
-        if not message.get("more_body", False):
-            self._complete = True
-            self._state["arrived"] = time.monotonic()
-        return message
-
-    def _check(self, piece: bytes) -> None:
-        """Raise if the body exceeds a limit with its next piece."""
-        if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
-            raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
-        has_room = self._held.has_room(self._tenant, len(piece))
-        self._size += len(piece)
-        self._held.take(self._tenant, len(piece))
-        if self._size > self._limits.max_body_bytes:
-            raise _too_large(self._limits.max_body_bytes)
-        if not has_room:
-            self._metrics.refused.labels("429").inc()
-            raise too_busy("the server holds too many large requests; try again in a moment")
-        self._values.feed(piece)
-        if self._values.count > self._limits.max_body_values:
-            raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
-
-    def release(self) -> None:
-        self._held.give_back(self._tenant, self._size)
-
-
-class _LimitedUpload(_LimitedBody):
-    """The body of an upload: it may be longer and is not JSON, and only a part of it is in memory."""
-
-    def __init__(
-        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
-    ) -> None:
-        super().__init__(receive, limits, held, metrics, state)
-        self._deadline = asyncio.get_running_loop().time() + limits.file_seconds
-        self._uploaded = 0
-
-    def _check(self, piece: bytes) -> None:
-        self._uploaded += len(piece)
-        if self._uploaded > self._limits.max_file_bytes:
-            raise _too_large(self._limits.max_file_bytes)
-
-
-def _too_large(limit: int) -> APIError:
-    return APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-
-
-def _client_request_id(headers: dict[bytes, bytes]) -> str | None:
-    given = headers.get(b"x-request-id", b"").decode("ascii", "ignore")
-    return given if 0 < len(given) <= 128 and given.isprintable() else None
+def _packed_body(headers: Mapping[bytes, bytes]) -> APIError | None:
+    packing = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if packing in ("", "identity"):
+        return None
+    problem = f"bodies are not unpacked here; send them without Content-Encoding, got {packing[:40]!r}"
+    return APIError(415, problem, code="unsupported_media_type")

@@ -7,15 +7,16 @@ tracing costs a stream nothing while it runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 import chairlift
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.stream_metrics import Timeline
+from chairlift.server.http.boundary import SentResponse
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -58,40 +59,31 @@ def make_tracer_provider(endpoint: str) -> TracerProvider:
 
 
 class Tracing:
-    """Middleware that makes the spans. The parent is the client's span, if it sends a `traceparent` header."""
+    """Makes the spans. The parent is the client's span, if it sends a `traceparent` header."""
 
-    def __init__(self, app: ASGIApp, *, provider: TracerProvider, model: str) -> None:
-        self._app = app
+    def __init__(self, provider: TracerProvider, model: str) -> None:
         self._model = model
         self._tracer: Tracer = provider.get_tracer("chairlift", chairlift.__version__)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
+        if scope["method"] != "POST":
+            return lambda sent: None
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         name = f"{scope['method']} {scope['path']}"
         span = self._tracer.start_span(name, _client_context(scope), kind=SpanKind.SERVER)
-        state = scope.setdefault("state", {})
-        state["trace_id"] = f"{span.get_span_context().trace_id:032x}"
-        status = 0
+        scope["state"]["trace_id"] = f"{span.get_span_context().trace_id:032x}"
 
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        finally:
+        def end(sent: SentResponse) -> None:
+            status = sent.status or 0
             span.set_attributes(_attributes(scope, self._model, status))
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
-            for timeline in state.get("timelines", {}).values():
+            for timeline in scope["state"].get("timelines", {}).values():
                 self._add_phases(span, timeline)
             span.end()
+
+        return end
 
     def _add_phases(self, parent: Span, timeline: Timeline) -> None:
         from opentelemetry.trace import set_span_in_context

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import quote
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidParameter
 
@@ -148,34 +147,23 @@ def _letters(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).lower()
 
 
-class UnknownFieldsMiddleware:
-    """Keeps what the readers of each request ignore, and says it in the response and in the log."""
+@contextmanager
+def reading_request(fields: UnknownFields) -> Iterator[None]:
+    """Keep in `fields` what the readers of a request ignore during a `with` block."""
+    token = _request.set(fields)
+    try:
+        yield
+    finally:
+        _request.reset(token)
 
-    def __init__(self, app: ASGIApp, *, rule: UnknownFieldsRule) -> None:
-        self._app = app
-        self._rule = rule
+
+class IgnoredFieldsLog:
+    """Names the ignored fields of each client once."""
+
+    def __init__(self) -> None:
         self._logged: OrderedDict[str, None] = OrderedDict()  # clients
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        fields = UnknownFields(self._rule)
-
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start" and (names := fields.header()):
-                message["headers"] = [*message["headers"], (HEADER.encode(), names.encode("ascii"))]
-                self._log(scope, names)
-            await send(message)
-
-        token = _request.set(fields)
-        try:
-            await self._app(scope, receive, send_with_header)
-        finally:
-            _request.reset(token)
-
-    def _log(self, scope: Scope, names: str) -> None:
-        client = scope.get("state", {}).get("tenant") or (scope.get("client") or ("of a Unix socket",))[0]
+    def note(self, client: str, names: str) -> None:
         if client in self._logged:
             return
         self._logged[client] = None

@@ -165,6 +165,17 @@ def test_uploads_at_the_same_time_share_the_quota(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in tmp_path.glob("*/files/*.content")) == 700_000
 
 
+def test_a_client_that_leaves_an_upload_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uploads = tmp_path / "public" / "files"
+    with front_end(files=FilesFolder(tmp_path, 2**20)) as front:
+        with front.connect() as connection:
+            connection.sendall(head_of_upload(2**17) + FORM)
+            wait_for(lambda: any(uploads.glob(".upload-*")), "the upload to begin")
+        wait_for(lambda: not any(uploads.glob(".upload-*")), "the upload to end")
+        assert upload(front, b"{}\n").status_code == 200
+    assert not [one for one in caplog.records if one.levelname == "ERROR"], caplog.text
+
+
 @pytest.mark.parametrize("length", [200 * 2**20, None])
 def test_a_form_beyond_the_quota_is_refused_before_it_is_stored(tmp_path: Path, length: int | None) -> None:
     """Whether its length is declared or not."""

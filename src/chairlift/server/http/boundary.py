@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import is_full
@@ -115,6 +116,8 @@ class RequestBoundary:
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             await self._app(inner, receive, send_with_id)
+        except ClientDisconnect:  # while its body was read, so it reads no answer
+            pass
         except Exception as error:
             # Log the traceback without the error's message, which may quote a prompt.
             frames = "" if is_full(error) else "\n" + "".join(traceback.format_tb(error.__traceback__))

@@ -15,7 +15,7 @@ LINES = {
     "client": 500,
     "cluster": 3_150,
     "core": 5_650,
-    "engine": 2_300,
+    "engine": 2_400,
     "kernels": 15_600,
     "layers": 4_150,
     "loading": 3_850,
@@ -37,7 +37,7 @@ MID_SENTENCE_COMMENTS = 545
 SEAM_QUESTIONS = 56
 MEMBERS = {"chairlift.layers.formats.base:WeightFormat": 53, "chairlift.models.base:CausalLM": 14}
 MOST_MEMBERS = 14
-FAN_OUT = {"chairlift.engine.startup": 49, "chairlift.runner.gpu.runner": 33}
+FAN_OUT = {"chairlift.runner.gpu.runner": 33}
 MOST_IMPORTS = 26
 REQUEST_FILES = 51
 REQUEST_REENTRIES = 36

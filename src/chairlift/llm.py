@@ -55,7 +55,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
         config = make_config(options)
-        from chairlift.engine.machine_defaults import for_throughput  # imported late: torch takes seconds to import
+        from chairlift.engine.settings import for_throughput  # imported late: torch takes seconds to import
         from chairlift.engine.startup import load_engine
 
         loaded = load_engine(model, for_throughput(config), progress=progress)

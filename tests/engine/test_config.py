@@ -1,22 +1,21 @@
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.engine.machine_defaults import batch_tokens, for_throughput
+from chairlift.engine.settings import Machine, for_throughput, resolve_machine
 from chairlift.engine.startup import load_engine, load_model
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint
 
 
 def test_offline_steps_on_a_gpu_are_larger():
-    with patch("torch.cuda.is_available", return_value=True):
-        config = EngineConfig(device="cuda")
-        assert batch_tokens(for_throughput(config)) == 2 * batch_tokens(config)
-        chosen = EngineConfig(device="cuda", max_batch_tokens=100)
-        assert for_throughput(chosen) is chosen
+    machine = Machine(num_gpus=1, num_threads=4)
+    config = EngineConfig(device="cuda")
+    assert for_throughput(config, machine).max_batch_tokens == 2 * resolve_machine(config, machine).max_batch_tokens
+    chosen = EngineConfig(device="cuda", max_batch_tokens=100)
+    assert for_throughput(chosen, machine) is chosen
 
 
 def test_offline_steps_on_a_cpu_are_the_same():

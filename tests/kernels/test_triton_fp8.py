@@ -15,8 +15,8 @@ from chairlift.attention.backends.padded import PaddedAttention
 from chairlift.attention.interface import AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
-from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.engine.settings import kv_dtype
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.triton import fp8 as triton_fp8

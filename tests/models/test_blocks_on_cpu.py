@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine import startup
+from chairlift.engine import settings
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.layers.block_experts import BlockExperts
@@ -67,8 +67,8 @@ def test_weights_stay_in_blocks_and_run_fused(tmp_path: Path) -> None:
 
 def test_a_file_on_other_code_is_rounded_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
-    monkeypatch.setattr(startup, "MIN_BLOCK_PARAMETERS", 0)
+    monkeypatch.setattr(settings, "MIN_INT8_PARAMETERS", 0)
+    monkeypatch.setattr(settings, "MIN_BLOCK_PARAMETERS", 0)
     path = str(random_gguf(tmp_path, "q4_0", num_hidden_layers=1))
     formats = {
         code: load_model(path, EngineConfig(device="cpu", model_impl=code), progress=False).model.quantization

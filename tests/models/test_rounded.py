@@ -14,8 +14,8 @@ from chairlift.attention.choose import choose_backend
 from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
-from chairlift.engine import startup
-from chairlift.engine.kv_dtype import check_kv_dtype
+from chairlift.engine import settings
+from chairlift.engine.settings import check_kv_dtype
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu import simd
@@ -127,7 +127,7 @@ def test_bfloat16_models_stay_close_to_full_precision(name: str, cache: torch.dt
 
 def test_bfloat16_on_a_cpu_is_a_format_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All else is float32, so that steps run in one kernel with our attention."""
-    monkeypatch.setattr(startup, "MIN_INT8_PARAMETERS", 0)
+    monkeypatch.setattr(settings, "MIN_INT8_PARAMETERS", 0)
     monkeypatch.setattr(simd, "HAS_BF16", True)
     monkeypatch.setattr(simd, "HAS_AMX", False)
     folder = str(write_tiny_checkpoint(tmp_path / "tiny"))

@@ -52,4 +52,4 @@ def paged_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None
     def choose(name: str, *rest: Any, **more: Any) -> Any:
         return PagedGPUAttention(more.get("invariant_for")) if name == "auto" else choose_backend(name, *rest, **more)
 
-    monkeypatch.setattr("chairlift.engine.startup.choose_backend", choose)
+    monkeypatch.setattr("chairlift.engine.settings.choose_backend", choose)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chairlift.attention.choose import choose_backend
 from chairlift.config import EngineConfig
 from chairlift.engine.runner_factory import RunnerFactory
-from chairlift.engine.startup import load_model
+from chairlift.engine.settings import resolve_engine
+from chairlift.engine.startup import load_draft, load_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import described_gpu, known_gpu
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.speculation.control.option import proposer_factory
 
 if TYPE_CHECKING:
     from chairlift.kernels.compilation.spec import KernelSpec
@@ -38,21 +37,11 @@ def kernels_of_model(name: str, config: EngineConfig, gpu_name: str) -> list[Ker
 
 def _build(name: str, config: EngineConfig) -> GPURunner:
     loaded = load_model(name, config, progress=False)
-    model = loaded.model
-    max_model_len = config.max_model_len or model.max_len
-    draft = None
-    if config.speculate is not None:
-        draft = proposer_factory(config.speculate).load(model, loaded.tokenizer, max_model_len)
-    attention = choose_backend(
-        config.attention,
-        model.attention_layers,
-        model.device,
-        model.dtype,
-        invariant_for=max_model_len if config.batch_invariant else None,
-    )
-    runner = RunnerFactory(model, attention, config, max_model_len, None, draft).build().runner
+    draft = load_draft(loaded, config)
+    settings = resolve_engine(config, loaded.model)
+    runner = RunnerFactory(loaded.model, settings, None, draft).build().runner
     if not isinstance(runner, GPURunner):
-        raise InvalidParameter("model", f"has no kernels of ours there: its attention is {attention.name}")
+        raise InvalidParameter("model", f"has no kernels of ours there: its attention is {settings.attention.name}")
     return runner
 
 

@@ -1,26 +1,184 @@
-"""The memory that a model's weights will take on a CPU, stated and checked before they are loaded."""
+"""Loads a model and its tokenizer; on a CPU, states the memory that the weights will take first."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.config import EngineConfig
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.engine.settings import (
+    NO_FAST_INT8,
+    LoadSettings,
+    MachineSettings,
+    check_kv_dtype,
+    resolve,
+    resolve_machine,
+)
+from chairlift.engine.weight_cache import build_with_cache
+from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.blocks import BlockWeight
-from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.gguf.blocks import GGUFWeight
-from chairlift.models import format_obstacles, is_native
+from chairlift.loading.read_ahead import read_ahead
+from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
+from chairlift.loading.resolve import resolve_model
+from chairlift.loading.stored_weight import dequantized_matrices
+from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.loading.weight_cache.store import WeightStore
+from chairlift.machine.numa import interleaved
+from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
+from chairlift.models.base import CausalLM
+from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.models.weight_sizes import weight_bytes
+from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
+from chairlift.progress import loading_progress
 from chairlift.runner.device_memory import free_memory
+from chairlift.runner.start_timeline import StartTimeline
+from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
 SMALLER = ("int8", "int4")  # formats to suggest, if they are smaller
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and its tokenizer, which several engines can share."""
+
+    name: str
+    model: CausalLM
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
+
+
+def load_model(
+    name: str, config: EngineConfig, *, progress: bool = True, timeline: StartTimeline | None = None
+) -> LoadedModel:
+    """Load a model and its tokenizer."""
+    timeline = timeline or StartTimeline()
+    start = time.perf_counter()
+    base = resolve_machine(config)
+    check_kv_dtype(config.kv_dtype, base.dtype, base.device)
+    timeline.end("device")
+    checkpoint, tokenizer = _open(name, base, progress=progress)
+    timeline.end("tokenizer")
+    sampling = default_sampling(checkpoint.path, checkpoint.generation_config, config.generation_config)
+    embedding = read_embedding_config(checkpoint)
+    _settle_tied_head(checkpoint, config, embedding)
+    choose_implementation(checkpoint.config, config.model_impl)
+    settings = resolve(config, checkpoint)
+    if settings.reasons["quantization"] == NO_FAST_INT8:
+        log.info(f"weights are not quantized: {NO_FAST_INT8}")
+    num_parameters = describe(checkpoint.config).num_parameters
+    if config.load_format != "dummy":
+        _require_plausible_size(checkpoint, num_parameters)
+    model = _build(checkpoint, settings, num_parameters, progress=progress)
+    timeline.end("weights")
+    _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
+    if sampling and embedding.generates:
+        source = "the model" if config.generation_config == "auto" else config.generation_config
+        log.info(f"sampling   {describe_sampling(sampling)} where requests leave it out, from {source}")
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding, sampling)
+
+
+def _settle_tied_head(checkpoint: Checkpoint, config: EngineConfig, embedding: EmbeddingConfig) -> None:
+    """Note in the checkpoint's config whether the head is the embedding table, where that is not clear from it."""
+    if not embedding.generates:  # the head is not used; this one needs no weights
+        checkpoint.config["tie_word_embeddings"] = True
+    elif text_config(checkpoint.config) is not checkpoint.config and config.load_format != "dummy":
+        # Configs of larger models have a default in one place that contradicts the other.
+        checkpoint.config["tie_word_embeddings"] = not any(canonical_name(name) == HEAD for name in checkpoint.names())
+
+
+def _open(name: str, settings: MachineSettings, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
+    if settings.config.load_format == "dummy":
+        dummy = DummyCheckpoint(name, settings.device)
+        return dummy, make_tokenizer(dummy) if dummy.has_tokenizer else dummy_tokenizer()
+    checkpoint = open_checkpoint(resolve_model(name, progress=progress))
+    return checkpoint, make_tokenizer(checkpoint)
+
+
+def _build(checkpoint: Checkpoint, settings: LoadSettings, num_parameters: int, *, progress: bool) -> CausalLM:
+    """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
+    config, quantization = settings.config, settings.quantization
+
+    def build(store: WeightStore) -> CausalLM:
+        lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
+        stored = checkpoint.stored()
+        with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
+            return build_model(
+                checkpoint.config,
+                watched(read_ahead(stored if lazily else dequantized_matrices(stored))),
+                dtype=settings.model_dtype,
+                device=settings.device,
+                max_len=config.max_model_len,
+                quantization=quantization,
+                quantize_head=config.quantize_head,
+                batch_invariant=config.batch_invariant,
+                weight_store=store,
+            )
+
+    if settings.device.type != "cpu" or config.load_format == "dummy":
+        return build(WeightStore())
+    _use_threads(settings.threads)
+    num_bytes = expected_weight_bytes(checkpoint, quantization, settings.model_dtype)
+    _require_memory(checkpoint, num_bytes, settings)
+    return build_with_cache(build, checkpoint, num_bytes, settings)
+
+
+def _use_threads(count: int) -> None:
+    """Let torch and our kernels compute with this number of threads."""
+    torch.set_num_threads(count)
+    if find_spec("numba") is not None:
+        from chairlift.kernels.cpu.threads import set_team_size
+
+        set_team_size(count)
+
+
+def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: LoadSettings, seconds: float) -> None:
+    quantization = settings.quantization
+    dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
+    log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {seconds:.1f} s")
+    if notice := text_part_notice(checkpoint.config):
+        log.info(f"parts      {notice}")
+    if not is_native(checkpoint.config):
+        from chairlift.models.fallback.model import NOTICE
+
+        log.info(f"code       {NOTICE}")
+    if checkpoint.quantization is not None:
+        log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
+    for line in settings.lines():
+        log.debug(f"chosen     {line}")
+
+
+def _use_of_weights(model: CausalLM, quantization: str) -> str:
+    """How the weights of a quantized checkpoint are computed with, for the startup log."""
+    if quantization == "checkpoint":
+        return f"as stored where possible (linear maps: {getattr(model, 'used_formats', 'not quantized')})"
+    if quantization == "none":
+        return f"dequantized to {str(model.dtype).removeprefix('torch.')}"
+    return f"dequantized and rounded to {quantization}"
+
+
+def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:
+    """Raise if the files hold less than a bit per weight, before memory is allocated for them."""
+    if num_parameters > 8 * checkpoint.num_bytes:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path}: its config describes {num_parameters:,} weights, its files hold "
+            f"{checkpoint.num_bytes:,} bytes: fetch it again"
+        )
 
 
 def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torch.dtype) -> int:
@@ -38,8 +196,9 @@ def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torc
     return total
 
 
-def require_memory(checkpoint: Checkpoint, num_bytes: int, dtype: torch.dtype, config: EngineConfig) -> None:
+def _require_memory(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> None:
     """State what loading takes; raise if the machine does not have it."""
+    config, dtype = settings.config, settings.model_dtype
     kv_bytes = 0 if config.kv_memory is None else parse_bytes("kv_memory", config.kv_memory)
     free, needed = free_memory(CPU), num_bytes + kv_bytes
     parts = f"{format_bytes(num_bytes)} of weights"
@@ -61,3 +220,14 @@ def require_memory(checkpoint: Checkpoint, num_bytes: int, dtype: torch.dtype, c
     raise UnsupportedModel(
         f"{checkpoint.path}: too little memory: {parts}, but {format_bytes(free)} are free; choose {ways_out}"
     )
+
+
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """All end-of-sequence tokens: of the generation config, else of the model config, and of the tokenizer."""
+    of_text = text_config(checkpoint.config).get("eos_token_id")
+    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id", of_text))
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if not all(isinstance(token, int) for token in ids):
+        raise CorruptCheckpoint(f"{checkpoint.path}: eos_token_id must be a token id or a list, got {listed!r:.100}")
+    own = tokenizer.token_id(tokenizer.eos_token) if tokenizer.eos_token else None
+    return frozenset(ids if own is None else [*ids, own])

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
-from chairlift.config import EngineConfig
 from chairlift.core.kv.state_slots import MIN_SLOTS
-from chairlift.engine.kv_dtype import kv_dtype
-from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
+from chairlift.engine.settings import EngineSettings
 from chairlift.errors import InvalidParameter
 from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
@@ -46,9 +43,7 @@ class RunnerFactory:
     """All that a runner is made of except its cache."""
 
     model: CausalLM
-    attention: AttentionBackend
-    config: EngineConfig
-    max_model_len: int
+    settings: EngineSettings
     structured: StructuredOutput | None
     draft: LoadedProposer | None
     timeline: StartTimeline = field(default_factory=StartTimeline)
@@ -56,11 +51,11 @@ class RunnerFactory:
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
         memory, max_requests = self._plan()
-        if not self.attention.capabilities.captures:
+        if not self.settings.attention.capabilities.captures:
             return self._build(memory, max_requests)
         # Steps on a GPU need memory too, and more of it the more requests they have.
         rows = max_requests + self._max_drafts
-        self.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
+        self.settings.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
         measures = _measures_steps(self.model.device)
         step_bytes, state_bytes = self._measure_step(memory, max_requests) if measures else (0, 0)
         memory, limit = self._plan(step_bytes + state_bytes)
@@ -76,48 +71,48 @@ class RunnerFactory:
 
     @property
     def _max_drafts(self) -> int:
-        return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, batch_tokens(self.config))
+        return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, self.settings.max_batch_tokens)
 
     @property
     def _drafts_per_request(self) -> int:
-        return drafts_per_request(self.config.speculate, self.config.draft_length)
+        return drafts_per_request(self.settings.config.speculate, self.settings.config.draft_length)
 
     def _plan(self, step_bytes: int = 0) -> tuple[MemoryPlan, int]:
         """The memory plan beside `step_bytes` for the largest step, and how many requests may run."""
-        config = self.config
+        config = self.settings.config
         memory = plan_memory(
             self._layers,
             weight_bytes=self.model.num_weight_bytes() + (self.draft.weight_bytes if self.draft else 0),
             kv_memory=config.kv_memory,
             memory_share=config.memory_share,
-            dtype=kv_dtype(config, self.model),
+            dtype=self.settings.kv_dtype,
             device=self.model.device,
             block_size=config.block_size,
-            max_model_len=self.max_model_len,
-            max_batch_requests=batch_requests(config),
+            max_model_len=self.settings.max_model_len,
+            max_batch_requests=self.settings.max_batch_requests,
             step_bytes=step_bytes,
             mapped_bytes=self.model.num_mapped_bytes(),
             recurrent=self.model.recurrent_layers,
             state_memory=config.state_memory,
             states_per_request=1 + self._drafts_per_request + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
         )
-        return memory, config.max_batch_requests or memory.max_requests(batch_requests(config))
+        return memory, config.max_batch_requests or memory.max_requests(self.settings.max_batch_requests)
 
     def _build(self, memory: MemoryPlan, max_requests: int, step_bytes: int = 0) -> BuiltRunner:
         storage, states = self._allocate(memory), self._allocate_states(memory.num_states)
-        proposer = self._make_proposer(storage, repeatable=self.config.seed is not None)
+        proposer = self._make_proposer(storage, repeatable=self.settings.config.seed is not None)
         host_blocks = None
-        if self.config.preemption != "recompute" and states is None:
-            host_blocks = HostBlocks(storage, plan_host_slots(self.config.swap_memory, memory))
+        if self.settings.config.preemption != "recompute" and states is None:
+            host_blocks = HostBlocks(storage, plan_host_slots(self.settings.config.swap_memory, memory))
         runner: ModelRunner
-        if self.attention.capabilities.captures:
+        if self.settings.attention.capabilities.captures:
             runner = self._gpu_runner(storage, states, max_requests, proposer, host_blocks, step_bytes)
-        elif self.config.draft_graphs:
+        elif self.settings.config.draft_graphs:
             raise InvalidParameter("draft_graphs", "needs a GPU, and attention that can be captured there")
         else:
             runner = CPURunner(
                 self.model,
-                self.attention,
+                self.settings.attention,
                 storage,
                 structured=self.structured,
                 drafter=_drafter(proposer),
@@ -150,7 +145,7 @@ class RunnerFactory:
             self.timeline.end("memory")
 
     def _allocate(self, memory: MemoryPlan) -> KVStorage:
-        dtype, device = kv_dtype(self.config, self.model), self.model.device
+        dtype, device = self.settings.kv_dtype, self.model.device
         return allocate_storage(self._layers, memory.num_blocks, memory.block_size, dtype, device)
 
     def _allocate_states(self, num_slots: int) -> StateStorage | None:
@@ -159,7 +154,7 @@ class RunnerFactory:
     def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
         if self.draft is None:
             return None
-        return self.draft.make(self.attention, storage, self.model, repeatable)
+        return self.draft.make(self.settings.attention, storage, self.model, repeatable)
 
     def _gpu_runner(
         self,
@@ -172,13 +167,13 @@ class RunnerFactory:
     ) -> GPURunner:
         return GPURunner(
             self.model,
-            self.attention,
+            self.settings.attention,
             storage,
             max_batch_requests=max_requests,
-            max_batch_tokens=batch_tokens(self.config),
-            max_model_len=self.max_model_len,
-            graphs=self.config.cuda_graphs,
-            draft_graphs=self.config.draft_graphs,
+            max_batch_tokens=self.settings.max_batch_tokens,
+            max_model_len=self.settings.max_model_len,
+            graphs=self.settings.config.cuda_graphs,
+            draft_graphs=self.settings.config.draft_graphs,
             structured=self.structured,
             drafter=_drafter(proposer),
             host_blocks=host_blocks,

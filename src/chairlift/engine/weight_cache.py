@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.byte_sizes import format_bytes
-from chairlift.config import EngineConfig
-from chairlift.engine.machine_defaults import num_threads, torch_device
+from chairlift.engine.settings import LoadSettings
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.known_models import cache_dir
@@ -31,16 +30,14 @@ Build = Callable[[WeightStore], CausalLM]
 """Builds the model with the packed weights of a store, or gives them to it."""
 
 
-def build_with_cache(
-    build: Build, checkpoint: Checkpoint, quantization: str, num_bytes: int, config: EngineConfig
-) -> CausalLM:
+def build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> CausalLM:
     """Build the model; its packed weights, of about `num_bytes`, are mapped from the cache where that is possible."""
-    folder = _folder(checkpoint, quantization, num_bytes, config)
+    folder = _folder(checkpoint, num_bytes, settings)
     if folder is None:
         return build(WeightStore())
-    identity = _identity(checkpoint, quantization, config)
+    identity = _identity(checkpoint, settings)
     path = folder / f"{_name(identity)}.weights"
-    found = _from_cache(build, path, identity, config)
+    found = _from_cache(build, path, identity, settings)
     if found is not None:
         return found
     from filelock import FileLock, Timeout
@@ -57,31 +54,31 @@ def build_with_cache(
         log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
         return build(WeightStore())
     with lock:
-        found = _from_cache(build, path, identity, config)  # written by another process during the wait
-        return found or _build_and_write(build, path, identity, num_bytes, config)
+        found = _from_cache(build, path, identity, settings)  # written by another process during the wait
+        return found or _build_and_write(build, path, identity, num_bytes, settings)
 
 
-def _folder(checkpoint: Checkpoint, quantization: str, num_bytes: int, config: EngineConfig) -> Path | None:
+def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> Path | None:
     """The folder of the cache, or None if this model is not cached."""
-    on_cpu = torch_device(config).type == "cpu"
-    packs = FORMATS.get(quantization).packs_tiles or FORMATS.get(quantization).keeps_blocks
-    if config.weight_cache == OFF or not (on_cpu and packs and is_native(checkpoint.config)):
+    configured, format = settings.config.weight_cache, FORMATS.get(settings.quantization)
+    packs = format.packs_tiles or format.keeps_blocks
+    if configured == OFF or not (settings.device.type == "cpu" and packs and is_native(checkpoint.config)):
         return None
     if checkpoint.format == "dummy" or num_bytes < MIN_BYTES:
         return None
-    return cache_dir() / "weights" if config.weight_cache is None else Path(config.weight_cache).expanduser()
+    return cache_dir() / "weights" if configured is None else Path(configured).expanduser()
 
 
-def _identity(checkpoint: Checkpoint, quantization: str, config: EngineConfig) -> dict[str, Any]:
+def _identity(checkpoint: Checkpoint, settings: LoadSettings) -> dict[str, Any]:
     from chairlift.kernels.cpu.simd import find_instruction_set  # importing numba takes a while
 
     return {
         "checkpoint": checkpoint_state(checkpoint.path),
         "config": config_state(checkpoint.config),
-        "quantization": quantization,
-        "quantize_head": config.quantize_head,
+        "quantization": settings.quantization,
+        "quantize_head": settings.config.quantize_head,
         "tied": bool(checkpoint.config.get("tie_word_embeddings")),
-        "dtype": config.dtype,
+        "dtype": settings.config.dtype,
         "instruction_set": find_instruction_set().name,
         "code": code_state(),
     }
@@ -94,11 +91,11 @@ def _name(identity: dict[str, Any]) -> str:
     return f"{path.stem}-{hashlib.sha256(repr(lasting).encode()).hexdigest()[:12]}"
 
 
-def _from_cache(build: Build, path: Path, identity: dict[str, Any], config: EngineConfig) -> CausalLM | None:
+def _from_cache(build: Build, path: Path, identity: dict[str, Any], settings: LoadSettings) -> CausalLM | None:
     if not path.exists():
         return None
     try:
-        store = StoredWeights(path, identity, num_threads(config))
+        store = StoredWeights(path, identity, settings.threads)
         model = build(store)
     except UnusableCache as problem:
         log.info(f"the cached weights {path} are not used: {problem}")
@@ -108,7 +105,7 @@ def _from_cache(build: Build, path: Path, identity: dict[str, Any], config: Engi
 
 
 def _build_and_write(
-    build: Build, path: Path, identity: dict[str, Any], num_bytes: int, config: EngineConfig
+    build: Build, path: Path, identity: dict[str, Any], num_bytes: int, settings: LoadSettings
 ) -> CausalLM:
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes + DISK_RESERVE:
@@ -116,7 +113,7 @@ def _build_and_write(
         log.warning(f"packed weights are not cached: {path.parent} has {format_bytes(free)} left, but needs {needed}")
         return build(WeightStore())
     try:
-        recorder = WeightRecorder(path, identity, num_threads(config))
+        recorder = WeightRecorder(path, identity, settings.threads)
     except OSError as error:
         log.warning(f"packed weights are not cached: {path}: {error.strerror or error}")
         return build(WeightStore())

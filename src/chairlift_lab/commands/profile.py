@@ -56,7 +56,7 @@ def profile(
     Requests are random tokens, decoded greedily. Prompts are computed before
     the measured steps.
     """
-    from chairlift.engine.machine_defaults import prefill_tokens
+    from chairlift.engine.settings import resolve_machine
     from chairlift.engine.startup import load_engine
     from chairlift_lab.profile.chrome_trace import write_trace
     from chairlift_lab.profile.run import profile_engine
@@ -73,7 +73,7 @@ def profile(
     ):
         note("loading")
         started = load_engine(path, settings.with_slots(config), progress=not engine.quiet)
-        found = profile_engine(started, settings, prefill_tokens(config), note)
+        found = profile_engine(started, settings, resolve_machine(config).max_prefill_tokens, note)
     _show(found, name)
     parameters = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
     parameters |= model_settings(name, started.runner.model, found.ceilings)

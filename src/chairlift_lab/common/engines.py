@@ -11,9 +11,8 @@ import torch
 
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
-from chairlift.engine.kv_dtype import kv_dtype
-from chairlift.engine.machine_defaults import batch_tokens, num_threads, torch_device, torch_dtype
 from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.engine.settings import kv_dtype, resolve_machine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.progress import Note
 
@@ -76,20 +75,21 @@ class EngineMaker:
         from chairlift.models.dummy import DummyCheckpoint
 
         name, config = self.loaded.name, self.config()
-        dummy = config.load_format == "dummy"
-        checkpoint = DummyCheckpoint(name, torch_device(config)) if dummy else open_checkpoint(resolve_model(name))
-        return describe(checkpoint.config).num_parameters
+        if config.load_format == "dummy":
+            return describe(DummyCheckpoint(name, resolve_machine(config).device).config).num_parameters
+        return describe(open_checkpoint(resolve_model(name)).config).num_parameters
 
     def settings(self) -> dict[str, Any]:
         """The settings that all engines share, for a report."""
         config = self.config()
+        settings = resolve_machine(config)
         return {
             "model": self.loaded.name,
-            "device": str(torch_device(config)),
-            "dtype": str(torch_dtype(config)).removeprefix("torch."),
+            "device": str(settings.device),
+            "dtype": str(settings.dtype).removeprefix("torch."),
             "quantization": self.loaded.model.quantization,
             "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
-            "threads": num_threads(config),
+            "threads": settings.threads,
             "block_size": config.block_size,
-            "max_batch_tokens": batch_tokens(config),
+            "max_batch_tokens": settings.max_batch_tokens,
         }

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chairlift.engine.machine_defaults import KV_DTYPES
 from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.engine.settings import KV_DTYPES
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.resolve import resolve_model

@@ -13,7 +13,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, StepDone
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
-from chairlift.engine.machine_defaults import batch_requests, batch_tokens
+from chairlift.engine.settings import resolve_machine
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.step_work import KernelWork, step_work, total
@@ -38,10 +38,13 @@ class ProfileSettings:
     def with_slots(self, config: EngineConfig) -> EngineConfig:
         """Set `max_batch_requests` to the largest batch, unless it is given."""
         most = max(self.batches)
-        if config.max_batch_requests is not None or most <= batch_requests(config):
+        if config.max_batch_requests is not None:
             return config
-        if most > batch_tokens(config):
-            problem = f"{most} requests need a token each, but max_batch_tokens is {batch_tokens(config)}"
+        settings = resolve_machine(config)
+        if most <= settings.max_batch_requests:
+            return config
+        if most > settings.max_batch_tokens:
+            problem = f"{most} requests need a token each, but max_batch_tokens is {settings.max_batch_tokens}"
             raise InvalidParameter("batch", problem)
         return replace(config, max_batch_requests=most)
 

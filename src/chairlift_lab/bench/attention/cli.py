@@ -65,14 +65,14 @@ def bench_attention(
     cache: keys and values cached, or recomputed for every token.
     """
     from chairlift.config import EngineConfig
-    from chairlift.engine.machine_defaults import torch_device, torch_dtype
+    from chairlift.engine.settings import resolve_machine
     from chairlift_lab.bench.attention.plot import plot_attention
     from chairlift_lab.bench.attention.run import EXPERIMENTS, run_attention
 
     settings = AttentionSettings(**asdict(options))
     chosen = parse_names("experiments", experiments, EXPERIMENTS)
-    config = EngineConfig(device=device, dtype=dtype)
-    on, precision = torch_device(config), torch_dtype(config)
+    chosen_machine = resolve_machine(EngineConfig(device=device, dtype=dtype))
+    on, precision = chosen_machine.device, chosen_machine.dtype
     results = run_attention(settings, on, precision, experiments=chosen, note=note)
     machine = {"device": str(on), "dtype": str(precision).removeprefix("torch.")}
     return BenchResult(

@@ -62,7 +62,7 @@ def bench_chunking(
     adaptive budget is compared with the highest of all fixed chunks that meet
     the same target by the same rule.
     """
-    from chairlift.engine.machine_defaults import torch_device
+    from chairlift.engine.settings import resolve_machine
     from chairlift_lab.bench.chunking.plot import plot_chunking
     from chairlift_lab.bench.chunking.run import CHUNKS, chunking_rows, sweep_chunks
     from chairlift_lab.common.engines import EngineMaker
@@ -70,7 +70,7 @@ def bench_chunking(
     refuse_given(context, CHOSEN_HERE, "is chosen by this bench")
     targets = None if targets_ms is None else [ms / 1e3 for ms in targets_ms]
     maker = EngineMaker.from_options(engine, note)
-    sizes = chunks or CHUNKS[torch_device(maker.config()).type]
+    sizes = chunks or CHUNKS[resolve_machine(maker.config()).device.type]
     points = sweep_chunks(maker, settings, chunks=sizes, targets=targets, note=note)
     rows = chunking_rows(points)
     used = [row["target_ms"] for row in rows if row["target_ms"] is not None]

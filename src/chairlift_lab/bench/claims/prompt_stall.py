@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.config import EngineConfig
-from chairlift.engine.machine_defaults import torch_device, torch_dtype
+from chairlift.engine.settings import resolve_machine
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.dummy import dummy_tokenizer
 from chairlift.progress import Note
@@ -42,7 +42,8 @@ class StallPoint:
 def random_maker(device: str = "auto", dtype: str = "auto") -> EngineMaker:
     """Engines around a small random model with a context long enough."""
     config = EngineConfig(device=device, dtype=dtype)
-    model = random_llama(torch_device(config), torch_dtype(config))
+    machine = resolve_machine(config)
+    model = random_llama(machine.device, machine.dtype)
     loaded = LoadedModel("a small random Llama", model, dummy_tokenizer(), frozenset())
     return EngineMaker(loaded, {"device": device, "dtype": dtype})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from chairlift.engine.machine_defaults import torch_device, torch_dtype
+from chairlift.engine.settings import resolve_machine
 from chairlift.progress import Note
 from chairlift_lab.bench.attention.options import AttentionSettings
 from chairlift_lab.bench.attention.run import AttentionResults, run_attention
@@ -118,11 +118,11 @@ class _Claims:
         return [memory.judge_cache(self.results.attention.cache)]
 
     def _attention(self, experiment: str) -> AttentionResults:
-        config = self._maker.config()
+        machine = resolve_machine(self._maker.config())
         return run_attention(
             self._settings.attention,
-            torch_device(config),
-            torch_dtype(config),
+            machine.device,
+            machine.dtype,
             experiments=[experiment],
             note=self._note,
         )

@@ -57,7 +57,7 @@ def bench_kernels(
     once for all layers; what kernels take
     within a step is shown by chairlift profile.
     """
-    from chairlift.engine.kv_dtype import kv_dtype
+    from chairlift.engine.settings import kv_dtype
     from chairlift.engine.startup import load_model
     from chairlift.models.decoder import Decoder
     from chairlift_lab.bench.kernels.run import KINDS, KernelSettings, measure_kernels

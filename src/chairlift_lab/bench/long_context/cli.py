@@ -59,7 +59,7 @@ def bench_long_context(
     beside the time to read its keys and values at the bandwidth measured in the
     same run.
     """
-    from chairlift.engine.machine_defaults import prefill_tokens
+    from chairlift.engine.settings import resolve_machine
     from chairlift.engine.startup import load_engine
     from chairlift_lab.bench.long_context.run import LongContextSettings, made_longer, measure_long_contexts
     from chairlift_lab.common.floor import ceilings_for
@@ -83,7 +83,7 @@ def bench_long_context(
         note("measuring the ceilings")
         ceilings = ceilings_for(started.runner.model)
         rows = [point.row() for point in measure_long_contexts(started, ceilings, settings, note)]
-    asked = {"lengths": lengths, "output_tokens": output_tokens, "chunk": prefill_tokens(config)}
+    asked = {"lengths": lengths, "output_tokens": output_tokens, "chunk": resolve_machine(config).max_prefill_tokens}
     return BenchResult(
         asked | model_settings(name, started.runner.model, ceilings),
         rows,

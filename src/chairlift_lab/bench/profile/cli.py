@@ -116,7 +116,7 @@ def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
 
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     """A simulated engine that schedules as this one does."""
-    from chairlift.engine.machine_defaults import batch_tokens
+    from chairlift.engine.settings import resolve_machine
     from chairlift_lab.planning.run import ReplicaSettings
 
     scheduler = engine.scheduler
@@ -124,7 +124,7 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
         num_blocks=scheduler.kv.num_blocks,
         block_size=scheduler.kv.block_size,
         seats=scheduler.max_batch_requests,
-        max_batch_tokens=batch_tokens(config),
+        max_batch_tokens=resolve_machine(config).max_batch_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         policy=config.policy,
         order=config.order,

@@ -19,7 +19,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.engine.machine_defaults import torch_device
+from chairlift.engine.settings import resolve_machine
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.loading.resolve import resolve_model
@@ -97,7 +97,7 @@ class Quality:
 
 def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
     """The modes that a device can run: their options by name."""
-    return CPU_MODES if torch_device(EngineConfig(device=device)).type == "cpu" else GPU_MODES
+    return CPU_MODES if resolve_machine(EngineConfig(device=device)).device.type == "cpu" else GPU_MODES
 
 
 def measure_quality(

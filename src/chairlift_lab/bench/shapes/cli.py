@@ -101,7 +101,7 @@ def bench_shapes(
     first is free for the second.
     """
     from chairlift.config import EngineConfig
-    from chairlift.engine.machine_defaults import for_throughput
+    from chairlift.engine.settings import for_throughput
     from chairlift_lab.bench.shapes.run import run_shape
 
     if scale < 1:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import EngineConfig
-from chairlift.engine.machine_defaults import KV_DTYPES, torch_device, torch_dtype
+from chairlift.engine.settings import KV_DTYPES, resolve_machine
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.progress import Note
 from chairlift_lab.bench.shapes.run import CaseResult, ShapeCase, ShapeRun, make_cases, warm_up_of
@@ -105,7 +105,7 @@ class ShapePeer:
     ) -> tuple[PeerRun | None, PeerFailed | None]:
         """Run the same cases in the same number format; after a failure, return the completed ones."""
         job = {
-            "dtype": str(torch_dtype(config)).removeprefix("torch."),
+            "dtype": str(resolve_machine(config).dtype).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "prefix_caching": config.prefix_caching,
             "quantization": "fp8" if config.quantization == "fp8" else None,  # None: what its config.json names
@@ -218,13 +218,13 @@ def _refuse_other_formats(config: EngineConfig, title: str) -> None:
     allowed = ("none", "fp8", "checkpoint")  # the last: what the shape itself names
     if config.quantization not in allowed:
         raise InvalidParameter("quantization", f"cannot be compared: {title} has no such format; use one of {allowed}")
-    if config.kv_dtype not in ("auto", "fp8") and KV_DTYPES[config.kv_dtype] != torch_dtype(config):
+    if config.kv_dtype not in ("auto", "fp8") and KV_DTYPES[config.kv_dtype] != resolve_machine(config).dtype:
         raise InvalidParameter("kv_dtype", f"cannot be compared: {title}'s cache is in the type of --dtype, or in fp8")
 
 
 def _only_this(config: EngineConfig) -> dict[str, str]:
     """Environment variables that leave a process only the GPU that `config` names, or none."""
-    if torch_device(config).type == "cpu":
+    if resolve_machine(config).device.type == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     index = config.device.partition(":")[2]
     if not index:

@@ -58,7 +58,7 @@ def bench_stress(
     of --dtype).
     """
     from chairlift.config import EngineConfig
-    from chairlift.engine.machine_defaults import torch_device, torch_dtype
+    from chairlift.engine.settings import resolve_machine
     from chairlift_lab.bench.stress.model import stress_model
     from chairlift_lab.bench.stress.run import stress, stress_config
 
@@ -80,8 +80,8 @@ def bench_stress(
         "draft_length": draft_length,
         "seed": seed,
     }
-    machine = EngineConfig(device=device, dtype=dtype)
-    where = torch_device(machine), torch_dtype(machine)
+    machine = resolve_machine(EngineConfig(device=device, dtype=dtype))
+    where = machine.device, machine.dtype
     loaded = stress_model(family, *where, quantization=quantization, batch_invariant=batch_invariant)
     configs = [stress_config(loaded, name, **options) for name in rounds]
     rows = [

@@ -30,8 +30,8 @@ from chairlift.core.integrity import check_accounting, check_plan, check_quiesce
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import FinishReason, completion_ids
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.engine.settings import kv_dtype
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.errors import ChairliftError
 from chairlift.progress import Note

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.measure import Measurement, TokenProgress, add_speedups
 from chairlift_lab.common.workload import Workload, text_like_ids
+
+if TYPE_CHECKING:
+    from chairlift.engine.settings import MachineSettings
 
 ENGINES = ("chairlift", "one-at-a-time", "transformers")
 OWN_ENGINES = ("chairlift", "chairlift-fp32")
@@ -58,32 +61,22 @@ class ThroughputComparison:
 
     def slots(self) -> int:
         """The most requests per step."""
-        from chairlift.engine.machine_defaults import batch_requests
-
-        return batch_requests(self._config())
+        return self._machine().max_batch_requests
 
     def settings(self) -> dict[str, Any]:
         """The settings with all defaults resolved."""
-        from chairlift.engine.machine_defaults import (
-            batch_requests,
-            batch_tokens,
-            num_threads,
-            torch_device,
-            torch_dtype,
-        )
-
-        config = self._config()
+        config, machine = self._config(), self._machine()
         return {
             "model": self.model,
             "engines": list(self.engines),
-            "threads": num_threads(config),
-            "device": str(torch_device(config)),
-            "dtype": str(torch_dtype(config)).removeprefix("torch."),
+            "threads": machine.threads,
+            "device": str(machine.device),
+            "dtype": str(machine.dtype).removeprefix("torch."),
             "quantization": config.quantization,
-            "concurrency": batch_requests(config),
+            "concurrency": machine.max_batch_requests,
             "max_model_len": config.max_model_len,
-            "max_batch_tokens": batch_tokens(config),
-            "max_prefill_tokens": config.max_prefill_tokens or batch_tokens(config),
+            "max_batch_tokens": machine.max_batch_tokens,
+            "max_prefill_tokens": config.max_prefill_tokens or machine.max_batch_tokens,
             "block_size": config.block_size,
             "kv_memory": config.kv_memory,
             "prefix_caching": config.prefix_caching,
@@ -117,14 +110,18 @@ class ThroughputComparison:
 
         return EngineConfig(**(dict(self.options) | changes))
 
+    def _machine(self, **changes: Any) -> MachineSettings:
+        from chairlift.engine.settings import resolve_machine
+
+        return resolve_machine(self._config(**changes))
+
     def _run_batched(self, workload: Workload, advance: TokenProgress, **changes: Any) -> Measurement:
-        from chairlift.engine.machine_defaults import batch_requests
         from chairlift.engine.startup import load_engine
         from chairlift_lab.common.engine_run import measure_engine
 
         config = self._config(**changes)
         loaded = load_engine(self.model, config, progress=self.progress)
-        in_flight = batch_requests(config) if self.closed_loop else None
+        in_flight = self._machine(**changes).max_batch_requests if self.closed_loop else None
         return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
 
     def _run_fp32(self, workload: Workload, advance: TokenProgress) -> Measurement:
@@ -135,17 +132,16 @@ class ThroughputComparison:
         return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
 
     def _run_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
-        from chairlift.engine.machine_defaults import batch_requests, torch_device, torch_dtype
         from chairlift.loading.resolve import resolve_model
         from chairlift_lab.peers.transformers_run import TransformersSetup, measure_transformers
 
-        config = self._config()
+        machine = self._machine()
         setup = TransformersSetup(
             checkpoint=resolve_model(self.model, progress=self.progress),
-            dtype=torch_dtype(config),
-            device=torch_device(config),
+            dtype=machine.dtype,
+            device=machine.device,
             max_batch_tokens=self._transformers_batch_tokens(),
-            max_batch_requests=batch_requests(config),
+            max_batch_requests=machine.max_batch_requests,
         )
         return measure_transformers(setup, workload, advance)
 

@@ -1,0 +1,76 @@
+"""Builds the scheduler of an engine: its KV cache, budget, order and room for swapped blocks."""
+
+from __future__ import annotations
+
+import logging
+
+from chairlift.byte_sizes import format_bytes
+from chairlift.core.budgets.base import make_budget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.state_slots import StateSlots
+from chairlift.core.kv.swap import SwapCost, SwapSpace
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
+from chairlift.core.scheduler.work_forecast import WorkForecast
+from chairlift.engine.memory_plan import MemoryPlan
+from chairlift.engine.runner_factory import BuiltRunner
+from chairlift.engine.settings import MachineSettings
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.option import drafts_per_request
+
+log = logging.getLogger("chairlift")
+
+
+def make_scheduler(
+    settings: MachineSettings, built: BuiltRunner, cost_model: CostModel, speculation: SpeculationController | None
+) -> Scheduler:
+    config, prompts = settings.config, settings.max_prefill_tokens
+    drafts = drafts_per_request(config.speculate, config.draft_length)
+    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
+    ordering = config.make_ordering()
+    budget = make_budget(
+        config.budget,
+        cost_model,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_prefill_tokens=prompts,
+        target_tpot_ms=config.target_tpot_ms,
+        target_ttft_ms=config.target_ttft_ms,
+    )
+    return Scheduler(
+        _make_cache(settings, built.memory),
+        budget,
+        config.make_policy(),
+        built.max_batch_requests,
+        ordering=ordering,
+        max_overtakes=config.max_overtakes,
+        forecast=forecast,
+        swap=_make_swap_space(settings, built, forecast),
+        speculation=speculation,
+        tenant_isolation=make_tenant_isolation(ordering, cost_model, prompts),
+    )
+
+
+def _make_cache(settings: MachineSettings, memory: MemoryPlan) -> KVCache:
+    config, states = settings.config, None
+    if memory.num_states:
+        states = StateSlots(
+            memory.num_states,
+            config.block_size,
+            prefix_caching=config.prefix_caching,
+            snapshot_interval=memory.snapshot_interval,
+        )
+    return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching, states=states)
+
+
+def _make_swap_space(settings: MachineSettings, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:
+    host_blocks, memory = built.runner.host_blocks, built.memory
+    if host_blocks is None:
+        return SwapSpace()
+    slots = host_blocks.num_slots
+    if settings.config.preemption == "swap":
+        return SwapSpace(slots)
+    speed = host_blocks.bytes_per_second()
+    per_block = memory.bytes_per_token * memory.block_size
+    log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
+    return SwapSpace(slots, SwapCost(per_block, speed, forecast))

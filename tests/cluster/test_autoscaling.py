@@ -14,7 +14,7 @@ from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.run import ReplicaSettings
 from chairlift_lab.simulator.figures import Targets, figures
-from chairlift_lab.simulator.fleet.size import AutoscaledSize
+from chairlift_lab.simulator.fleet import AutoscaledSize
 from chairlift_lab.simulator.records import Arrival, SimulationOutcome
 from chairlift_lab.simulator.run import simulate
 

@@ -22,8 +22,7 @@ from chairlift_lab.bench.kernels import run as kernel_speed
 from chairlift_lab.bench.long_context.run import LongContextSettings, measure_long_contexts
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.step_work import GEMM
-from chairlift_lab.profile.gpu import make_profile
-from chairlift_lab.profile.gpu_timeline import FIRST_KERNEL
+from chairlift_lab.profile.gpu import FIRST_KERNEL, make_profile
 from chairlift_lab.profile.step_profile import Batch
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.bench.test_step_profile import number_of_weights, one_step

@@ -58,8 +58,7 @@ def profile(
     """
     from chairlift.engine.settings import resolve_machine
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.profile.chrome_trace import write_trace
-    from chairlift_lab.profile.run import profile_engine
+    from chairlift_lab.profile.run import profile_engine, write_trace
     from chairlift_lab.profile.step_profile import ProfileSettings
 
     settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)

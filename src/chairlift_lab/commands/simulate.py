@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.progress import watch
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import comparison_table, show_table
-from chairlift_lab.planning.options import MACHINE, FleetOptions, MachineOptions, TargetOptions
+from chairlift_lab.planning.options import FleetOptions, MachineOptions, TargetOptions, machine_option
 from chairlift_lab.report.options import ReportOptions
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from chairlift_lab.simulator.figures import Targets
     from chairlift_lab.simulator.roofline import ModelShape
 
-_TRAFFIC = "Traffic"
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
 
 RANDOM_REQUESTS = 1000
 
@@ -47,47 +48,27 @@ def simulate(
     report: ReportOptions,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Step times as `chairlift bench profile` measured them, instead of a prediction.",
-            rich_help_panel=MACHINE,
-        ),
+        machine_option(help="Step times as `chairlift bench profile` measured them, instead of a prediction."),
     ] = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=MACHINE)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.", rich_help_panel=MACHINE)] = 16,
-    rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
+    kv_blocks: Annotated[int | None, machine_option(help="Blocks of the KV cache, instead of what fits.")] = None,
+    block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
+    rate: Annotated[float, _traffic(help="Requests per second.")] = 4.0,
+    arrivals: Annotated[str, _traffic(help="poisson, bursty or uniform.")] = "poisson",
     requests: Annotated[
-        int | None,
-        typer.Option(help="Number of requests.", show_default="1000, or the whole trace", rich_help_panel=_TRAFFIC),
+        int | None, _traffic(help="Number of requests.", show_default="1000, or the whole trace")
     ] = None,
-    prompt_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
-    ] = "16:512",
-    output_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
-    ] = "16:256",
+    prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512",
+    output_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256",
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Recorded traffic instead (CSV or JSON lines, see bench serve).", rich_help_panel=_TRAFFIC),
+        Path | None, _traffic(help="Recorded traffic instead (CSV or JSON lines, see bench serve).")
     ] = None,
-    trace_speed: Annotated[float, typer.Option(help="Speed-up of the trace.", rich_help_panel=_TRAFFIC)] = 1.0,
-    copies: Annotated[
-        int,
-        typer.Option(help="The trace this many times, spread over its duration.", rich_help_panel=_TRAFFIC),
-    ] = 1,
+    trace_speed: Annotated[float, _traffic(help="Speed-up of the trace.")] = 1.0,
+    copies: Annotated[int, _traffic(help="The trace this many times, spread over its duration.")] = 1,
     spread: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds of the trace over which the copies begin.", show_default="all", rich_help_panel=_TRAFFIC
-        ),
+        float | None, _traffic(help="Seconds of the trace over which the copies begin.", show_default="all")
     ] = None,
-    trace_seconds: Annotated[
-        float | None,
-        typer.Option(help="End the traffic of the trace after this long.", rich_help_panel=_TRAFFIC),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
+    trace_seconds: Annotated[float | None, _traffic(help="End the traffic of the trace after this long.")] = None,
+    seed: Annotated[int, _traffic(help="The same seed gives the same traffic.")] = 0,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
     preemption: Annotated[
@@ -130,7 +111,7 @@ def simulate(
     from chairlift_lab.planning.plot import plot_outcome
     from chairlift_lab.planning.run import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift_lab.simulator.figures import figures
-    from chairlift_lab.simulator.fleet.size import AutoscaledSize
+    from chairlift_lab.simulator.fleet import AutoscaledSize
     from chairlift_lab.simulator.replica import Replica
     from chairlift_lab.simulator.roofline import Roofline, StepCost
     from chairlift_lab.simulator.run import simulate as run
@@ -289,13 +270,9 @@ def plan(
     machine: MachineOptions,
     targets: TargetOptions,
     report: ReportOptions,
-    rate: Annotated[float | None, typer.Option(help="Requests per second to serve.", rich_help_panel=_TRAFFIC)] = None,
-    prompt_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
-    ] = "128:2048",
-    output_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
-    ] = "64:512",
+    rate: Annotated[float | None, _traffic(help="Requests per second to serve.")] = None,
+    prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "128:2048",
+    output_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "64:512",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Predict a model's memory and speed on a device, and the number of devices for a load.
@@ -303,8 +280,7 @@ def plan(
     No weights are read, and only the scheduler runs.
     """
     from chairlift_lab.common.workload import LengthRange
-    from chairlift_lab.planning.decode_curve import decode_curve
-    from chairlift_lab.planning.plot import plot_plan
+    from chairlift_lab.planning.plot import decode_curve, plot_plan
     from chairlift_lab.planning.run import ReplicaSettings, highest_rate
     from chairlift_lab.simulator.roofline import Roofline
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,9 @@ from chairlift_lab.load.figures import LatencyLimits
 from chairlift_lab.load.run import ClosedLoop, LoadLoop, OpenLoop
 from chairlift_lab.load.traces import TraceEntry, load_trace, trace_requests
 
-_LOAD, _WORKLOAD, _SERVER, _GOOD = "Load", "Workload", "Server", "What counts as good"
+_load, _workload, _server, _good = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Workload", "Server", "What counts as good")
+)
 CONCURRENCY = 16
 PER_SLOT = 5  # requests per unit of concurrency, so that most of them meet a busy server
 OPEN_SECONDS = 60
@@ -34,40 +37,30 @@ class LoadOptions:
 
     concurrency: Annotated[
         int | None,
-        typer.Option(
+        _load(
             help="Closed loop: requests in flight; the next is sent when one ends.",
-            rich_help_panel=_LOAD,
             show_default=f"{CONCURRENCY}, unless there is a rate or a trace",
         ),
     ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Open loop: requests per second, independent of the server.", rich_help_panel=_LOAD),
-    ] = None
-    arrivals: Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.", rich_help_panel=_LOAD)] = "poisson"
+    rate: Annotated[float | None, _load(help="Open loop: requests per second, independent of the server.")] = None
+    arrivals: Annotated[str, _load(help=f"Open loop: {', '.join(ARRIVALS)}.")] = "poisson"
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            help="Shape of the gamma distribution of bursty gaps; 1 is Poisson, less is burstier.",
-            rich_help_panel=_LOAD,
-            show_default="0.25",
+        _load(
+            help="Shape of the gamma distribution of bursty gaps; 1 is Poisson, less is burstier.", show_default="0.25"
         ),
     ] = None
     num_requests: Annotated[
         int | None,
-        typer.Option(
+        _load(
             "--num-requests",
             "-n",
             help="Number of requests.",
-            rich_help_panel=_LOAD,
             show_default=f"{PER_SLOT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all of a file",
         ),
     ] = None
-    duration: Annotated[
-        float | None,
-        typer.Option(help="Send for this many seconds, then wait for open requests.", rich_help_panel=_LOAD),
-    ] = None
-    warmup: Annotated[int, typer.Option(help="Short requests before the run, not counted.", rich_help_panel=_LOAD)] = 4
+    duration: Annotated[float | None, _load(help="Send for this many seconds, then wait for open requests.")] = None
+    warmup: Annotated[int, _load(help="Short requests before the run, not counted.")] = 4
 
     def check(self) -> None:
         if self.concurrency is not None and self.rate is not None:
@@ -114,41 +107,24 @@ class LoadOptions:
 class LoadWorkload:
     """The requests: random, from a file, or like a trace."""
 
-    prompt_len: Annotated[
-        str,
-        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
-    ] = "16:512"
-    output_len: Annotated[
-        str,
-        typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
-    ] = "16:256"
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
-    shared_prefix: Annotated[
-        float, typer.Option(help="Share of every prompt that is a common prefix.", rich_help_panel=_WORKLOAD)
-    ] = 0.0
-    prefix_groups: Annotated[
-        int, typer.Option(help="Number of different common prefixes.", rich_help_panel=_WORKLOAD)
-    ] = 1
+    prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.")] = (
+        "16:512"
+    )
+    output_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.")] = (
+        "16:256"
+    )
+    seed: Annotated[int, _workload(help="The same seed gives the same requests.")] = 0
+    shared_prefix: Annotated[float, _workload(help="Share of every prompt that is a common prefix.")] = 0.0
+    prefix_groups: Annotated[int, _workload(help="Number of different common prefixes.")] = 1
     workload: Annotated[
         Path | None,
-        typer.Option(
-            help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
-            rich_help_panel=_WORKLOAD,
-        ),
+        _workload(help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.'),
     ] = None
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.",
-            rich_help_panel=_WORKLOAD,
-        ),
+        Path | None, _workload(help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.")
     ] = None
-    trace_speed: Annotated[
-        float, typer.Option(help="Replay the trace this many times as fast.", rich_help_panel=_WORKLOAD)
-    ] = 1.0
-    trace_scale: Annotated[
-        float, typer.Option(help="Multiply the lengths of the trace by this.", rich_help_panel=_WORKLOAD)
-    ] = 1.0
+    trace_speed: Annotated[float, _workload(help="Replay the trace this many times as fast.")] = 1.0
+    trace_scale: Annotated[float, _workload(help="Multiply the lengths of the trace by this.")] = 1.0
 
     def check(self) -> None:
         if self.workload is not None and self.trace is not None:
@@ -204,42 +180,19 @@ class LoadTargetOptions:
     """The server, and the parameters of all requests."""
 
     url: Annotated[
-        str | None,
-        typer.Option(
-            help="An OpenAI-compatible server.",
-            rich_help_panel=_SERVER,
-            show_default="one of ours, started for the run",
-        ),
+        str | None, _server(help="An OpenAI-compatible server.", show_default="one of ours, started for the run")
     ] = None
-    api_key: Annotated[
-        str | None, typer.Option(help="API key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
-    ] = None
+    api_key: Annotated[str | None, _server(help="API key for --url.", envvar="CHAIRLIFT_API_KEY")] = None
     api: Annotated[
-        str,
-        typer.Option(
-            help=f"{' or '.join(APIS)}: prompts of token ids with exact lengths, or messages of common words.",
-            rich_help_panel=_SERVER,
-        ),
+        str, _server(help=f"{' or '.join(APIS)}: prompts of token ids with exact lengths, or messages of common words.")
     ] = "completions"
-    token_ids: Annotated[
-        str,
-        typer.Option(metavar="LOW:HIGH", help="With --url: token ids of the prompts.", rich_help_panel=_SERVER),
-    ] = "1000:10000"
+    token_ids: Annotated[str, _server(metavar="LOW:HIGH", help="With --url: token ids of the prompts.")] = "1000:10000"
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos/--no-ignore-eos",
-            help="Generate exactly the given length. Not every server can.",
-            rich_help_panel=_SERVER,
-        ),
+        bool, _server("--ignore-eos/--no-ignore-eos", help="Generate exactly the given length. Not every server can.")
     ] = True
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.", rich_help_panel=_SERVER)] = 0.0
-    extra_body: Annotated[
-        str, typer.Option(metavar="JSON", help="More parameters for every request.", rich_help_panel=_SERVER)
-    ] = "{}"
-    request_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a request fails.", min=0.001, rich_help_panel=_SERVER)
-    ] = 600.0
+    temperature: Annotated[float, _server(help="Sampling temperature.")] = 0.0
+    extra_body: Annotated[str, _server(metavar="JSON", help="More parameters for every request.")] = "{}"
+    request_timeout: Annotated[float, _server(help="Seconds after which a request fails.", min=0.001)] = 600.0
 
     def request_format(self, model: str) -> RequestFormat:
         try:
@@ -257,15 +210,9 @@ class LoadTargetOptions:
 class JudgeOptions:
     """Limits of good answers, and the comparison with the engine alone."""
 
-    max_ttft_ms: Annotated[
-        float | None, typer.Option(help="Longest time to first token of a good answer.", rich_help_panel=_GOOD)
-    ] = None
-    max_tpot_ms: Annotated[
-        float | None, typer.Option(help="Longest mean time per output token after the first.", rich_help_panel=_GOOD)
-    ] = None
-    max_e2e_ms: Annotated[float | None, typer.Option(help="Longest time from start to end.", rich_help_panel=_GOOD)] = (
-        None
-    )
+    max_ttft_ms: Annotated[float | None, _good(help="Longest time to first token of a good answer.")] = None
+    max_tpot_ms: Annotated[float | None, _good(help="Longest mean time per output token after the first.")] = None
+    max_e2e_ms: Annotated[float | None, _good(help="Longest time from start to end.")] = None
     compare_offline: Annotated[
         bool,
         typer.Option("--compare-offline", help="Also run the same load on the engine without a server, in turns."),

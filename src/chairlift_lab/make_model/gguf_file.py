@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from chairlift.errors import InvalidParameter
-from chairlift.kernels.cpu.blocks.kinds import KINDS
+from chairlift.kernels.cpu.blocks.kinds import KINDS, BlockKind
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model
-from chairlift_lab.make_model.random_blocks import random_matrix
 
+# Bytes at which a block has its float16 factor, and that of its minima.
+_FACTOR_AT = {"Q6_K": 208}
+_MIN_FACTOR_AT = 2
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # Names of formats with several kinds: that of most matrices, and of those that matter more.
 MIXED = {"q4_k_m": ("Q4_K", "Q6_K"), "q5_k_m": ("Q5_K", "Q6_K")}
@@ -26,6 +28,45 @@ UNUSED = 5  # the type of a token in GGUF files
 
 Matrix = tuple[str, int, int]
 """Name, rows and columns of a matrix."""
+
+
+def random_blocks(kind: BlockKind, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
+    """[rows, bytes] of weights with the standard deviation 1 / sqrt(columns)."""
+    blocks = np.frombuffer(random.bytes(rows * columns // kind.columns * kind.num_bytes), dtype=np.uint8)
+    blocks = blocks.reshape(-1, kind.num_bytes).copy()
+    scale = _set_scales(kind, blocks)
+    values = np.array(kind.values or range(2**kind.bits), dtype=np.float64)
+    factor = 1 / (np.sqrt(columns) * scale * values.std())
+    _put(blocks, _FACTOR_AT.get(kind.name, 0), factor)
+    if kind.has_min:  # centres the numbers
+        low = factor * values.mean() * (1 if kind.nested else -1)
+        _put(blocks, _MIN_FACTOR_AT, low)
+    return blocks.reshape(rows, -1)
+
+
+def _set_scales(kind: BlockKind, blocks: np.ndarray) -> float:
+    """Give nested scales a middle value; returns it."""
+    if not kind.nested:
+        return 1.0
+    if kind.name == "Q6_K":
+        blocks[:, 192:208] = 64
+        return 64.0
+    if kind.name == "IQ4_XS":  # six bits in two places: 16 + 32 stands for 16
+        blocks[:, 2:4] = 0xFF
+        blocks[:, 4:8] = 0
+        return 16.0
+    blocks[:, 4:12] = 32  # the first four scales and minima of six bits
+    blocks[:, 4:12] |= 0x80  # the upper bits of the others
+    blocks[:, 12:16] = 0
+    return 32.0
+
+
+def _put(blocks: np.ndarray, at: int, factor: float) -> None:
+    blocks[:, at : at + 2] = np.array([factor], dtype=np.float16).view(np.uint8)
+
+
+def random_matrix(name: str, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
+    return random_blocks(KINDS[name], rows, columns, random)
 
 
 def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from chairlift_lab.simulator.figures import Targets
     from chairlift_lab.simulator.roofline import ModelShape
 
-MACHINE, _TARGETS, _FLEET = "Model and device", "Targets", "Replicas"
+machine_option, _target, _fleet = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Model and device", "Targets", "Replicas")
+)
 INGRESS_BY = ("turn", "tenant")
 
 
@@ -25,27 +28,17 @@ INGRESS_BY = ("turn", "tenant")
 class MachineOptions:
     model: Annotated[
         str,
-        typer.Option(
-            help="config.json, a folder with one, a GGUF file, or a name: qwen3-0.6b, llama3-8b, smollm2-135m.",
-            rich_help_panel=MACHINE,
+        machine_option(
+            help="config.json, a folder with one, a GGUF file, or a name: qwen3-0.6b, llama3-8b, smollm2-135m."
         ),
     ] = "llama3-8b"
-    device: Annotated[str, typer.Option(help="h200, h100, a100, l4, cpu or custom.", rich_help_panel=MACHINE)] = "h200"
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights: bfloat16, float16, float32, int8, int4.", rich_help_panel=MACHINE)
-    ] = "bfloat16"
-    kv_dtype: Annotated[
-        str,
-        typer.Option(help="Of the cache: bfloat16, float16, float32, int8, fp8.", rich_help_panel=MACHINE),
-    ] = "bfloat16"
-    bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of the device instead of what is known.", rich_help_panel=MACHINE)
-    ] = None
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of the device instead.", rich_help_panel=MACHINE)] = None
-    memory: Annotated[float | None, typer.Option(help="GB of the device instead.", rich_help_panel=MACHINE)] = None
-    host_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s to host memory, for swapping, instead.", rich_help_panel=MACHINE)
-    ] = None
+    device: Annotated[str, machine_option(help="h200, h100, a100, l4, cpu or custom.")] = "h200"
+    dtype: Annotated[str, machine_option(help="Of the weights: bfloat16, float16, float32, int8, int4.")] = "bfloat16"
+    kv_dtype: Annotated[str, machine_option(help="Of the cache: bfloat16, float16, float32, int8, fp8.")] = "bfloat16"
+    bandwidth: Annotated[float | None, machine_option(help="GB/s of the device instead of what is known.")] = None
+    tflops: Annotated[float | None, machine_option(help="TFLOP/s of the device instead.")] = None
+    memory: Annotated[float | None, machine_option(help="GB of the device instead.")] = None
+    host_bandwidth: Annotated[float | None, machine_option(help="GB/s to host memory, for swapping, instead.")] = None
 
     def resolve(self, block_size: int = 16) -> tuple[ModelShape, Device, MemoryBudget]:
         from chairlift_lab.planning.model_shape import model_shape, read_config
@@ -65,11 +58,9 @@ class MachineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    target_ttft_ms: Annotated[float | None, typer.Option(help="Time to first token.", rich_help_panel=_TARGETS)] = None
-    target_tpot_ms: Annotated[
-        float | None, typer.Option(help="Time per output token after the first.", rich_help_panel=_TARGETS)
-    ] = None
-    target_e2e_ms: Annotated[float | None, typer.Option(help="Whole answer.", rich_help_panel=_TARGETS)] = None
+    target_ttft_ms: Annotated[float | None, _target(help="Time to first token.")] = None
+    target_tpot_ms: Annotated[float | None, _target(help="Time per output token after the first.")] = None
+    target_e2e_ms: Annotated[float | None, _target(help="Whole answer.")] = None
 
     def resolve(self) -> Targets:
         from chairlift_lab.simulator.figures import Targets
@@ -84,39 +75,20 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    replicas: Annotated[int, typer.Option(help="Number of engines, at the start.", rich_help_panel=_FLEET)] = 1
-    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.", rich_help_panel=_FLEET)] = (
-        "least-loaded"
-    )
-    ingresses: Annotated[
-        int, typer.Option(help="Ingresses, each with a router of its own.", rich_help_panel=_FLEET)
-    ] = 1
+    replicas: Annotated[int, _fleet(help="Number of engines, at the start.")] = 1
+    router: Annotated[str, _fleet(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded"
+    ingresses: Annotated[int, _fleet(help="Ingresses, each with a router of its own.")] = 1
     ingress_by: Annotated[
-        str,
-        typer.Option(
-            help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).",
-            rich_help_panel=_FLEET,
-        ),
+        str, _fleet(help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).")
     ] = "turn"
-    max_replicas: Annotated[
-        int | None, typer.Option(help="Autoscale up to this many.", rich_help_panel=_FLEET, show_default="no scaling")
-    ] = None
-    min_replicas: Annotated[int, typer.Option(help="Autoscale down to this many.", rich_help_panel=_FLEET)] = 1
-    cold_start: Annotated[float, typer.Option(help="Seconds until a new replica answers.", rich_help_panel=_FLEET)] = (
-        20.0
-    )
+    max_replicas: Annotated[int | None, _fleet(help="Autoscale up to this many.", show_default="no scaling")] = None
+    min_replicas: Annotated[int, _fleet(help="Autoscale down to this many.")] = 1
+    cold_start: Annotated[float, _fleet(help="Seconds until a new replica answers.")] = 20.0
     down_delay: Annotated[
-        float,
-        typer.Option(
-            help="Seconds for which fewer replicas must suffice before any is removed.", rich_help_panel=_FLEET
-        ),
+        float, _fleet(help="Seconds for which fewer replicas must suffice before any is removed.")
     ] = 120.0
-    target_used: Annotated[
-        float, typer.Option(help="Share of KV blocks in use at which to add replicas.", rich_help_panel=_FLEET)
-    ] = 0.7
-    price: Annotated[
-        float | None, typer.Option(help="Per replica and hour, for the cost of tokens.", rich_help_panel=_FLEET)
-    ] = None
+    target_used: Annotated[float, _fleet(help="Share of KV blocks in use at which to add replicas.")] = 0.7
+    price: Annotated[float | None, _fleet(help="Per replica and hour, for the cost of tokens.")] = None
 
     def check(self) -> None:
         if self.replicas < 1:
@@ -138,7 +110,7 @@ class FleetOptions:
 
     def make_router(self) -> Router:
         from chairlift.cluster.routing.router import Router
-        from chairlift_lab.simulator.fleet.ingresses import Ingresses
+        from chairlift_lab.simulator.fleet import Ingresses
 
         if self.ingresses == 1:
             return Router(self.router)

@@ -22,7 +22,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
 from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING
-from chairlift_lab.profile.chrome_trace import Span, trace_events
+from chairlift_lab.profile.run import Span, trace_events
 from chairlift_lab.profile.step_profile import (
     Batch,
     BatchProfile,

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from chairlift.core.kv.prefix_index import PrefixMatch
 from chairlift.core.scheduler.admission import MAX_PASSED_OVER
 from chairlift.core.step_limits import NO_LIMIT, StepLimits
-from chairlift_lab.simulator.simulated_request import SimulatedRequest
+from chairlift_lab.simulator.scheduler import SimulatedRequest
 from chairlift_lab.simulator.steady_decodes import SteadyDecodes
 
 

@@ -15,8 +15,7 @@ from chairlift.core.plan import StepPlan, StepResult
 from chairlift_lab.simulator.quick_admission import QuickAdmission
 from chairlift_lab.simulator.records import Gaps, RequestRecord
 from chairlift_lab.simulator.roofline import StepCost
-from chairlift_lab.simulator.scheduler import SimulatedScheduler
-from chairlift_lab.simulator.simulated_request import SimulatedRequest, SubmittedRequests, token_of
+from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, SubmittedRequests, token_of
 from chairlift_lab.simulator.speed_profile import SpeedCursor
 from chairlift_lab.simulator.steady_decodes import SteadyDecodes
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from chairlift.cluster.routing.replicas import RoutedRequest, prefix_keys
 from chairlift.cluster.routing.router import Route, Router
-from chairlift_lab.simulator.fleet.ingresses import Ingresses
-from chairlift_lab.simulator.fleet.size import FixedSize, FleetSize
+from chairlift_lab.simulator.fleet import FixedSize, FleetSize, Ingresses
 from chairlift_lab.simulator.records import Arrival, RequestRecord, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
 

@@ -1,4 +1,4 @@
-"""Requests that only decode, kept outside of the scheduler.
+"""Requests that only decode, kept outside of the scheduler, and their prompts, kept out of the prefix index.
 
 Most running requests get one token in each step, and the scheduler has nothing to decide about them before one ends or
 memory runs out. Passing each of them through the scheduler in every step would take most of the time of a simulation.
@@ -7,21 +7,91 @@ So they are set aside: the scheduler has only their number (`SimulatedState.num_
 
 Only the number of their blocks matters. Each request takes one every `block_size` steps, so it is enough to count how
 many requests do so in which of these steps (`_takers`).
+
+Indexing a prompt hashes each of its blocks, and evicting it takes as long, but most prompts are never looked up again.
+So a prompt is registered only by its first block that no other prompt has (`defer`), and is indexed when another prompt
+with the same block is looked up. Until then only the number of its blocks is needed and, once it has ended, their
+position in the eviction order.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from functools import partial
 from heapq import heappop, heappush
 
 from chairlift.core.kv.prefix_index import Miss, PrefixMatch
-from chairlift.core.request import Ending, FinishReason
-from chairlift_lab.simulator.lazy_indexing import LazyIndexing
-from chairlift_lab.simulator.scheduler import SimulatedScheduler
-from chairlift_lab.simulator.simulated_request import SimulatedRequest, SubmittedRequests, token_of
+from chairlift.core.request import Ending, FinishReason, Request
+from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, SubmittedRequests, token_of
 
 _NOTHING_SHARED = PrefixMatch((), Miss.DISABLED)
 _ALL_GENERATED = Ending(FinishReason.LENGTH)
+
+
+class LazyIndexing:
+    """Defers the indexing of requests that were not submitted to the scheduler."""
+
+    def __init__(self, scheduler: SimulatedScheduler, submitted: SubmittedRequests) -> None:
+        self._scheduler = scheduler
+        self._submitted = submitted
+        self._kv = scheduler.kv
+        self._pool = scheduler.kv.pool
+        self._index = scheduler.kv.index
+
+    def admit(self, simulated: SimulatedRequest, match: PrefixMatch) -> bool:
+        """Count the blocks for the prompt of a request that is not submitted; False (and no change) if another request
+        has the same next block."""
+        shared = len(match.blocks)
+        if shared < self._num_full(simulated):
+            first = self._index.digest(simulated, shared)
+            if self._index.has(first):
+                return False
+            self._index.defer(first, partial(self.index_now, simulated))
+        simulated.shared, simulated.num_found = match.blocks, shared * self._kv.block_size
+        self._pool.share(match.blocks)
+        self._pool.count_used(self._kv.blocks_for(simulated.record.n_in) - shared)
+        return True
+
+    def end(self, simulated: SimulatedRequest, num_computed: int) -> None:
+        """Keep its full blocks in the cache, including those with generated tokens. They are no longer counted as
+        used."""
+        shared = len(simulated.shared)
+        left = num_computed // self._kv.block_size - shared
+        if left:
+            deferred = shared < self._num_full(simulated)
+            forget = partial(self._index.cancel, simulated.block_digests[shared]) if deferred else None
+            simulated.group = self._pool.add_cached_group(left, forget)
+        self._pool.release(reversed(simulated.shared))
+
+    def index_now(self, simulated: SimulatedRequest) -> None:
+        """Index its prompt, or submit it to the scheduler if it is still running."""
+        own = self._num_full(simulated) - len(simulated.shared)
+        if own > 0:
+            self._index.cancel(simulated.block_digests[len(simulated.shared)])
+        if simulated.group is not None:
+            blocks = self._pool.name(simulated.group, min(own, simulated.group.num_anonymous))
+            inserted = self._index.insert(simulated, len(simulated.shared), blocks)
+            assert inserted == blocks, "the blocks are indexed already"
+            return
+        request = self._submit_running(simulated)
+        if simulated.known:  # else its prompt is computed in the current step
+            request.start_from(simulated.record.n_in)
+            self._kv.commit(request)
+
+    def _submit_running(self, simulated: SimulatedRequest) -> Request:
+        num_tokens = simulated.record.n_in
+        request = self._submitted.submit_running(simulated)
+        self._pool.count_used(len(simulated.shared) - self._kv.blocks_for(num_tokens))
+        self._kv.attach(request, PrefixMatch(tuple(simulated.shared), None))
+        self._kv.claim(request)
+        self._pool.release(simulated.shared)
+        copies = self._kv.reserve(request, num_tokens - request.num_computed)
+        assert copies == (), "its blocks were counted as used"
+        return request
+
+    def _num_full(self, simulated: SimulatedRequest) -> int:
+        """Blocks that its prompt fills."""
+        return simulated.record.n_in // self._kv.block_size
 
 
 class SteadyDecodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift_lab.simulator.block_pool import CountingBlockPool
+from chairlift_lab.simulator.kv_cache import CountingBlockPool
 
 
 def pool_of(size: int) -> tuple[CountingBlockPool, list[int]]:

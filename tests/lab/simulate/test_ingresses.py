@@ -12,7 +12,7 @@ from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift_lab.planning.run import ReplicaSettings
 from chairlift_lab.simulator.figures import Targets, figures
-from chairlift_lab.simulator.fleet.ingresses import Ingresses
+from chairlift_lab.simulator.fleet import Ingresses
 from chairlift_lab.simulator.records import Arrival
 from chairlift_lab.simulator.run import simulate
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.cost_model import StepShape
-from chairlift_lab.planning.decode_curve import decode_curve
-from chairlift_lab.planning.plot import unfinished_requests
+from chairlift_lab.planning.plot import decode_curve, unfinished_requests
 from chairlift_lab.simulator.records import RequestRecord
 
 

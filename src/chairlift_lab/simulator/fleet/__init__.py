@@ -1,1 +1,0 @@
-"""The size of a simulated fleet, and the ingresses in front of it."""

@@ -35,7 +35,8 @@ def documented_tree() -> dict[str, set[str]]:
     for line in code_block("Module tree"):
         words = line.split()
         if line.startswith("chairlift_lab/ "):
-            tree["chairlift_lab"] = set(words[1:])
+            package = "chairlift_lab"
+            tree[package] = set(words[1:])
             continue
         if not words or words == ["chairlift/"]:
             continue

@@ -14,10 +14,19 @@ from chairlift.core.events import Event, RequestFinished
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.llm import embedding_params, make_config
-from chairlift.options.checks import at_least
-from chairlift.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StreamedText
-from chairlift.prompt_input import Messages, Prompt, PromptInput, after_reasoning, render_chat
-from chairlift.result_collector import ResultCollector
+from chairlift.options.declaration import at_least
+from chairlift.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Messages,
+    Prompt,
+    PromptInput,
+    RequestOutput,
+    ResultCollector,
+    StreamedText,
+    after_reasoning,
+    render_chat,
+)
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -181,11 +190,11 @@ class _OpenRequest:
         self.id = request_id
         self.prompt = prompt
         self.params = params
-        self.collector = ResultCollector(tokenizer)  # of the engine's thread
+        self.collector = ResultCollector(tokenizer)  # The collector belongs to the engine's thread.
         self.done = False
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._unread: dict[int, StreamedText] = {}  # by completion
+        self._unread: dict[int, StreamedText] = {}  # The keys are numbers of completions.
         self.error: Exception | None = None
 
     # Called in the engine's thread.

@@ -17,8 +17,7 @@ from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
-from chairlift.options.checks import above, at_least, strictly_between
-from chairlift.options.declaration import check_options, option
+from chairlift.options.declaration import above, at_least, check_options, option, strictly_between
 from chairlift.speculation.control.option import check_speculate, proposer_factory, speculate_forms
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 
@@ -306,7 +305,7 @@ class EngineConfig:
         group=MODEL,
         check=at_least(0),
         default_text="random",
-        on_command_line=False,  # on the command line, --seed is a sampling option
+        on_command_line=False,  # There --seed is a sampling option.
     )
 
     def __post_init__(self) -> None:

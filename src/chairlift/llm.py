@@ -13,27 +13,24 @@ from chairlift.core.events import Event
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.pooling import Pooling, PoolingKind
 from chairlift.errors import InvalidParameter
-from chairlift.options.aliases import translate_options
-from chairlift.options.declaration import options_of
+from chairlift.options.declaration import options_of, translate_options
 from chairlift.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    StreamedText,
-)
-from chairlift.prompt_input import (
     Messages,
     Prompt,
     PromptInput,
+    RequestOutput,
+    ResultCollector,
+    ScoringOutput,
+    ScoringRequestOutput,
+    StreamedText,
     after_reasoning,
     is_conversation,
     params_of,
     parse_prompts,
     render_chat,
 )
-from chairlift.result_collector import ResultCollector
 from chairlift.text.relevance import make_pair_scoring, pair_up
 
 if TYPE_CHECKING:

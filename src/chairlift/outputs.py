@@ -1,10 +1,116 @@
-"""Results of the offline API."""
+"""The offline API's prompts and results: what calls accept, what they return, and how events become results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import ChairliftError
+from chairlift.core.events import (
+    Event,
+    PromptPooled,
+    PromptScored,
+    RequestAdmitted,
+    RequestFinished,
+    RequestPreempted,
+    TextProduced,
+    TokenProduced,
+)
+from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import ChairliftError, InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.text.reasoning_formats.base import ReasoningFormat
+    from chairlift.text.tokenizer import Tokenizer
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # optional keys of a prompt
+
+
+class PromptInput:
+    """A prompt as token ids, with the options that came with it."""
+
+    def __init__(self, text: str | None, token_ids: list[int], options: Mapping[str, Any]) -> None:
+        self.text = text
+        self.token_ids = token_ids
+        self.options = options  # arguments of Engine.submit
+
+    @classmethod
+    def parse(cls, prompt: Any, tokenizer: Tokenizer) -> PromptInput:
+        fields = dict(prompt) if isinstance(prompt, Mapping) else {}
+        if isinstance(prompt, str):
+            fields["prompt"] = prompt
+        elif not isinstance(prompt, Mapping):
+            fields["prompt_token_ids"] = prompt
+        text, token_ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
+        options = {name: fields.pop(name) for name in _PROMPT_OPTIONS if fields.get(name) is not None}
+        if fields:
+            known = ", ".join(("prompt", "prompt_token_ids", *_PROMPT_OPTIONS))
+            raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use {known}")
+        for name in ("cache_salt", "tenant"):
+            if not isinstance(options.get(name, ""), str):
+                raise InvalidParameter(name, f"must be a string, got {type(options[name]).__name__}")
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")
+            token_ids = tokenizer.encode(text)
+        elif isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
+            raise InvalidParameter("prompt", f"token ids must be a list, got {type(token_ids).__name__}")
+        return cls(text, list(token_ids), options)
+
+
+def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[PromptInput]:
+    """Parse one prompt or a list of them."""
+    if not isinstance(prompts, (Sequence, Mapping)):
+        raise InvalidParameter("prompts", f"must be a prompt or a list of them, got {type(prompts).__name__}")
+    single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+    many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
+    if not len(many):
+        raise InvalidParameter("prompts", "is empty; give at least one prompt")
+    return [PromptInput.parse(prompt, tokenizer) for prompt in many]
+
+
+def params_of(
+    inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+) -> list[SamplingParams]:
+    """The parameters of each input; without any it is the default."""
+    if params is None:
+        params = default
+    if isinstance(params, SamplingParams):
+        return [params] * len(inputs)
+    if len(params) != len(inputs):
+        raise InvalidParameter("sampling_params", f"{len(params)} given for {len(inputs)} prompts; give one or as many")
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(one).__name__}")
+    return list(params)
+
+
+def render_chat(conversation: Messages, options: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """A conversation as a prompt; `options` are those of `Tokenizer.encode_chat`."""
+    text, token_ids = tokenizer.encode_chat(conversation, **options)
+    return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def after_reasoning(
+    chat: Mapping[str, Any], params: SamplingParams, format_: ReasoningFormat | None, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Let the structure of the answer to a rendered chat begin after the model's reasoning."""
+    if params.structure is None or format_ is None:
+        return params
+    from chairlift.text.reasoning.reasoning_use import ReasoningUse  # imported late, like the tokenizer
+
+    reasoning = ReasoningUse.after(chat["prompt_token_ids"], format_, tokenizer)
+    return params.clone(structure=params.structure.after(reasoning.grammar(answer=True, preambles=False)))
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether this is one conversation and not a list of them."""
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +176,7 @@ class RequestOutput:
     metrics: RequestMetrics
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
-    vector: list[float] | None = None  # with pooling
+    vector: list[float] | None = None  # Only pooling gives one.
 
     def require_vector(self) -> list[float]:
         """The pooled vector; raises if the request ended without one."""
@@ -118,3 +224,111 @@ class StreamedText:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+
+
+class ResultCollector:
+    """Collects the results of one call from the engine's events."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.results: list[RequestOutput] = []
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._places: dict[str, tuple[int, int]] = {}  # request id -> (prompt, completion)
+        self._open: dict[str, None] = {}
+        self._changed: dict[str, None] = {}  # requests with output since the last call of pieces()
+        self._returned: dict[str, tuple[int, int]] = {}  # characters and tokens that pieces() has returned
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_new_output(self) -> bool:
+        return bool(self._changed)
+
+    def open_ids(self) -> list[str]:
+        return list(self._open)
+
+    def add(self, ids: Sequence[str], prompt: PromptInput, params: SamplingParams, now: float) -> None:
+        with_logprobs = params.logprobs is not None
+        completions = [
+            CompletionOutput(
+                index, logprobs=[] if with_logprobs else None, cumulative_logprob=0.0 if with_logprobs else None
+            )
+            for index in range(len(ids))
+        ]
+        for index, request_id in enumerate(ids):
+            self._places[request_id] = (len(self.results), index)
+            self._open[request_id] = None
+        result = RequestOutput(ids[0], prompt.text, prompt.token_ids, completions, RequestMetrics(arrival=now))
+        if params.prompt_logprobs is not None:
+            result.prompt_logprobs = [None]  # nothing comes before the first token
+        self.results.append(result)
+
+    def add_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            request_id = getattr(event, "request_id", "")
+            if request_id in self._open:
+                prompt, index = self._places[request_id]
+                self._apply(event, self.results[prompt], self.results[prompt].outputs[index])
+
+    def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
+        first = completion.index == 0  # a result has the metrics of its first completion
+        match event:
+            case RequestAdmitted() if first and result.metrics.boarded is None:
+                result.metrics.boarded = event.time
+                result.cached_tokens = event.cached_tokens
+            case RequestPreempted():
+                result.metrics.preemptions += 1
+            case PromptScored():
+                assert result.prompt_logprobs is not None
+                result.prompt_logprobs += [self._entry(found) for found in event.logprobs]
+            case PromptPooled():
+                result.vector = list(event.vector)
+            case TokenProduced():
+                self.num_tokens += 1
+                self._changed[event.request_id] = None
+                completion.token_ids.append(event.token)
+                self._add_logprobs(completion, event.logprobs)
+                if first:
+                    result.metrics.token_times.append(event.time)
+            case TextProduced():
+                completion.text += event.text
+            case RequestFinished():
+                completion.finish_reason = event.ending.reason.value
+                completion.stop_reason = event.ending.detail
+                completion.score = event.score
+                if event.logprob is not None:
+                    completion.cumulative_logprob = event.logprob
+                result.metrics.finished = event.time
+                self._changed[event.request_id] = None
+                del self._open[event.request_id]
+            case _:
+                pass
+
+    def _add_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
+        if found is None or completion.logprobs is None or completion.cumulative_logprob is None:
+            return
+        completion.cumulative_logprob += found.logprob
+        completion.logprobs.append(self._entry(found))
+
+    def _entry(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        entries = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
+        entries[found.token_id] = (found.logprob, found.rank)
+        return {
+            token: Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+            for token, (value, rank) in entries.items()
+        }
+
+    def pieces(self) -> list[StreamedText]:
+        """Return the output since the last call: one piece for each completion with new output."""
+        changed, self._changed = self._changed, {}
+        return [self._piece(request_id) for request_id in changed]
+
+    def _piece(self, request_id: str) -> StreamedText:
+        prompt, index = self._places[request_id]
+        completion = self.results[prompt].outputs[index]
+        characters, tokens = self._returned.get(request_id, (0, 0))
+        self._returned[request_id] = len(completion.text), len(completion.token_ids)
+        text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
+        return StreamedText(prompt, index, text, token_ids, completion.finish_reason)

@@ -15,7 +15,7 @@ from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.layers.recurrent.interface import RecurrentLayer, StateSpec
-from chairlift.machine import cgroup
+from chairlift.machine import cores
 from chairlift.runner import device_memory
 from chairlift.runner.kv_storage import allocate_storage
 
@@ -103,7 +103,7 @@ def test_invalid_sizes_are_refused(text: int | str) -> None:
 def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "MOUNT", tmp_path)
+    monkeypatch.setattr(cores, "MOUNT", tmp_path)
     monkeypatch.setattr(device_memory, "_available_to_machine", lambda: 1000)
     assert device_memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("max\n")

@@ -27,7 +27,7 @@ from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.kv_storage import allocate_storage
-from chairlift.sampling.filters import filter_probabilities, filters_of
+from chairlift.sampling.draw import filter_probabilities, filters_of
 from chairlift.sampling.sampler import Sampler
 from chairlift.server.openai.types import CompletionRequest
 from chairlift.server.process.messages import Submit, decode_to_engine, encode

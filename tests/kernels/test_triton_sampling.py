@@ -8,8 +8,7 @@ from torch import Tensor
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton.sampling import sample
-from chairlift.sampling.draw import draw
-from chairlift.sampling.filters import filter_probabilities, filters_of
+from chairlift.sampling.draw import draw, filter_probabilities, filters_of
 
 
 def run(logits: Tensor, params: list[SamplingParams], uniforms: list[float], slots: list[int]) -> tuple[Tensor, Tensor]:

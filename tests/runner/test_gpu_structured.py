@@ -11,8 +11,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from chairlift.structured.compiler import GrammarCompiler
-from chairlift.structured.output import StructuredOutput
-from chairlift.structured.thinking import ThinkingBudgets
+from chairlift.structured.output import StructuredOutput, ThinkingBudgets
 from chairlift.text.reasoning_formats.think import ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
 from tests.runner import gpu_engine

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed, uniform
-from chairlift.sampling.draw import draw
-from chairlift.sampling.filters import filter_probabilities, filters_of
+from chairlift.sampling.draw import draw, filter_probabilities, filters_of
 from chairlift.sampling.parameters import top_p as top_p_filter
 from chairlift.sampling.sampler import Sampler
 from tests.sampling import reference

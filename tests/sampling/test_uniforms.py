@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from chairlift.core.sampling.params import MAX_SEED
 from chairlift.core.sampling.randomness import uniform
-from chairlift.sampling.uniforms import uniforms
+from chairlift.sampling.draw import uniforms
 
 PAIRS = st.lists(st.tuples(st.integers(0, MAX_SEED), st.integers(0, 2**31 - 2)), min_size=1, max_size=20)
 

@@ -16,8 +16,8 @@ from chairlift.core.sampling.randomness import uniform
 from chairlift.core.sampling.structure import Structure
 from chairlift.engine.startup import LoadedModel
 from chairlift.sampling import sampler as sampler_module
+from chairlift.sampling.edits import TokenMasks
 from chairlift.sampling.sampler import Sampler
-from chairlift.sampling.token_masks import TokenMasks
 from chairlift.speculation import draft_proposer
 from chairlift.speculation.first_layers import FirstLayers
 from chairlift_lab.training.trainable_head import WholeTextAttention

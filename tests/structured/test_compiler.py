@@ -17,8 +17,7 @@ from tokenizers import AddedToken
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter, TemporaryFailure
 from chairlift.structured import trial_process
-from chairlift.structured.compiler import GrammarCompiler, GrammarLimits
-from chairlift.structured.grammar_source import BadStructure, grammar_of
+from chairlift.structured.compiler import BadStructure, GrammarCompiler, GrammarLimits, grammar_of
 from chairlift.structured.trial_process import TrialProcess
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends

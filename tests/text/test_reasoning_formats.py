@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.structured.grammar_source import grammar_of
+from chairlift.structured.compiler import grammar_of
 from chairlift.text.assistant_parts import (
     ArgumentsDelta,
     AssistantPart,

@@ -12,8 +12,7 @@ from chairlift import __version__
 from chairlift.cli.environment import check_environment
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.options.aliases import alias_flags
-from chairlift.options.declaration import options_of
+from chairlift.options.declaration import alias_flags, options_of
 from chairlift.registry import load_plugins
 from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import show_error

@@ -135,8 +135,7 @@ async def _answer(
     api_key: str | None,
     on_progress: ProgressCallback,
 ) -> None:
-    from chairlift.client.address import Address
-    from chairlift.client.http import HttpClient
+    from chairlift.client.http import Address, HttpClient
     from chairlift.server.batch.send import own_engine, remote_server
 
     # Cancel on SIGTERM, as on Ctrl-C, so that the engine exits before this process.

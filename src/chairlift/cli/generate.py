@@ -23,7 +23,7 @@ from chairlift.terminal.search_options import SearchOptions
 if TYPE_CHECKING:
     from chairlift.llm import LLM
 
-MAX_PROMPTS_MIB = 1024  # of a file of prompts
+MAX_PROMPTS_MIB = 1024  # The limit of a file of prompts.
 
 
 @app.command(

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from chairlift.cli.app import UNDERSTAND, app
-from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
+from chairlift.client.http import Address
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.dashboard.recording import RunSummary, check_suffix, write_run
 from chairlift.terminal.console import note

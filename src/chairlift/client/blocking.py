@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
-from chairlift.client.address import Address, bearer
+from chairlift.client.http import Address, bearer
 from chairlift.errors import ChairliftError
 
 TIMEOUT_SECONDS = 600.0  # between two pieces of data from the server

@@ -135,3 +135,16 @@ class ResponseReader:
             raise BadResponse("a length that is no number")
         self._left = int(length)
         return _State.LENGTH if self._left else _State.DONE
+
+
+class EventLineParser:
+    """Parses the bytes of a stream into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._rest:
+            data = self._rest + data
+        *lines, self._rest = data.split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -27,9 +27,9 @@ from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.cluster")
 
-SECONDS = 2.0  # for a replica's answer; Prometheus waits for 10
+SECONDS = 2.0  # The time for a replica's answer; Prometheus waits for 10.
 AT_ONCE = 64
-MAX_BYTES = 4 * 2**20  # of one replica
+MAX_BYTES = 4 * 2**20  # The limit for one replica.
 
 
 async def fleet_exposition(fleet: FleetView, own: Metrics | None = None) -> bytes:

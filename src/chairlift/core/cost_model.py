@@ -24,8 +24,8 @@ BENDS = (64, 256)
 # larger steps are predicted to take longer before any has been observed.
 FEATURES = ("token", *(f"token_beyond_{bend}" for bend in BENDS), "prefill_kv", "decode_kv", "request", "step")
 
-_STRATUM_MEMORY = 0.97  # per step of the same size class: a window of about 30 steps
-_MEMORY = 0.999  # per step of any size: classes that no longer occur fade over about 1,000 steps
+_STRATUM_MEMORY = 0.97  # A window of about 30 steps of the same size class.
+_MEMORY = 0.999  # Classes that no longer occur fade over about 1,000 steps.
 _SWEEPS = 4
 _OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error gets a proportionally lower weight
 _SMALLEST_ERROR = 0.02  # relative errors below this are never outliers

@@ -76,7 +76,7 @@ class DraftsVerified:
     accepted: int
 
 
-@dataclass(slots=True)  # as TokenProduced
+@dataclass(slots=True)  # Made for every token, as TokenProduced is.
 class TextProduced:
     """Text that can be streamed: whole characters, and no part of a possible stop string."""
 
@@ -90,7 +90,7 @@ class RequestFinished:
     time: float
     request_id: str
     ending: Ending
-    logprob: float | None = None  # of the whole completion, if completions were ranked: beam search or best_of
+    logprob: float | None = None  # The sum over the completion, if completions were ranked.
     score: float | None = None  # the score they were ranked by
 
 
@@ -118,8 +118,8 @@ class StepDone:
     apply_seconds: float
     timing: StepTiming
     padding_tokens: int = 0  # padding rows
-    seconds: float = 0.0  # from its start, or the end of the step before it if that was later, to its end
-    predicted_seconds: float | None = None  # by the cost model; None before it has observed a step
+    seconds: float = 0.0  # The time from its start, or the later end of the step before, to its end.
+    predicted_seconds: float | None = None  # The cost model's prediction; None before it has observed a step.
     speedup: float | None = None  # estimated speedup from speculation; None without it
     plan: StepPlan | None = field(default=None, repr=False, compare=False)
 

@@ -25,8 +25,8 @@ class BlockSwap:
     """A block of a preempted request, to be copied to host memory or back."""
 
     request: Request
-    block: int  # on the device
-    slot: int  # in host memory
+    block: int  # A block on the device.
+    slot: int  # A slot in host memory.
 
 
 NO_SLOT = -1  # no state slot: a state of zeros
@@ -55,7 +55,7 @@ class Chunk:
     table: Sequence[int]  # the request's block table: logical block -> physical block
     samples: bool  # includes the last known token, so that the next one is sampled
     copies: tuple[BlockCopy, ...] = ()
-    generation: int = 0  # of the request at planning time
+    generation: int = 0  # The request's generation at planning time.
     drafts: tuple[int, ...] = ()
     read: range = NO_POSITIONS  # prompt positions whose hidden states are needed, in addition to the sampled ones
 
@@ -132,7 +132,7 @@ class PromptOutputs:
     """What a step computed from the prompt positions that its chunks read, by request id."""
 
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)  # one for each position
-    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of prompts that are complete
+    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # Only prompts that are complete have one.
 
 
 NO_PROMPT_OUTPUTS = PromptOutputs()
@@ -148,5 +148,7 @@ class StepResult:
     timing: StepTiming = StepTiming()
     padding_tokens: int = 0  # padding rows: idle slots, and rows that fill up a padded batch
     accepted: Mapping[str, int] = field(default_factory=dict)  # accepted drafts by request id
-    candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id; beams ignore the sampled token
+    candidates: Mapping[str, Candidates] = field(
+        default_factory=dict
+    )  # The keys are request ids; beams ignore the sampled token.
     prompts: PromptOutputs = NO_PROMPT_OUTPUTS

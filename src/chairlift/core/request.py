@@ -14,8 +14,8 @@ NO_POSITIONS = range(0)
 
 
 class Status(StrEnum):
-    WAITING = "waiting"  # in the queue: new, or preempted
-    RUNNING = "running"  # in the batch: holds a slot and KV blocks
+    WAITING = "waiting"  # It is in the queue: new, or preempted.
+    RUNNING = "running"  # It is in the batch, and holds a slot and KV blocks.
     FINISHED = "finished"
 
 
@@ -141,7 +141,7 @@ class Request:
         self.num_slots = 1  # slots of the batch that it needs; a waiting leader needs those of its whole group
         self.ready = params.structure is None  # a structured request is ready once its grammar is compiled
         self.priority = priority  # lower values are admitted first
-        self.tenant = tenant  # for fair sharing
+        self.tenant = tenant  # The unit of fair sharing.
         self.num_prompt = len(prompt)
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)

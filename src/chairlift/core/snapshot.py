@@ -25,12 +25,12 @@ class SchedulerSnapshot:
 
     policy: str
     waiting: Sequence[tuple[str, WaitReason]]  # the front of the queue
-    wait_reasons: Mapping[WaitReason, int]  # of the whole queue
+    wait_reasons: Mapping[WaitReason, int]  # Counts over the whole queue.
     evictions: int  # since the start
     tables: Mapping[str, Sequence[int]]  # the block table of each observed request
     rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
     blocks: Sequence[BlockState]  # blocks that may have changed since the last snapshot
-    states: StateUsage | None  # of recurrent layers, if there are any
+    states: StateUsage | None  # The slots of recurrent layers, if there are any.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SchedulerSetup:
     block_size: int
     prefix_caching: bool
     ordering: str
-    limits: StepLimits | None  # of the last step
+    limits: StepLimits | None  # The limits of the last step.
     requests: Sequence[Request]  # open ones, and finished ones that still hold a slot
     blocks: Sequence[BlockState]
 

@@ -25,9 +25,9 @@ class LimitReason(StrEnum):
 class StepLimits:
     tokens: int  # all tokens of the step
     prefill_tokens: int  # the part of them that are not decodes
-    slots: int = NO_LIMIT  # for admission; running requests stay
+    slots: int = NO_LIMIT  # The limit of admission; running requests stay.
     reason: LimitReason = LimitReason.FIXED  # why `prefill_tokens` has this value
-    predicted_seconds: float | None = field(default=None, compare=False)  # of a step at these limits
+    predicted_seconds: float | None = field(default=None, compare=False)  # The time of a step at these limits.
     target_seconds: float | None = field(default=None, compare=False)  # the latency target, if any
 
     @classmethod

@@ -34,7 +34,7 @@ from chairlift.loading.resolve import resolve_model
 from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.loading.weight_cache.store import WeightStore
-from chairlift.machine.numa import interleaved
+from chairlift.machine.cores import interleaved
 from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer

@@ -29,8 +29,7 @@ from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.option import proposer_factory
 from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.structured.compiler import GrammarCompiler
-from chairlift.structured.output import StructuredOutput
-from chairlift.structured.thinking import ThinkingBudgets
+from chairlift.structured.output import StructuredOutput, ThinkingBudgets
 from chairlift.text.reasoning_formats.base import choose_reasoning
 
 __all__ = ["LoadedModel", "StartedEngine", "load_engine", "load_model", "start_engine"]

@@ -8,7 +8,7 @@ from chairlift.errors import InvalidParameter
 
 MAX_OPEN_FILES = 65_536
 RESERVED_FILES = 32  # a server has about 20 open without connections, and 6 more while its engine restarts
-RESERVED_SHARE = 1 / 8  # of the limit, for uploads, batches and connections that are being closed
+RESERVED_SHARE = 1 / 8  # Left for uploads, batches and connections that are being closed.
 FEWEST = 8  # connections with which a server is of use
 
 

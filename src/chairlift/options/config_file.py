@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.aliases import translate_options
-from chairlift.options.declaration import Option
+from chairlift.options.declaration import Option, translate_options
 
 MAPPING_SUFFIXES = frozenset({".toml", ".yaml", ".yml"})
 
-MAX_MIB = 16  # of a file that an option names
+MAX_MIB = 16  # The limit of a file that an option names.
 
 _PARAMETER = "config"
 

@@ -5,18 +5,53 @@
         block_size: int = option(16, help="Tokens per block of the KV cache.", group="KV cache", check=at_least(1))
 
 `options_of(EngineConfig)` returns the declared options. The command line, the environment variables, the config file,
-the aliases and docs/options.md are generated from them, and `check_options(config)` checks the values.
-"""
+the aliases and docs/options.md are generated from them, and `check_options(config)` checks the values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from chairlift.errors import InvalidParameter
+
+
+def at_least(lowest: float) -> Check:
+    def check(parameter: str, value: Any) -> None:
+        if not lowest <= value < math.inf:
+            raise InvalidParameter(parameter, f"must be at least {lowest:g}, got {value!r}")
+
+    return check
+
+
+def above(limit: float) -> Check:
+    def check(parameter: str, value: Any) -> None:
+        if not limit < value < math.inf:
+            raise InvalidParameter(parameter, f"must be above {limit:g}, got {value!r}")
+
+    return check
+
+
+def between(lowest: float, highest: float) -> Check:
+    """Check that a value lies between two limits, both of which are allowed."""
+
+    def check(parameter: str, value: Any) -> None:
+        if not lowest <= value <= highest:
+            raise InvalidParameter(parameter, f"must be from {lowest:g} to {highest:g}, got {value!r}")
+
+    return check
+
+
+def strictly_between(low: float, high: float) -> Check:
+    def check(parameter: str, value: Any) -> None:
+        if not low < value < high:
+            raise InvalidParameter(parameter, f"must be above {low:g} and below {high:g}, got {value!r}")
+
+    return check
+
 
 Check = Callable[[str, Any], object]
 """Called with the parameter's name and its value; raises InvalidParameter."""
@@ -121,3 +156,49 @@ def check_options(config: Any) -> None:
     """Check every option of `config` on its own."""
     for declared in options_of(type(config)):
         declared.check_value(getattr(config, declared.name))
+
+
+# Options of vLLM with a fixed behaviour in this engine: the accepted values, and why others are refused.
+FIXED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False,), "code that comes with a model is never run"),
+    "tensor_parallel_size": ((1,), "one device per engine"),
+    "pipeline_parallel_size": ((1,), "one device per engine"),
+    "enable_chunked_prefill": ((True, None), "prompts are always chunked to the step's budget"),
+    "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
+}
+
+
+def translate_options(given: Mapping[str, Any], options: tuple[Option, ...]) -> dict[str, Any]:
+    """Return the given values by the options' own names."""
+    names = {name: option.name for option in options for name in (option.name, *option.aliases)}
+    opposites = {name: option.name for option in options for name in option.opposite_aliases}
+    translated: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in FIXED_OPTIONS:
+            allowed, reason = FIXED_OPTIONS[name]
+            if value not in allowed:
+                raise InvalidParameter(name, f"{value!r} is not supported: {reason}")
+            continue
+        if name in opposites:
+            if not isinstance(value, bool):
+                raise InvalidParameter(name, f"must be true or false, got {value!r}")
+            own, value = opposites[name], not value
+        elif name in names:
+            own = names[name]
+        else:
+            known = ", ".join(option.name for option in options)
+            raise InvalidParameter(name, f"is not an option; choose from {known}")
+        if own in translated:
+            raise InvalidParameter(name, f"{own} is given twice")
+        translated[own] = value
+    return translated
+
+
+def alias_flags(options: tuple[Option, ...]) -> dict[str, str]:
+    """Return the flags of aliases and the flag that each stands for: max-num-seqs -> max-batch-requests."""
+    flags: dict[str, str] = {}
+    for option in options:
+        own = option.long_flag.removeprefix("--")
+        flags |= {alias.replace("_", "-"): own for alias in option.aliases}
+        flags |= {alias.replace("_", "-"): f"no-{own}" for alias in option.opposite_aliases}
+    return flags

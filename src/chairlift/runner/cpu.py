@@ -19,7 +19,7 @@ from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
 from chairlift.runner.state_storage import build_recurrent
-from chairlift.sampling.beam_candidates import beam_candidates
+from chairlift.sampling.logprobs import beam_candidates
 from chairlift.sampling.sampler import SampledBatch
 from chairlift.speculation.draft_network import ComputedBatch
 from chairlift.structured.output import MaskJob

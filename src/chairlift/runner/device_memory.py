@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from chairlift.kernels.gpu import gpu_of
-from chairlift.machine.cgroup import memory_left
+from chairlift.machine.cores import memory_left
 
 
 def free_memory(device: torch.device, *, mapped: int = 0) -> int:

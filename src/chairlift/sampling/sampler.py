@@ -24,12 +24,10 @@ from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import MIN_TEMPERATURE, SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.errors import InvalidParameter
-from chairlift.sampling.draw import accept_or_draw, draw, greedy
-from chairlift.sampling.edits import edit_logits, edits_of
-from chairlift.sampling.filters import Filters, filter_probabilities, filters_of
+from chairlift.sampling.draw import Filters, accept_or_draw, draw, filter_probabilities, filters_of, greedy
+from chairlift.sampling.edits import TokenMasks, apply_masks, edit_logits, edits_of
 from chairlift.sampling.logprobs import token_logprobs
 from chairlift.sampling.parameters.base import EditedRow, LogitsEdit, SampledRequest
-from chairlift.sampling.token_masks import TokenMasks, apply_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class Sampler:
         if len(drawn) == len(rows) and not self._one_by_one:
             tokens = _draw(logits, rows)
         else:
-            tokens = greedy(logits)  # of all rows: cheaper than selecting the greedy ones
+            tokens = greedy(logits)  # All rows are cheaper than a selection of the greedy ones.
             # A copy starts at aligned memory: on a GPU the order of a sum depends on the alignment too.
             for group in filter(None, [[index] for index in drawn] if self._one_by_one else [drawn]):
                 tokens[group] = _draw(_copy_rows(logits, group), [rows[index] for index in group])

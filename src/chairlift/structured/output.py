@@ -13,15 +13,59 @@ import numpy as np
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.sampling.token_masks import Bits, TokenMasks
-from chairlift.structured.compiler import GrammarCompiler, mask_words
-from chairlift.structured.grammar_source import BadStructure
-from chairlift.structured.thinking import ThinkingBudgets, ThinkingState
-from chairlift.text.reasoning.tracker import Restriction
+from chairlift.sampling.edits import Bits, TokenMasks
+from chairlift.structured.compiler import BadStructure, GrammarCompiler, mask_words
+from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning.tracker import ReasoningTracker, Restriction
 from chairlift.text.reasoning_formats.base import ReasoningFormat
+from chairlift.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+
+class ThinkingBudgets:
+    """Creates the state of each request with a thinking budget."""
+
+    def __init__(self, format_: ReasoningFormat | None, tokenizer: Tokenizer) -> None:
+        self.format = format_
+        self._tokenizer = tokenizer
+
+    def state(self, request: Request) -> ThinkingState | None:
+        """The state of a request; None if it has no budget or its prompt has ended the reasoning."""
+        budget = request.params.thinking_token_budget
+        if budget is None:
+            return None
+        tracker = ReasoningUse.after(request.prompt, self.format, self._tokenizer).tracker()
+        return None if tracker is None else ThinkingState(tracker, budget)
+
+
+class ThinkingState:
+    """A request's position in its reasoning, which depends only on its output."""
+
+    def __init__(self, tracker: ReasoningTracker, budget: int) -> None:
+        self._first = tracker
+        self._tracker = tracker.copy()
+        self._num_tokens = 0
+        self._budget = budget
+
+    def restrictions(self, request: Request, drafts: Sequence[int]) -> list[Restriction | None]:
+        """Return what the budget demands of the next token and of the token after each draft."""
+        self._follow(request)
+        found = [self._tracker.restriction(self._budget)]
+        ahead = self._tracker.copy() if drafts else self._tracker
+        for draft in drafts:
+            ahead.push(draft)
+            found.append(ahead.restriction(self._budget))
+        return found
+
+    def _follow(self, request: Request) -> None:
+        if request.num_output < self._num_tokens:  # tokens were removed
+            self._tracker, self._num_tokens = self._first.copy(), 0
+        for token in request.tokens[request.num_prompt + self._num_tokens :]:
+            self._tracker.push(token)
+        self._num_tokens = request.num_output
+
 
 TOO_COMPLEX = "became too complex to follow during generation: simplify it"
 
@@ -48,7 +92,7 @@ class StructuredOutput:
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._num_words = mask_words(vocab_size)
-        self._compiling: dict[str, tuple[Structure, Future[LLMatcher]]] = {}  # by request id
+        self._compiling: dict[str, tuple[Structure, Future[LLMatcher]]] = {}  # The keys are request ids.
         self._states: dict[str, _GrammarState] = {}
         self._budgets = budgets
         self._thinking: dict[str, ThinkingState] = {}

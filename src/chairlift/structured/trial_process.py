@@ -41,7 +41,7 @@ class GrammarVocabulary:
 
     tokens: list[bytes]
     markers: list[int]  # tokens that are not text, written as <tool_call> or <[151657]> in grammars
-    eos_ids: list[int]  # at least one
+    eos_ids: list[int]  # There is one or more.
 
     def tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer

@@ -20,7 +20,7 @@ class Column:
     heading: str
     value: str | Callable[[Any], Any]
     form: str = ""  # a format specification
-    factor: float = 1  # from the unit of the rows to that of the heading
+    factor: float = 1  # Converts the unit of the rows to that of the heading.
     unit: str = ""  # after the figure
     missing: str = "-"  # shown for None
 

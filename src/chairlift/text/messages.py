@@ -13,7 +13,7 @@ from chairlift.errors import InvalidParameter
 MAX_DEPTH = 32
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_COMPLETED = 200_000  # characters of arguments that were cut off
-MAX_VALUES = 100_000  # per message or template variable
+MAX_VALUES = 100_000  # The limit of a message or a template variable.
 # The beginning of an entry of an object or a list, such as `, "key": tr`.
 _STRING = r'"(?:[^"\\]|\\.)*+\\?'
 _INCOMPLETE_ENTRY = re.compile(rf'(?s),?\s*(?:{_STRING}(?:"\s*(?::\s*(?:{_STRING}|[-+.\w]*))?)?|[-+.\w]*)\s*')

@@ -35,7 +35,7 @@ def _metered(name: str, function: Callable[..., Any], meter: Callable[[], Meter]
                 raise SecurityError(f"the argument of {name} is too large")
         return meter().measured(function(*args, **kwargs))
 
-    return update_wrapper(metered, function)  # with jinja's marks for what to pass as the first argument
+    return update_wrapper(metered, function)  # Jinja's marks say what to pass as the first argument.
 
 
 def to_json(

@@ -11,10 +11,10 @@ from jinja2.utils import Namespace
 
 MAX_TEXT = 8 * 2**20  # characters of one text
 MAX_STEPS = 500_000  # items of loops, calls, operators and filters
-MAX_VALUES = 400_000  # in one list or mapping, with all that is nested in it
-MAX_BITS = 4096  # of an integer
-_ALL_CHARACTERS = 2**29  # of all results, most of which are short-lived
-_ALL_VALUES = 2**24  # of all results, which lists keep alive
+MAX_VALUES = 400_000  # The limit of one list or mapping, with all that is nested in it.
+MAX_BITS = 4096  # The limit of an integer.
+_ALL_CHARACTERS = 2**29  # The limit of all results, most of which are short-lived.
+_ALL_VALUES = 2**24  # The limit of all results, which lists keep alive.
 _ATOMS = frozenset([int, float, bool, type(None)])
 
 

@@ -25,7 +25,7 @@ from chairlift.text import template_filters
 from chairlift.text.template_meter import MAX_TEXT, Meter, check_format, check_product, text_of
 
 _OPERATORS = frozenset(["+", "-", "*", "/", "//", "%", "**"])
-_MAX_WIDTH = 10_000  # of padding
+_MAX_WIDTH = 10_000  # The limit of padding.
 _CALL_STEPS = 8  # a call takes as long as several operators
 _WIDTHS = frozenset(["center", "ljust", "rjust", "zfill", "to_bytes"])
 _REFUSED_METHODS = frozenset(["translate", "maketrans"])

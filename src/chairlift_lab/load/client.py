@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.events import EventLineParser
-from chairlift.client.http import BadResponse, HttpClient
+from chairlift.client.http import Address, BadResponse, HttpClient
+from chairlift.client.response import EventLineParser
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import BenchRequest
 from chairlift_lab.load.run import LoadRecord

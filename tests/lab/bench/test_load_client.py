@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift_lab.common.workload import BenchRequest
 from chairlift_lab.load.client import LoadClient, RequestFormat
 from chairlift_lab.load.figures import LatencyLimits, load_row

@@ -12,8 +12,8 @@ import typer
 
 from chairlift.cli.app import RUN, app
 from chairlift.cli.chat.backends import ChatBackend, LocalChat, RemoteChat
-from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
+from chairlift.client.http import Address
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.keyboard import no_echo

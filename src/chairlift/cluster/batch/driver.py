@@ -78,7 +78,7 @@ def _most_cpus(nodes: Sequence[Node], workers: int) -> int:
     return next(fitting, 1)
 
 
-LOCK_TIMEOUT = 60.0  # for a worker that was declared dead to end
+LOCK_TIMEOUT = 60.0  # A worker that was declared dead has so long to end.
 
 
 class BatchWorker:
@@ -92,7 +92,7 @@ class BatchWorker:
         self._config = config
         self._concurrency = concurrency
         self._free = asyncio.Semaphore(concurrency)
-        self._runs: dict[asyncio.Task[None], BatchRun] = {}  # by the task that answers it
+        self._runs: dict[asyncio.Task[None], BatchRun] = {}  # The keys are the tasks that answer them.
         self._stopping = asyncio.Event()
         self._engine: asyncio.Task[None] | None = None
         self._send: Send | None = None
@@ -147,20 +147,20 @@ class BatchWorker:
             await self._engine
 
 
-SHARDS_PER_WORKER = 2  # at a time: the next one begins while the last requests of the one before finish
-SHARDS_IN_ALL = 4  # per worker, for a small batch: workers that are faster answer more of them
-LINES_PER_SLOT = 4  # of a shard, for a large batch: its tail is then a small part of it
+SHARDS_PER_WORKER = 2  # The next one begins while the last requests of the one before finish
+SHARDS_IN_ALL = 4  # A small batch has so many per worker: faster workers answer more of them.
+LINES_PER_SLOT = 4  # A large batch has such shards: its tail is then a small part of it.
 POLL_SECONDS = 0.5
-STOP_SECONDS = 15.0  # for the engines to end by themselves
-MAX_DEATHS = 3  # of workers in a row: while they start, or with a shard that makes no progress
+STOP_SECONDS = 15.0  # The engines have so long to end by themselves.
+MAX_DEATHS = 3  # Deaths in a row, while workers start or with a shard that makes no progress.
 
 
 @dataclass(slots=True)
 class _Worker:
     actor: Any
     starting: Any  # reference to the end of its start; None when it is ready
-    num_failed_starts: int  # of workers before this one, in a row
-    shards: dict[Any, Shard] = field(default_factory=dict)  # by the reference to their end
+    num_failed_starts: int  # Starts in a row that failed before this one.
+    shards: dict[Any, Shard] = field(default_factory=dict)  # The keys are the references to their ends.
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class RayBatch:
         num_lines = max(1, min(num_lines, LINES_PER_SLOT * concurrency))
         self._plan: Iterator[Shard] = plan_shards(run.source, run.output.done, num_lines)
         self._again: deque[Shard] = deque()  # shards whose worker died
-        self._deaths: dict[int, _Deaths] = {}  # by the number of the shard
+        self._deaths: dict[int, _Deaths] = {}  # The keys are numbers of shards.
         self._merged = BatchCounts()
         self._workers: list[_Worker] = []
         # An asynchronous actor: shards share its event loop, and its progress can be read meanwhile.

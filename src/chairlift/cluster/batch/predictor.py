@@ -99,7 +99,7 @@ class BatchPredictor:
 
     def _prepare(self, value: Any) -> tuple[dict[str, Any], SamplingParams]:
         """The prompt of a row, as tokens, with its parameters; raises if the engine cannot answer it."""
-        from chairlift.prompt_input import PromptInput, after_reasoning, render_chat
+        from chairlift.outputs import PromptInput, after_reasoning, render_chat
 
         engine, tokenizer, params = self._llm.engine, self._llm.get_tokenizer(), self._params
         if self._is_chat:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 class RoutedRequest(NamedTuple):
     num_prompt: int
     max_output: int | None = None  # the request's own limit, if it has one
-    keys: tuple[PrefixKey, ...] = ()  # of its prompt's prefixes, shortest first; only if the policy reads them
+    keys: tuple[PrefixKey, ...] = ()  # The prompt's prefixes, shortest first, if the policy reads them.
 
 
 ReplicaId = int | str
@@ -30,7 +30,7 @@ class _Replica:
     num_tokens: int  # room of its KV cache
     pending: int = 0  # tokens still to compute, of requests sent from here
     held: int = 0  # tokens of open requests sent from here
-    others_pending: int = 0  # of requests that other routers sent, by the replica's last report
+    others_pending: int = 0  # Requests that other routers sent, as the replica last reported.
     others_held: int = 0
     sent: int = 0  # tokens of all requests so far
 
@@ -171,7 +171,7 @@ def prefix_keys(tokens: Sequence[int], *, adapter: str = "", salt: str = "") -> 
     begin = 0
     for end in prefix_lengths(len(tokens)):
         part = tokens[begin:end]
-        state.update(part if isinstance(part, memoryview) else array("I", part))  # of a text: no copy
+        state.update(part if isinstance(part, memoryview) else array("I", part))  # A text is not copied.
         keys.append(PrefixKey(end, state.digest()))
         begin = end
     return tuple(keys)

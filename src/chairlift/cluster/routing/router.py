@@ -22,7 +22,7 @@ class Route:
     replica: ReplicaId
     prompt_cost: int  # tokens of the prompt that the replica must compute
     output_cost: int
-    num_tokens: int  # that it will hold at its end
+    num_tokens: int  # The tokens that it will hold at its end.
     started: bool = False
     ended: bool = False
 

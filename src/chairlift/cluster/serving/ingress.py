@@ -109,7 +109,7 @@ def make_ingress_app(
 
 log = logging.getLogger("chairlift.cluster")
 
-REPLICA_SECONDS = 60.0  # for which a request waits while there is no replica
+REPLICA_SECONDS = 60.0  # A request waits so long while there is no replica.
 POLL_SECONDS = 0.05
 
 

@@ -49,10 +49,10 @@ ATTEMPTS = 2
 LARGE_BODY = 200_000  # bytes; parsing more than a millisecond would delay all streams
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30.0  # less than the servers': they must not close a connection that is about to be used
-PROBE_SECONDS, MAX_PROBES = 5, 4  # of idle connections: the machine of a replica may vanish without closing them
-TAIL_BYTES = 2048  # of a stream are kept, for the number of its last event
-REPORT_SECONDS = 2.0  # for the report on a request whose client left
-SUSPECT_SECONDS = 30.0  # for which a request that may have killed an engine waits for the others of these
+PROBE_SECONDS, MAX_PROBES = 5, 4  # Idle connections are probed: a replica's machine may vanish without closing them.
+TAIL_BYTES = 2048  # The end of a stream is kept, which has the number of its last event.
+REPORT_SECONDS = 2.0  # The time for the report on a request whose client left.
+SUSPECT_SECONDS = 30.0  # A request that may have killed an engine waits so long for the others.
 # Of one connection only, or set anew here.
 _OWN_HEADERS = frozenset(
     (
@@ -76,7 +76,7 @@ class _Failed(Exception):
 class _Request:
     method: str
     path: str  # decoded; routes and error events depend on it
-    raw_path: str  # as the client wrote it
+    raw_path: str  # The path as the client wrote it.
     query: str
     headers: list[tuple[str, str]]
     body: bytes
@@ -98,7 +98,7 @@ class Relay:
         self._isolate_keys = isolate_keys
         self._quarantine = Quarantine()
         self._suspects = asyncio.Lock()  # held by the one request that may have killed an engine and is sent again
-        self._in_flight: defaultdict[str, set[_Exchange]] = defaultdict(set)  # by replica
+        self._in_flight: defaultdict[str, set[_Exchange]] = defaultdict(set)  # The keys are replicas.
         self._session: aiohttp.ClientSession | None = None
         self.num_open = 0
 
@@ -125,7 +125,7 @@ class Relay:
             left = answer.cancel()  # before there was a whole response
             await asyncio.wait({answer})
             if exchanges:
-                scope["state"]["usage"] = await self._usage(exchanges[-1], left=left)  # for the limits of the key
+                scope["state"]["usage"] = await self._usage(exchanges[-1], left=left)  # The limits of the key count it.
 
     async def _usage(self, exchange: _Exchange, *, left: bool) -> UsageReport | None:
         """What a request used; `left`: whether its client did not wait for the end."""
@@ -262,7 +262,7 @@ class _Exchange:
         self._first = b""  # piece of the response
         self._is_stream = False
         self._events = 0
-        self._tail = b""  # of what was relayed so far
+        self._tail = b""  # The end of what was relayed so far.
         self._partial = b""  # beginning of an event whose end has not arrived
 
     @property

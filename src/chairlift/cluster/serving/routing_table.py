@@ -27,11 +27,11 @@ REPLICAS = "replica"  # name of the deployment
 class ReplicaInfo:
     """What stays the same while a replica runs."""
 
-    address: str  # of its HTTP server
-    key: str  # that its HTTP server accepts from ingresses
+    address: str  # The address of its HTTP server.
+    key: str  # Its HTTP server accepts this key from ingresses.
     num_tokens: int  # room of its KV cache
-    version: str  # of Chairlift, with a digest of the server's configuration
-    pid: int  # of its HTTP server
+    version: str  # Chairlift's version, with a digest of the server's configuration.
+    pid: int  # The process of its HTTP server.
     node: str  # Ray's id of its node
 
     def url(self, path: str, query: str = "") -> URL:
@@ -50,9 +50,9 @@ class ReplicaLoad:
     running: int = 0  # sequences
     waiting: int = 0
     pending_tokens: int = 0  # tokens still to compute, with `OUTPUT_COST` for generated ones; an estimate
-    held_tokens: int = 0  # in the KV blocks of open requests
+    held_tokens: int = 0  # Tokens in the KV blocks of open requests.
     prompt_tokens: int = 0  # since its start
-    cached_tokens: int = 0  # of them found in the prefix cache
+    cached_tokens: int = 0  # Prompt tokens that were in the prefix cache.
     output_tokens: int = 0
     wait: float = 0.0  # seconds that requests wait for their first token lately
     tpot: float = 0.0  # seconds per output token lately; 0 if there were none
@@ -140,7 +140,7 @@ def metric_sums(exposition: str) -> dict[str, float]:
     return sums
 
 
-SUSPECT_SECONDS = 5.0  # for which a replica that failed is avoided; Ray Serve removes dead ones within a few seconds
+SUSPECT_SECONDS = 5.0  # A failed replica is avoided so long; Ray Serve removes dead ones soon.
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class KnownReplica:
     id: str
     info: ReplicaInfo
     load: ReplicaLoad = field(default_factory=ReplicaLoad)
-    suspect_until: float = 0.0  # on the monotonic clock
+    suspect_until: float = 0.0  # A time of the monotonic clock.
 
     @property
     def state(self) -> str:
@@ -227,7 +227,7 @@ class RoutingTable:
                 self._doubtful.add(replica)
 
 
-_tables: dict[str, RoutingTable] = {}  # of this process, by policy
+_tables: dict[str, RoutingTable] = {}  # The tables of this process; the keys are policies.
 
 
 def routing_table(policy: str) -> RoutingTable:

@@ -33,7 +33,7 @@ class BeamGroup(RequestGroup):
         self.search = BeamSearch(self.leader.params, self.leader.eos_ids, self.leader.max_new_tokens)
         assert len(self.members) == self.search.width
         self.carriers = [self.leader]  # the request of each beam of the search
-        self._found: dict[str, Candidates] = {}  # by request id, until all beams have some
+        self._found: dict[str, Candidates] = {}  # The keys are request ids; kept until all beams have some.
         for member in self.members:
             member.group = self
         self.leader.num_slots = self.search.width

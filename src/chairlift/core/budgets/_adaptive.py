@@ -16,7 +16,7 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 
 _LEAST_CHUNK = 4  # the minimum for prompts, so that they do not starve
 _FIRST_CHUNK = 32  # before anything is measured; at most doubles with each observed step
-_KNEE = 0.95  # of the highest throughput
+_KNEE = 0.95  # A share of the highest throughput.
 
 
 class StepForecast:

@@ -36,7 +36,7 @@ class BatchLoad:
 class TokenBudget(ABC):
     """Decides the limits of every step."""
 
-    options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
+    options: ClassVar[frozenset[str]] = frozenset()  # Fields of the config, passed to the constructor as keywords.
 
     def __init__(self, most: StepLimits, cost: CostModel) -> None:
         """`most`: the configured limits, never exceeded. `cost`: predicts the duration of steps."""

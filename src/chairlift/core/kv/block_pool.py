@@ -27,7 +27,7 @@ class BlockPool:
     ) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._references: list[int] = []  # by block; only for blocks that were ever used, which are the first ones
+        self._references: list[int] = []  # One for each block that was ever used; these are the first ones.
         self._empty: list[int] = []  # used before; allocated from the end
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
         self._cached_free = EvictionQueue() if queue is None else queue  # the free blocks among the cached ones

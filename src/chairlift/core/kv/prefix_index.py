@@ -49,7 +49,7 @@ class TokenHolder(Protocol):
     """The part of a request that the index reads."""
 
     salt: str
-    block_digests: list[bytes]  # of its first full blocks, extended on demand
+    block_digests: list[bytes]  # Digests of its first full blocks, extended on demand.
 
     @property
     def tokens(self) -> Sequence[int]: ...

@@ -24,7 +24,7 @@ class RequestStates:
     current: int = NO_SLOT  # the state after its planned tokens; NO_SLOT before the first one
     target: int = NO_SLOT  # reserved for the state after the step being planned; may be `current`
     drafts: list[int] = field(default_factory=list)  # reserved for the states after draft tokens
-    drafted_from: int | None = None  # with drafts in flight: the number of tokens before their chunk
+    drafted_from: int | None = None  # The number of tokens before the chunk of drafts in flight.
     fork: ForkState | None = None
     forked_from: str | None = None  # until its first chunk is planned: the request that keeps the state it starts with
     pending: dict[int, int] = field(default_factory=dict)  # number of tokens -> slot of a snapshot not yet indexed

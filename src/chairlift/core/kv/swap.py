@@ -47,7 +47,7 @@ class SwapSpace:
         self.num_slots = num_slots
         self.cost = cost  # None: swap whenever there are slots
         self._free = list(range(num_slots))
-        self._slots: dict[str, list[int]] = {}  # by request id, in the order of its blocks
+        self._slots: dict[str, list[int]] = {}  # The keys are request ids; slots are in the order of the blocks.
         self._freed: list[int] = []  # read by the step being planned, which must not write to them
 
     @property

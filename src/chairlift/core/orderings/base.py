@@ -22,7 +22,7 @@ class Ordering:
     """Ranks requests by claim; by default all claims are equal, which is first come, first served."""
 
     name: ClassVar[str]
-    options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
+    options: ClassVar[frozenset[str]] = frozenset()  # Fields of the config, passed to the constructor as keywords.
     has_claims: ClassVar[bool] = True  # False: all claims are equal, and the queue need not be sorted
     takes_slots: ClassVar[bool] = False  # a waiting request may get the slot of a running one (`slot_to_take`)
     depends_on_output: ClassVar[bool] = False  # claims change as running requests generate

@@ -35,7 +35,7 @@ class FairOrdering(Ordering):
 
     def __init__(self, tenant_weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(tenant_weights or {})
-        self._served: dict[str, float] = {}  # by tenant; tokens / weight
+        self._served: dict[str, float] = {}  # The keys are tenants, the values tokens / weight.
         self._open: dict[str, int] = {}  # waiting and running requests, of the tenants that have any
         self.held_back: set[str] = set()  # tenants whose admission is deferred (`tenant_isolation.py`)
         self._light_arrivals: deque[tuple[float, str, int]] = deque(maxlen=64)  # (arrival, tenant, prompt tokens)
@@ -118,7 +118,7 @@ class FairOrdering(Ordering):
         if not self._open[request.tenant]:
             del self._open[request.tenant]
         if not self._open:
-            self._served.clear()  # with no open request, all tenants start from zero again
+            self._served.clear()  # All tenants start from zero again once no request is open.
 
     def _charge(self, request: Request, tokens: int) -> None:
         self._served[request.tenant] += max(0, tokens) / self.weight(request.tenant)

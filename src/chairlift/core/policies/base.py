@@ -38,7 +38,7 @@ class Policy(ABC):
     """Decides in every step which waiting requests may be admitted."""
 
     name: ClassVar[str]
-    options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
+    options: ClassVar[frozenset[str]] = frozenset()  # Fields of the config, passed to the constructor as keywords.
     keeps_slots: ClassVar[bool] = False  # finished requests keep slot and memory until no request is running
     always_open: ClassVar[bool] = False  # every waiting request is a candidate in every step
 

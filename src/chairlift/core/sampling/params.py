@@ -26,7 +26,7 @@ MAX_COMPLETIONS = 128
 MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096  # in total: every completion searches for them on the engine thread
+MAX_STOP_CHARACTERS = 4096  # The sum of all: every completion searches for them on the engine thread.
 MAX_SEED = 2**63 - 1
 # Below this, logits divided by the temperature may overflow, so the arg max (the limit) is sampled instead.
 MIN_TEMPERATURE = 1e-5

@@ -10,7 +10,7 @@ from chairlift.errors import InvalidParameter
 
 
 class PoolingKind(StrEnum):
-    MEAN = "mean"  # of the hidden states of all prompt tokens
+    MEAN = "mean"  # The mean of the hidden states of all prompt tokens.
     LAST = "last"  # the hidden state of the last prompt token
 
 

@@ -10,7 +10,7 @@ from chairlift.core.sampling.params import MAX_SEED
 
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
-FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # The factors of SplitMix64.
 _STREAM = 0x9FB21C651E98DF25  # separates the streams of numbers for one token
 _CHILDREN = 0xD1B54A32D192ED03  # separates the seeds of further completions from the numbers of the first one
 

@@ -68,7 +68,7 @@ class Scheduler:
         self._deadlines = Deadlines(self._requests.get)
         self._num_submitted = 0
         self._num_steps = 0
-        self.limits: StepLimits | None = None  # of the step planned last
+        self.limits: StepLimits | None = None  # The limits of the step planned last.
 
     @property
     def policy(self) -> Policy:

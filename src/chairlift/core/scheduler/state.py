@@ -40,9 +40,9 @@ class SchedulerState:
         self.swap = swap
         self.max_batch_requests = max_batch_requests
         self.waiting = WaitingQueue(ordering, max_overtakes)
-        self.running: list[Request] = []  # in order of submission, as `waiting` is
+        self.running: list[Request] = []  # The order is that of submission, as in `waiting`.
         self.idle: list[Request] = []  # finished requests that keep slot and blocks until their batch ends
-        self.requests: dict[str, Request] = {}  # by id: open ones, and finished ones that still hold blocks
+        self.requests: dict[str, Request] = {}  # Open ones, and finished ones that still hold blocks; the keys are ids.
         self.events: list[Event] = []
 
     # ---- slots and blocks ---------------------------------------------------------------------------------------

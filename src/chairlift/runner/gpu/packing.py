@@ -15,7 +15,7 @@ from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.runner.gpu.slots import Slot, Slots
 from chairlift.runner.gpu.staging import Staging
-from chairlift.sampling.uniforms import uniforms
+from chairlift.sampling.draw import uniforms
 
 
 @dataclass(frozen=True, slots=True)

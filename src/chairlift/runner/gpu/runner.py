@@ -40,7 +40,7 @@ from chairlift.runner.gpu.staging import Staging
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
 from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.sampling.beam_candidates import beam_candidates
+from chairlift.sampling.logprobs import beam_candidates
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_network import ModelProposer
 from chairlift.speculation.draft_proposer import DraftModelProposer

@@ -9,7 +9,7 @@ from chairlift.text.tools.reader import prefix_at_end
 
 _SENTENCE = "Here is my thought process:"
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"
-_TAGS = f"{_RESPONSE}{_RESPONSE_END}"  # in the template's instructions
+_TAGS = f"{_RESPONSE}{_RESPONSE_END}"  # The template's instructions have these.
 
 
 @REASONING_FORMATS.register("granite")

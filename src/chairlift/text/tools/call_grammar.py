@@ -13,7 +13,7 @@ from chairlift.text.tools.tool import Tool
 
 Marker = Callable[[str], str]  # spells a marker such as <tool_call> in a grammar: as one token, or as its letters
 
-MAX_CALLS = 16  # per completion: a weak model may repeat a call until its context is full
+MAX_CALLS = 16  # A weak model may repeat a call until its context is full.
 
 # The white space that chat templates use. Without a limit, a weak model may generate only line breaks.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}

@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
-MAX_DEPTH = 64  # of JSON; each level is a generator
+MAX_DEPTH = 64  # The depth of JSON; each level is a generator.
 SPACES = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a JSON string except quotes, escapes and control characters
 _NUMBER = re.compile(r"[-+.0-9eE]*")

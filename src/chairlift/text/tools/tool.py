@@ -16,7 +16,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10  # total size as JSON
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_SCHEMA_DEPTH = 24
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as in the Messages API; OpenAI allows 64
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # The Messages API allows these lengths; OpenAI allows 64.
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -27,7 +27,7 @@ class Tool:
     name: str
     schema: dict[str, Any]  # JSON schema of the arguments, which are an object
     strict: bool  # whether to refuse a schema that cannot be enforced completely
-    given: dict[str, Any]  # as sent by the client, for the chat template
+    given: dict[str, Any]  # What the client sent, which the chat template reads.
 
 
 class Calling(StrEnum):
@@ -35,7 +35,7 @@ class Calling(StrEnum):
 
     NONE = "none"  # the model does not see the tools
     AUTO = "auto"  # the model decides
-    REQUIRED = "required"  # at least one call
+    REQUIRED = "required"  # There must be a call.
     NAMED = "named"  # exactly one call of a given function
 
 

@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.cluster.routing.router import Router

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.progress import Note
 from chairlift_lab.bench.serve.run import MAX_WAITING

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.errors import ChairliftError
 from chairlift.progress import Note
 from chairlift_lab.common.cpu_time import children

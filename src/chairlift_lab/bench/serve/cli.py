@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
+from chairlift.client.http import Address
 from chairlift.errors import InvalidParameter
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given

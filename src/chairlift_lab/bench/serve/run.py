@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.errors import ChairliftError
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.load.client import LoadClient, RequestFormat

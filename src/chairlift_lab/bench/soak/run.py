@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError

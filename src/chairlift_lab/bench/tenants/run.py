@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.client.address import Address
-from chairlift.client.http import HttpClient
+from chairlift.client.http import Address, HttpClient
 from chairlift.progress import Note
 from chairlift_lab.common.workload import BenchRequest
 from chairlift_lab.load.client import LoadClient, RequestFormat

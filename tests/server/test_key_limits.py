@@ -79,6 +79,7 @@ def test_a_key_file_has_names_and_limits(tmp_path: Path) -> None:
         ("alice: {requests_per_minute: 1}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {key: sk-1, keys: [sk-2]}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {keys: []}", "alice: must have either 'key', a text, or 'keys'"),
+        ("'': {key: sk-1}", "each key must have a name"),
         ("alice: {key: 123}", "alice: keys must be texts; put them in quotes"),
         ("alice: {key: ''}", "must be non-empty ASCII"),
         ("alice: {key: sk-1}\nbob: {key: sk-1}", "the key of 'bob' is given twice"),

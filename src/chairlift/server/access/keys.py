@@ -110,6 +110,8 @@ def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
     def refuse(problem: str) -> InvalidParameter:
         return InvalidParameter(FILE_PARAMETER, f"{file}: {name}: {problem}")
 
+    if not name.strip():  # a proxy could not tell such a client's key from its own
+        raise refuse("each key must have a name")
     if not isinstance(entry, Mapping):
         raise refuse("must have the field 'key' or 'keys'")
     known = [item.name for item in fields(KeyLimits)]

@@ -50,6 +50,7 @@ def recommend(folder: Path, settings: dict[str, Any]) -> str:
         ({"temperature": -7, "top_p": None}, {}),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
         ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"temperature": 10**400}, {}),
         ({}, {}),
     ],
 )
@@ -57,7 +58,7 @@ def test_a_generation_config_is_read_and_wrong_values_are_said(
     settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert default_sampling(tmp_path, settings) == expected
-    wrong = [name for name in ("temperature", "top_p", "min_p") if settings.get(name) in ("x", True, -7)]
+    wrong = [name for name in ("temperature", "top_p", "min_p") if settings.get(name) in ("x", True, -7, 10**400)]
     assert [f"{tmp_path} recommends is not used: {name}: must be" in caplog.text for name in wrong] == [True] * len(
         wrong
     )

@@ -6,7 +6,6 @@ The fields of SamplingParams are declared with `declared`. A parameter of a plug
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -96,10 +95,10 @@ def number(low: float, high: float, *, low_open: bool = False) -> Check:
     limits = f"a number {'above' if low_open else 'of at least'} {low:g} and at most {high:g}"
 
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InvalidParameter(name, f"must be {limits}, got {value!r}")
-        if value < low or value > high or (low_open and value == low):
-            raise InvalidParameter(name, f"must be {limits}, got {value}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN is in no range, and integers of any size can be compared.
+        if not is_number or not low <= value <= high or (low_open and value == low):
+            raise InvalidParameter(name, f"must be {limits}, got {value!r:.100}")
 
     return check
 

@@ -28,7 +28,7 @@ MID_SENTENCE = re.compile(rf"#\s*({'|'.join(PREPOSITIONS)})\b")
 LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 # Classes that implement a seam: code on the other side of it should never ask which of them it has.
 SEAM_TYPES = {
-    *("FusedAttend", "HostAttend", "LatentAttend"),
+    *("StepAttention", "PagedCPUStep", "PagedGPUStep"),
     *("PlainWeight", "PackedWeight", "BlockWeight", "FP8Weight", "StoredEmbedding"),
     *("SelfAttention", "LatentAttention", "MixtureOfExperts", "GatedMLP", "UngatedMLP", "BlockExperts"),
     *("RMSNorm", "LayerNorm"),

@@ -127,7 +127,7 @@ def _compare_with_the_reference(
         k[own], v[own], where[own] = keys[starts[i] :], values[starts[i] :], slots[i]
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
     sinks = 3 * torch.randn(layer.num_heads, generator=generator) if layer.sinks else None
-    out = backend.plan(layout, storage)(layer, q, k, v, sinks=sinks)
+    out = backend.plan(layout, storage).attend(layer, q, k, v, sinks=sinks)
     assert out.shape == (*q.shape[:2], layer.value_dim)
     assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.

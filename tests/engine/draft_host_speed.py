@@ -75,7 +75,7 @@ def make_engine(requests: int) -> Engine:
         SimpleNamespace(
             batch_spec=lambda layers, dtype: BatchSpec(16, 8192, lambda rows: False),
             has_own_threads=False,
-            capabilities=SimpleNamespace(host_attend=False, own_threads=False),
+            capabilities=SimpleNamespace(has_work=False, own_threads=False),
         ),
     )
     storage = cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE, clear=lambda layer, slots: None, keys=()))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chairlift.attention.interface import StepAttention
+from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.attention.storage import KVStorage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
@@ -124,7 +126,7 @@ def test_kernels_equal_torch(
         with pytest.MonkeyPatch.context() as one_at_a_time:
             for name in ON_GPU:
                 one_at_a_time.setattr(f"chairlift.{name}.on_gpu", lambda device: False)
-            one_at_a_time.setattr("chairlift.models.self_attention.FusedAttend", type(None))
+            one_at_a_time.setattr(PagedGPUStep, "from_projection", StepAttention.from_projection)
             expected = logits(model, storages[0], ROWS)
         with TorchKernels() as kernels:
             found = logits(model, storages[1], ROWS)

@@ -241,5 +241,5 @@ def test_the_backend_passes_on_what_a_layer_has(
     outputs = []
     for backend in (BurstedAttention(), PagedGPUAttention(invariant_for)):
         storage = KVStorage(*([side.clone()] for side in cached))
-        outputs.append(backend.plan(layout, storage)(layer, q, k, v, sinks=sinks))
+        outputs.append(backend.plan(layout, storage).attend(layer, q, k, v, sinks=sinks))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)

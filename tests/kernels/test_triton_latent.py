@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, PagedBatch
-from chairlift.attention.latent import LatentProjection
+from chairlift.attention.interface import AttentionLayer, LatentProjection, PagedBatch
 from chairlift.attention.paged.gpu import PagedGPUAttention, PagedGPUStep
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent import absorbed

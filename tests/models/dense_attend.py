@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer
+from chairlift.attention.interface import AttentionLayer, StepAttention
 
 
 @dataclass
@@ -17,27 +17,9 @@ class DenseCache:
 
     stored: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def step(self, pieces: Sequence[tuple[str, int]]) -> Attend:
+    def step(self, pieces: Sequence[tuple[str, int]]) -> StepAttention:
         """The attention of one ragged batch: (sequence, number of its tokens), in the order of the rows."""
-
-        lengths = {key: len(keys) for key, (keys, _) in self.stored.items()}
-
-        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            assert (sinks is not None) == layer.sinks
-            assert q.shape[1:] == (layer.num_heads, layer.head_dim)
-            assert k.shape[1:] == (layer.num_kv_heads, layer.head_dim)
-            assert v.shape[1:] == (layer.num_kv_heads, layer.value_dim)
-            counts = [count for _, count in pieces]
-            outputs = []
-            for (name, _), rows_q, rows_k, rows_v in zip(
-                pieces, q.split(counts), k.split(counts), v.split(counts), strict=True
-            ):
-                key = (layer.index, name)
-                keys, values = self._store(key, lengths.get(key, 0), rows_k, rows_v)
-                outputs.append(dense_attention(layer, rows_q, keys, values, sinks))
-            return torch.cat(outputs)
-
-        return attend
+        return _DenseStep(self, pieces, {key: len(keys) for key, (keys, _) in self.stored.items()})
 
     def _store(self, key: tuple[int, str], length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the first `length` keys and values and put the new ones behind them."""
@@ -45,6 +27,28 @@ class DenseCache:
             k, v = torch.cat((self.stored[key][0][:length], k)), torch.cat((self.stored[key][1][:length], v))
         self.stored[key] = (k.clone(), v.clone())
         return self.stored[key]
+
+
+@dataclass
+class _DenseStep(StepAttention):
+    cache: DenseCache
+    pieces: Sequence[tuple[str, int]]
+    lengths: dict[tuple[int, str], int]  # before the step
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        assert (sinks is not None) == layer.sinks
+        assert q.shape[1:] == (layer.num_heads, layer.head_dim)
+        assert k.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+        assert v.shape[1:] == (layer.num_kv_heads, layer.value_dim)
+        counts = [count for _, count in self.pieces]
+        outputs = []
+        for (name, _), rows_q, rows_k, rows_v in zip(
+            self.pieces, q.split(counts), k.split(counts), v.split(counts), strict=True
+        ):
+            key = (layer.index, name)
+            keys, values = self.cache._store(key, self.lengths.get(key, 0), rows_k, rows_v)
+            outputs.append(dense_attention(layer, rows_q, keys, values, sinks))
+        return torch.cat(outputs)
 
 
 def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer
-from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
+from chairlift.attention.interface import AttentionLayer, LatentProjection, StepAttention
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import RMSNorm
@@ -87,7 +86,7 @@ class HeadUpProjection:
 
 
 class LatentAttention:
-    """Projects to queries and one latent per token, and calls `attend`; the caller applies the output projection."""
+    """Projects to queries and one latent per token, and attends from them; the caller applies the output projection."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class LatentAttention:
         if self.q_norm is not None:
             yield self.q_norm
 
-    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation | None, attention: StepAttention) -> Tensor:
         q, latent = self.down(x).split(self._sizes, dim=1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q.contiguous()))
@@ -165,6 +164,4 @@ class LatentAttention:
             sin=None if rotation is None else rotation.sin,
             up=self.up,
         )
-        if isinstance(attend, LatentAttend):
-            return attend.from_latent(self.layer, projection).flatten(1)
-        return attend_absorbed(attend, self.layer, projection).flatten(1)
+        return attention.from_latent(self.layer, projection).flatten(1)

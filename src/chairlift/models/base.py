@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 
 
@@ -22,8 +22,8 @@ class HiddenStates(NamedTuple):
 class CausalLM(Protocol):
     """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
 
-    There is no batch axis, no padding and no mask. Only `attend` and `recurrent` depend on which token belongs to which
-    sequence; everything else in the model works on each token on its own.
+    There is no batch axis, no padding and no mask. Only `attention` and `recurrent` depend on which token belongs to
+    which sequence; everything else in the model works on each token on its own.
     """
 
     @property
@@ -53,7 +53,7 @@ class CausalLM(Protocol):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:

@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding, StoredEmbedding
 from chairlift.layers.formats.base import WeightFormat, WeightRows, count_formats
@@ -243,11 +243,11 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        return self.stack(tokens, positions, attend, self.taps, rows, recurrent)
+        return self.stack(tokens, positions, attention, self.taps, rows, recurrent)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)

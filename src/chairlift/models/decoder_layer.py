@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
@@ -117,16 +117,16 @@ class DecoderLayer:
         yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
 
     def __call__(
-        self, x: Tensor, delta: Delta | None, positions: Tensor, rotation: Rotation | None, attend: Attend
+        self, x: Tensor, delta: Delta | None, positions: Tensor, rotation: Rotation | None, attention: StepAttention
     ) -> Delta | None:
-        return self.rest(x, self.mixed(x, delta, rotation, attend), positions)
+        return self.rest(x, self.mixed(x, delta, rotation, attention), positions)
 
     def mixed(
         self,
         x: Tensor,
         delta: Delta | None,
         rotation: Rotation | None,
-        attend: Attend,
+        attention: StepAttention,
         recurrent: RecurrentStep | None = None,
         kept: KeptKV | None = None,
     ) -> tuple[Tensor, ...]:
@@ -135,9 +135,9 @@ class DecoderLayer:
         normed = add_(x, delta, self.before_attention)
         found: list[Tensor] = []
         if isinstance(self._attention, SelfAttention):
-            found.append(self._attention(normed, rotation, attend, kept))
+            found.append(self._attention(normed, rotation, attention, kept))
         elif self._attention is not None:
-            found.append(self._attention(normed, rotation, attend))
+            found.append(self._attention(normed, rotation, attention))
         if self.recurrent is not None:
             assert recurrent is not None, "the model has recurrent layers"
             assert self._states is not None

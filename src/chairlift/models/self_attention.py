@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, FusedAttend
+from chairlift.attention.interface import PlainProjection, Projection, StepAttention
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
@@ -24,7 +25,7 @@ KeptKV = dict[int, tuple[Tensor, Tensor]]
 
 
 class SelfAttention:
-    """Projects to queries, keys and values in one product, rotates them, and calls `attend`.
+    """Projects to queries, keys and values in one product, rotates them, and attends from them.
 
     The caller applies the output projection, because one kernel may do it together with the addition that follows.
     """
@@ -123,24 +124,30 @@ class SelfAttention:
         if self.gate is not None:
             yield self.gate
 
-    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend, kept: KeptKV | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotation: Rotation | None, attention: StepAttention, kept: KeptKV | None = None
+    ) -> Tensor:
         """`kept`: the step's keys and values that several layers read."""
-        projected = self.qkv(x)
-        if self.gate is None:
-            found = self._attend(projected, rotation, attend, kept)
-            return found if self._output_scale == 1.0 else found.mul_(self._output_scale)
-        gate, qkv = projected.split((self._gate_size, projected.shape[1] - self._gate_size), dim=1)
-        return self.gate(self._attend(qkv.contiguous(), rotation, attend, kept), gate)
+        qkv = self.qkv(x)
+        if self.gate is not None:
+            gate, qkv = qkv.split((self._gate_size, qkv.shape[1] - self._gate_size), dim=1)
+            qkv = qkv.contiguous()
+        heads, plain = partial(self.heads, qkv, rotation, kept), partial(self.plain, qkv, rotation)
+        attended = attention.from_projection(self.layer, Projection(heads, plain, self.sinks)).flatten(1)
+        if self.gate is not None:
+            return self.gate(attended, gate)
+        return attended if self._output_scale == 1.0 else attended.mul_(self._output_scale)
 
-    def _attend(self, qkv: Tensor, rotation: Rotation | None, attend: Attend, kept: KeptKV | None) -> Tensor:
+    def heads(
+        self, qkv: Tensor, rotation: Rotation | None, kept: KeptKV | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, ...] -> queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim]."""
         layer = self.layer
-        if isinstance(attend, FusedAttend) and self._fuses:
-            return self.attended(qkv, rotation, attend)
         heads = qkv.unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + self._num_keys, self._num_values), dim=1)
         if self._num_values < self._num_keys:
             v = qk[:, layer.num_heads :].clone()
-        if not self._norms_after_rope:
+        if self.q_norm is not None and not self._norms_after_rope:
             qk = self._normalised(qk)
         if self._clip is not None:
             qk, v = qk.clamp(-self._clip, self._clip), v.clamp(-self._clip, self._clip)
@@ -150,7 +157,7 @@ class SelfAttention:
             rotate_(qk, rotation)  # queries and keys together
             if rotation.query_scale is not None:
                 qk[:, : layer.num_heads].mul_(rotation.query_scale[..., None])
-        if self._norms_after_rope:
+        if self.q_norm is not None and self._norms_after_rope:
             qk = self._normalised(qk)
         q, k = qk.split((layer.num_heads, self._num_keys), dim=1)
         if self._keeps_kv and kept is not None:
@@ -158,13 +165,12 @@ class SelfAttention:
         if self._shares_kv:
             assert kept is not None
             k, v = kept[layer.index]  # stored a second time, in the same place
-        return attend(layer, q, k, v, sinks=self.sinks).flatten(1)
+        return q, k, v
 
-    def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
-        """qkv [T, ...], the projection, which may be overwritten -> [T, query_size].
-
-        A layer that shares the keys and values of an earlier one reads them in the cache.
-        """
+    def plain(self, qkv: Tensor, rotation: Rotation | None) -> PlainProjection | None:
+        """qkv [T, ...] as a kernel norms and rotates it; None if it cannot."""
+        if not self._fuses:
+            return None
         if rotation is not None and rotation.query_scale is not None:
             qkv[:, : self.query_size].mul_(rotation.query_scale)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -173,29 +179,22 @@ class SelfAttention:
 
             norm_parts_(qkv, q_norm.weight, k_norm.weight, q_norm.eps)
             q_norm = k_norm = None
-        heads = attend.from_projection(
-            self.layer,
+        return PlainProjection(
             qkv,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             cos=None if rotation is None or not self._pairs else rotation.cos,
             sin=None if rotation is None or not self._pairs else rotation.sin,
-            sinks=self.sinks,
             v_norm=self._v_norm_eps is not None and not self._shares_kv,
         )
-        return heads.flatten(1)
 
     def _normalised(self, qk: Tensor) -> Tensor:
-        if self.q_norm is None:
-            return qk
-        q, k = qk.split((self.layer.num_heads, self._num_keys), dim=1)
-        return torch.cat((self._normed_heads(q, self.q_norm), self._normed_heads(k, self.k_norm)), dim=1)
-
-    def _normed_heads(self, heads: Tensor, norm: Norm | None) -> Tensor:
-        if norm is None:
-            return heads
-        return norm(heads.flatten(1)).view(heads.shape) if self._norms_all_heads else norm(heads)
+        heads = qk.split((self.layer.num_heads, self._num_keys), dim=1)
+        pairs = zip(heads, (self.q_norm, self.k_norm), strict=True)
+        if self._norms_all_heads:
+            return torch.cat([x if norm is None else norm(x.flatten(1)).view(x.shape) for x, norm in pairs], dim=1)
+        return torch.cat([x if norm is None else norm(x) for x, norm in pairs], dim=1)
 
 
 def make_norm(

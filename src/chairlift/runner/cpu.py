@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.input_batch import InputBatch, build_batch
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
@@ -43,19 +43,19 @@ class CPURunner(ModelRunner):
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
-        attend = self.attention.plan(batch.layout, self.storage)
+        attention = self.attention.plan(batch.layout, self.storage)
         recurrent = build_recurrent(plan, batch.layout.offsets, self.states, self.model.device)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
         needed = batch.needed_rows
         rows = needed if self.drafter is None else None  # a draft network reads all rows
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows, recurrent)
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, attention, rows, recurrent)
         kept = hidden.last if rows is needed else hidden.last[needed]
         num_sampled = len(batch.sampled_rows)
         prompts = self.prompt_reader.read(plan.chunks, kept[num_sampled:]) if plan.reads else NO_PROMPT_OUTPUTS
         if not sampling:
-            self._observe(plan, batch, attend, hidden, {})
+            self._observe(plan, batch, attention, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding, prompts=prompts)
         num_scored = len(sampling) + plan.num_drafts  # idle rows come last
@@ -64,7 +64,7 @@ class CPURunner(ModelRunner):
         candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler edits logits
         sampled = self._sample(sampling, logits, masks)
         accepted = {chunk.request.id: count for chunk, count in zip(sampling, sampled.accepted, strict=False) if count}
-        self._observe(plan, batch, attend, hidden, accepted)
+        self._observe(plan, batch, attention, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(
             plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
@@ -90,11 +90,16 @@ class CPURunner(ModelRunner):
         )
 
     def _observe(
-        self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: HiddenStates, accepted: Mapping[str, int]
+        self,
+        plan: StepPlan,
+        batch: InputBatch,
+        attention: StepAttention,
+        hidden: HiddenStates,
+        accepted: Mapping[str, int],
     ) -> None:
         """Let the draft network read what the model computed."""
         if self.drafter is not None:
-            self.drafter.observe_step(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))
+            self.drafter.observe_step(ComputedBatch(plan, batch, attention, hidden, accepted, self.storage))
 
     def warm_up(self) -> None:
         """Run one token on block 0, which is still free, to compile what is compiled on first use."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.input_batch import InputBatch
-from chairlift.attention.interface import Attend, HostAttend
+from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
@@ -44,7 +44,7 @@ class HeadNetwork:
     def first_position(self, request: Request) -> int:
         return self.states.first_position(request)
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         if chunks[0].drafts:  # either all chunks have drafts or none
             known = torch.stack([self._last_state[chunk.request.id] for chunk in chunks])
             rows = last_rows
@@ -56,26 +56,28 @@ class HeadNetwork:
         previous.index_copy_(0, rows, known)
         if not chunks[0].drafts:
             previous = self.head.join(previous)
-        found = self._pass(batch.tokens, previous, batch.positions, last_rows, attend)
+        found = self._pass(batch.tokens, previous, batch.positions, last_rows, attention)
         assert found.states is not None
         for chunk, state in zip(chunks, found.states, strict=True):
             self._last_state[chunk.request.id] = state
         return found.scores
 
     def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
     ) -> DraftPass:
-        return self._pass(tokens, self.head.join(features), positions, last_rows, attend)
+        return self._pass(tokens, self.head.join(features), positions, last_rows, attention)
 
-    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
+    def next_pass(
+        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
+    ) -> DraftPass:
         assert states is not None
-        return self._pass(tokens, states, positions, None, attend)
+        return self._pass(tokens, states, positions, None, attention)
 
     def _pass(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_rows: Tensor | None, attend: Attend
+        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_rows: Tensor | None, attention: StepAttention
     ) -> DraftPass:
         """previous [T, hidden]: the states before the tokens."""
-        states = self.head.states(tokens, previous, positions, attend)
+        states = self.head.states(tokens, previous, positions, attention)
         if last_rows is not None:
             states = states.index_select(0, last_rows)
         return DraftPass(self.head.scores(states), states)
@@ -135,19 +137,19 @@ class HeadNetwork:
         """Compute the whole step, since it is one batch: decodes are computed again for the next draft.
 
         before [chunks, features]: those of the token before each chunk."""
-        batch, attend = step.batch, step.attend
+        batch, attention = step.batch, step.attention
         places = [*zip(batch.layout.offsets, step.plan.chunks, strict=False)]
         previous = torch.zeros_like(features)
         previous[1:] = features[:-1]
         firsts = sent([offset for offset, _ in places], previous.device)
         previous.index_copy_(0, firsts, before)
-        if self.one_call and isinstance(attend, HostAttend):
+        if self.one_call and attention.work(self.head.attention_layers[0]) is not None:
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
             positions, slots = batch.positions[rows], batch.layout.slot_mapping[rows]
             self.head.store(batch.tokens[rows], previous[rows], positions, slots, step.storage)
         else:
-            self.head.store_keys(batch.tokens, self.head.join(previous), batch.positions, attend)
+            self.head.store_keys(batch.tokens, self.head.join(previous), batch.positions, attention)
 
     def state_bytes(self, num_requests: int) -> int:
         return self.states.num_bytes(num_requests)

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from chairlift.attention.input_batch import InputBatch
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
@@ -38,10 +38,10 @@ class DraftModel(ModelPasses):
     def first_position(self, request: Request) -> int:
         return min(self._computed.get(request.id, 0), request.num_computed)
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         for chunk in chunks:
             self._computed[chunk.request.id] = chunk.end
-        return super().scores(batch, chunks, last_rows, attend)
+        return super().scores(batch, chunks, last_rows, attention)
 
     def drafted(self, request: Request, count: int) -> None:
         self._computed[request.id] = request.num_known + count
@@ -51,7 +51,7 @@ class DraftModel(ModelPasses):
         has_prompts = not all(chunk.decodes for chunk in plan.chunks)
         if has_prompts:
             no_rows = batch.sampled_rows[:0]  # only keys and values are needed
-            self._model.hidden_states(batch.tokens, batch.positions, step.attend, no_rows)
+            self._model.hidden_states(batch.tokens, batch.positions, step.attention, no_rows)
         rows = iter(step.kept)
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             computed = self._computed.get(chunk.request.id, 0)

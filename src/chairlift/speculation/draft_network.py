@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from chairlift.attention.input_batch import InputBatch
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -32,7 +32,7 @@ class ComputedBatch:
 
     plan: StepPlan
     batch: InputBatch
-    attend: Attend
+    attention: StepAttention
     hidden: HiddenStates
     accepted: Mapping[str, int]  # request id -> how many of its draft tokens were right
     storage: KVStorage
@@ -91,7 +91,7 @@ class DraftNetwork(Protocol):
         """The first of the request's tokens that the network has not computed yet."""
         ...
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
         ...
 
@@ -100,12 +100,14 @@ class DraftNetwork(Protocol):
         ...
 
     def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
     ) -> DraftPass:
         """tokens, positions [T]; features [T, feature_size]; last_rows [N]: the last token of each request."""
         ...
 
-    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
+    def next_pass(
+        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
+    ) -> DraftPass:
         """tokens, positions [N]: one draft token of each request; states: those of the pass before."""
         ...
 
@@ -133,21 +135,25 @@ class ModelPasses:
         pass
 
     def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attend: Attend
+        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
     ) -> DraftPass:
-        return DraftPass(self._scores(tokens, positions, attend, last_rows), None)
+        return DraftPass(self._scores(tokens, positions, attention, last_rows), None)
 
-    def next_pass(self, tokens: Tensor, states: Tensor | None, positions: Tensor, attend: Attend) -> DraftPass:
-        return DraftPass(self._scores(tokens, positions, attend), None)
+    def next_pass(
+        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
+    ) -> DraftPass:
+        return DraftPass(self._scores(tokens, positions, attention), None)
 
     def drafted(self, request: Request, count: int) -> None:
         pass
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        return self._scores(batch.tokens, batch.positions, attend, last_rows)
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
+        return self._scores(batch.tokens, batch.positions, attention, last_rows)
 
-    def _scores(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        return self._model.logits(self._model.hidden_states(tokens, positions, attend, rows).last)
+    def _scores(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor | None = None
+    ) -> Tensor:
+        return self._model.logits(self._model.hidden_states(tokens, positions, attention, rows).last)
 
 
 def require_decoder(model: CausalLM, speculate: str) -> Decoder:

@@ -162,7 +162,7 @@ class DraftModelProposer(ModelProposer):
 
     def _can_draft_at_once(self, tasks: Sequence[DraftTask]) -> bool:
         """Whether nothing has to be done between two draft tokens of a request."""
-        if not self._attention.capabilities.host_attend:
+        if not self._attention.capabilities.has_work:
             return False
         one_call = isinstance(self.network, OneCallNetwork) and self.network.one_call
         return one_call and not any(self._is_sampled(task.request) for task in tasks)
@@ -219,9 +219,9 @@ class DraftModelProposer(ModelProposer):
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
-        attend = self._attention.plan(batch.layout, self._storage)
+        attention = self._attention.plan(batch.layout, self._storage)
         with self.launching():
-            return self.network.scores(batch, chunks, sent(rows, device), attend)
+            return self.network.scores(batch, chunks, sent(rows, device), attention)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         ids = self.network.token_ids

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer, HostAttend
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
@@ -171,17 +171,18 @@ class DraftHead:
             return features
         return self.joint(unit(features.unflatten(-1, (-1, self.hidden_size))).flatten(-2))
 
-    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
         x = self.mix(self._inputs(tokens, previous))
-        if self._fused is not None and isinstance(attend, HostAttend):
-            return self._fused(x, positions, attend)[0]
-        delta = self.layer(x, None, positions, self.rotary(positions), attend)
+        work = None if self._fused is None else attention.work(self._fused.layer)
+        if self._fused is not None and work is not None:
+            return self._fused(x, positions, work)[0]
+        delta = self.layer(x, None, positions, self.rotary(positions), attention)
         return add_(x, delta, self.norm)
 
-    def store_keys(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> None:
+    def store_keys(self, tokens: Tensor, previous: Tensor, positions: Tensor, attention: StepAttention) -> None:
         """As `states`, for tokens behind which nothing is drafted: only their keys and values are needed."""
-        self.layer.mixed(self.mix(self._inputs(tokens, previous)), None, self.rotary(positions), attend)
+        self.layer.mixed(self.mix(self._inputs(tokens, previous)), None, self.rotary(positions), attention)
 
     def _inputs(self, tokens: Tensor, previous: Tensor) -> Tensor:
         embedding = self.target.embedding

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.runner.base import ModelRunner
 
@@ -32,7 +32,7 @@ class AttentionCall:
     output: Tensor  # [T, heads, head_dim]
     layout: RaggedLayout
     storage: KVStorage
-    attend: Attend
+    attention: StepAttention
 
 
 Listener = Callable[[AttentionCall], None]
@@ -45,18 +45,24 @@ class _Listening(AttentionBackend):
         super().__init__(inner.invariant_for)
         self.inner = inner
         self.listener = listener
-        # A fused stack would not call `attend` layer by layer.
-        self.capabilities = replace(inner.capabilities, host_attend=False)  # type: ignore[misc]
+        # A stack in one kernel would not call `attend` layer by layer.
+        self.capabilities = replace(inner.capabilities, has_work=False)  # type: ignore[misc]
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        attend = self.inner.plan(layout, storage)
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
+        return _ListeningStep(self.inner.plan(layout, storage), layout, storage, self.listener)
 
-        def listening(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            output = attend(layer, q, k, v, sinks=sinks)
-            self.listener(AttentionCall(layer, q, k, v, output, layout, storage, attend))
-            return output
 
-        return listening
+@dataclass(frozen=True, slots=True)
+class _ListeningStep(StepAttention):
+    inner: StepAttention
+    layout: RaggedLayout
+    storage: KVStorage
+    listener: Listener
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        output = self.inner.attend(layer, q, k, v, sinks=sinks)
+        self.listener(AttentionCall(layer, q, k, v, output, self.layout, self.storage, self.inner))
+        return output
 
 
 @contextmanager
@@ -90,13 +96,13 @@ def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
     if position >= start:  # computed in this step
         v = call.v.clone()
         v[layout.offsets[sequence] + position - start] += PUSH
-        changed = call.attend(call.layer, call.q, call.k, v)
+        changed = call.attention.attend(call.layer, call.q, call.k, v)
         storage.write(index, layout.slot_mapping, call.k, call.v)
     else:
         block = int(layout.tables[sequence, position // storage.block_size])
         value = storage.values[index][block, position % storage.block_size]
         before = value.clone()
         value += PUSH
-        changed = call.attend(call.layer, call.q, call.k, call.v)
+        changed = call.attention.attend(call.layer, call.q, call.k, call.v)
         value.copy_(before)
     return (changed - call.output).abs().amax(dim=(1, 2)) > 0

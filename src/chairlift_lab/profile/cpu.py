@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from chairlift.attention.interface import Attend, RaggedLayout
+from chairlift.attention.interface import RaggedLayout, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.engine.startup import StartedEngine
 from chairlift.layers.linear import Linear
@@ -62,11 +62,11 @@ class PartTimer:
             def watch(owner: Any, method: str, part: str) -> None:
                 stack.enter_context(patch.object(owner, method, self._timed(getattr(owner, method), part)))
 
-            def plan_and_watch(layout: RaggedLayout, storage: KVStorage) -> Attend:
+            def plan_and_watch(layout: RaggedLayout, storage: KVStorage) -> StepAttention:
                 attend = plan(layout, storage)
                 if type(attend) not in seen:
                     seen.add(type(attend))
-                    watch(type(attend), "__call__", ATTENTION)
+                    watch(type(attend), "attend", ATTENTION)
                 return attend
 
             watch(Linear, "__call__", GEMM)

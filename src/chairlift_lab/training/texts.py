@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import UnsupportedModel
 from chairlift.models.decoder import Decoder
@@ -117,7 +117,7 @@ class TextWriter:
         return chosen
 
 
-class GrowingTextAttention:
+class GrowingTextAttention(StepAttention):
     """Attention of one more token of every text, with a contiguous KV cache."""
 
     def __init__(self, target: Decoder, rows: int, length: int) -> None:
@@ -129,9 +129,7 @@ class GrowingTextAttention:
             for layer in layers
         ]
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         cache = self._cache[layer.index]
         cache[0, :, :, self.column] = k
         cache[1, :, :, self.column] = v

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import EPS, HeadConfig
 from chairlift.speculation.head_layers import unit
@@ -99,15 +99,13 @@ class _Norm(nn.RMSNorm):
         return super().forward(x.float())
 
 
-class WholeTextAttention:
+class WholeTextAttention(StepAttention):
     """Causal attention over whole texts of equal length, without a cache."""
 
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         refuse_unusual_attention((layer,))
         q, k, v = (heads.unflatten(0, (-1, self._length)).transpose(1, 2) for heads in (q, k, v))
         grouped = layer.num_heads != layer.num_kv_heads

@@ -1,6 +1,7 @@
 """An attention backend: gather each sequence from the cache and call torch's dense attention."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_mask
 from chairlift.attention.storage import KVStorage
 
 
@@ -20,22 +21,29 @@ class DenseAttention(AttentionBackend):
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
         return ["it has no soft-cap"] if any(layer.softcap is not None for layer in layers) else []
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            storage.write(layer.index, layout.slot_mapping, k, v)
-            out = torch.empty_like(q)
-            for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
-                rows = slice(layout.offsets[i], layout.offsets[i + 1])
-                keys, values = storage.read(layer.index, layout.tables[i], end, q.dtype)
-                attended = F.scaled_dot_product_attention(
-                    q[rows].transpose(0, 1)[None],
-                    keys.transpose(0, 1)[None],
-                    values.transpose(0, 1)[None],
-                    attn_mask=visible_mask(layer, start, end, q.device),
-                    scale=layer.scale,
-                    enable_gqa=True,
-                )
-                out[rows] = attended[0].transpose(0, 1)
-            return out
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
+        return DenseStep(layout, storage)
 
-        return attend
+
+@dataclass
+class DenseStep(StepAttention):
+    layout: RaggedLayout
+    storage: KVStorage
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        layout, storage = self.layout, self.storage
+        storage.write(layer.index, layout.slot_mapping, k, v)
+        out = torch.empty_like(q)
+        for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+            rows = slice(layout.offsets[i], layout.offsets[i + 1])
+            keys, values = storage.read(layer.index, layout.tables[i], end, q.dtype)
+            attended = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1)[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=visible_mask(layer, start, end, q.device),
+                scale=layer.scale,
+                enable_gqa=True,
+            )
+            out[rows] = attended[0].transpose(0, 1)
+        return out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, RaggedLayout
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift_lab.explain.listening import AttentionCall, who_sees_whom
@@ -61,10 +61,13 @@ def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
     storage = KVStorage([torch.zeros(2, 4, 1, 2)], [torch.zeros(2, 4, 1, 2)])
     layout = RaggedLayout([0, 4], [0], [4], torch.zeros(1, 1, dtype=torch.int32), torch.arange(4))
 
-    def sees_all(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        return v.mean(dim=0, keepdim=True).expand_as(q).clone()
+    class SeesAll(StepAttention):
+        def attend(
+            self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+        ) -> Tensor:
+            return v.mean(dim=0, keepdim=True).expand_as(q).clone()
 
-    call = AttentionCall(layer, q, k, v, sees_all(layer, q, k, v), layout, storage, sees_all)
+    call = AttentionCall(layer, q, k, v, SeesAll().attend(layer, q, k, v), layout, storage, SeesAll())
     assert who_sees_whom(call) == [[True] * 4] * 4
 
 

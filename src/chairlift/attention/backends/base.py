@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch, RaggedLayout
+from chairlift.attention.interface import AttentionLayer, PagedBatch, RaggedLayout, StepAttention
 from chairlift.attention.storage import KVStorage
 
 
@@ -19,7 +19,7 @@ class Capabilities:
 
     batch_invariant: bool = False  # a token's result can be made independent of the rest of the batch, bit for bit
     rectangular: bool = False  # it needs all sequences padded to the longest chunk
-    host_attend: bool = False  # its steps are HostAttend: a compiled kernel can run all layers in one call
+    has_work: bool = False  # its steps have `work`: a compiled kernel can run all layers in one call
     sinks: bool = False  # it can run layers with sinks
     chunks: bool = False  # it can run layers whose attention stays within chunks
     captures: bool = False  # it has `batch_spec` and `attend`, which only read device memory: a graph can capture them
@@ -63,7 +63,7 @@ class AttentionBackend(ABC):
         return [f"{cls.name} attention adds up in an order that depends on the batch"]
 
     @abstractmethod
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
         """Prepare what all layers of one step have in common."""
 
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,6 +77,6 @@ class AttentionBackend(ABC):
         """How to pack batches for `attend`; only with `capabilities.captures`."""
         raise NotImplementedError
 
-    def attend(self, batch: PagedBatch, storage: KVStorage) -> Attend:
+    def attend(self, batch: PagedBatch, storage: KVStorage) -> StepAttention:
         """The attention of a batch that lies in device memory; only with `capabilities.captures`."""
         raise NotImplementedError

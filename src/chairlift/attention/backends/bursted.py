@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
-from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_mask
 from chairlift.attention.storage import KVStorage
 
 
@@ -19,18 +19,16 @@ class BurstedAttention(AttentionBackend):
     capabilities = Capabilities(sinks=True, chunks=True)
     preference = 1
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
         return _BurstedStep(layout, storage)
 
 
 @dataclass(frozen=True, slots=True)
-class _BurstedStep:
+class _BurstedStep(StepAttention):
     layout: RaggedLayout
     storage: KVStorage
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         layout = self.layout
         self.storage.write(layer.index, layout.slot_mapping, k, v)
         out = q.new_empty(*q.shape[:2], layer.value_dim)

@@ -15,7 +15,7 @@ from torch import Tensor
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
-from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_positions
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_positions
 from chairlift.attention.storage import KVStorage, as_plain, widened
 
 
@@ -24,7 +24,7 @@ class PaddedAttention(AttentionBackend):
     name = "padded"
     capabilities = Capabilities(rectangular=True, sinks=True, chunks=True)
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
         return _PaddedStep(layout, storage, _Rectangle.of(layout, storage.block_size))
 
 
@@ -57,15 +57,13 @@ class _Rectangle:
 
 
 @dataclass(frozen=True, slots=True)
-class _PaddedStep:
+class _PaddedStep(StepAttention):
     layout: RaggedLayout
     storage: KVStorage
     rectangle: _Rectangle
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)  # by window and chunk
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         self.storage.write(layer.index, self.layout.slot_mapping, k, v)
         keys = self._gather(self.storage.keys[layer.index], q.dtype)
         values = self._gather(self.storage.values[layer.index], q.dtype)[..., : layer.value_dim]

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
-from chairlift.attention.interface import Attend, AttentionLayer, HostAttend, RaggedLayout
-from chairlift.attention.latent import LatentAttend, LatentProjection, UpProjection, attend_to_latents
+from chairlift.attention.interface import (
+    AttentionLayer,
+    HostWork,
+    LatentProjection,
+    RaggedLayout,
+    StepAttention,
+    UpProjection,
+)
 from chairlift.attention.paged.latent_cpu import LatentSplit, attend_expanded, split_by_form
 from chairlift.attention.storage import KVStorage
 
@@ -24,7 +30,7 @@ if TYPE_CHECKING:  # numba is slow to import
 
 class PagedCPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, host_attend=True, sinks=True, chunks=True)
+    capabilities = Capabilities(batch_invariant=True, has_work=True, sinks=True, chunks=True)
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -37,19 +43,22 @@ class PagedCPUAttention(AttentionBackend):
             found.append("numba is not installed")
         return found
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
         return PagedCPUStep(layout, storage, self.invariant_for is not None)
 
 
 @dataclass(slots=True)
-class PagedCPUStep(HostAttend, LatentAttend):
+class PagedCPUStep(StepAttention):
     layout: RaggedLayout
     storage: KVStorage
     invariant: bool = False  # a token's result does not depend on how many are computed with it
     _work: dict[tuple[int, int], AttentionWork] | None = None
     _by_form: tuple[LatentSplit, PagedCPUStep | None] | None = None  # the same for all layers
 
-    def work(self, layer: AttentionLayer) -> AttentionWork:
+    def work(self, layer: AttentionLayer) -> HostWork:
+        return HostWork(self._pieces(layer), self.layout, self.storage)
+
+    def _pieces(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention split into pieces for threads: the same for all layers of one shape."""
         from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, split_work, work_by_rows
 
@@ -66,9 +75,7 @@ class PagedCPUStep(HostAttend, LatentAttend):
                 self._work[shape] = split_work(offsets, starts, ends, *shape, few=0 if self.invariant else FEW)
         return self._work[shape]
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         from chairlift.kernels.cpu.attention import Cache
         from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
         from chairlift.kernels.cpu.threads import the_team
@@ -80,7 +87,7 @@ class PagedCPUStep(HostAttend, LatentAttend):
             *(side.contiguous().numpy() for side in (q, k, v)),
             layout.slot_mapping.numpy(),
             Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
-            self.work(layer),
+            self._pieces(layer),
             score_of(layer, sinks),
             out.numpy(),
         )
@@ -91,12 +98,12 @@ class PagedCPUStep(HostAttend, LatentAttend):
         up = projection.up
         split, absorbing = self._split(layer, up)
         if not split.expanded:
-            return up.values(attend_to_latents(self, layer, up, q, latent))
+            return up.values(self.attend_to_latents(layer, up, q, latent))
         out = q.new_empty(*q.shape[:2], up.weight.shape[1] - up.nope_dim)
         self.storage.write(layer.index, self.layout.slot_mapping, latent[:, None], latent[:, None])
         if absorbing is not None:
             rows = split.absorbed_rows
-            out[rows] = up.values(attend_to_latents(absorbing, layer, up, q[rows], latent[rows]))
+            out[rows] = up.values(absorbing.attend_to_latents(layer, up, q[rows], latent[rows]))
         for i in split.expanded:
             layout, own = self.layout, slice(self.layout.offsets[i], self.layout.offsets[i + 1])
             out[own] = attend_expanded(

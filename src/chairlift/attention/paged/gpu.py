@@ -14,8 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
-from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
-from chairlift.attention.latent import LatentAttend, LatentProjection
+from chairlift.attention.interface import (
+    AttentionLayer,
+    LatentProjection,
+    PagedBatch,
+    Projection,
+    RaggedLayout,
+    StepAttention,
+)
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import on_gpu
 
@@ -69,7 +75,7 @@ class PagedGPUAttention(AttentionBackend):
             return [f"batch-invariant attention on a GPU takes heads of at most {MAX_INVARIANT_HEAD} dimensions"]
         return super().invariance_obstacles(layers)
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
         device = layout.tables.device
         counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]
         num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
@@ -213,14 +219,12 @@ def _reads_far(layer: AttentionLayer) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedGPUStep(FusedAttend, LatentAttend):
+class PagedGPUStep(StepAttention):
     batch: PagedBatch
     storage: KVStorage
     backend: PagedGPUAttention
 
-    def __call__(
-        self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         batch, block_size = self.batch, self.storage.block_size
         positions = batch.positions.long()
         blocks = batch.tables[batch.slots.long(), positions.clamp(min=0) // block_size].long()
@@ -228,41 +232,32 @@ class PagedGPUStep(FusedAttend, LatentAttend):
         self.storage.write(layer.index, places + positions.clamp(min=0) % block_size, k, v)
         return self._attended(layer, q, sinks)
 
-    def from_projection(
-        self,
-        layer: AttentionLayer,
-        qkv: Tensor,
-        *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        sinks: Tensor | None = None,
-        v_norm: bool = False,
-    ) -> Tensor:
+    def from_projection(self, layer: AttentionLayer, projection: Projection) -> Tensor:
         from chairlift.kernels.triton.decode import Fresh
         from chairlift.kernels.triton.launch import tuned
         from chairlift.kernels.triton.layers import rotate_and_store_
 
-        batch, fresh = self.batch, Fresh(q_norm, k_norm, eps, cos, sin, v_norm)
-        heads = qkv.unflatten(1, (-1, layer.head_dim))
+        plain = projection.plain()
+        if plain is None:
+            return super().from_projection(layer, projection)
+        batch, heads, sinks = self.batch, plain.qkv.unflatten(1, (-1, layer.head_dim)), projection.sinks
+        fresh = Fresh(plain.q_norm, plain.k_norm, plain.eps, plain.cos, plain.sin, plain.v_norm)
         if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, heads, fresh):
             return self._decoded_from(layer, heads, fresh, sinks)
         rotate_and_store_(
-            qkv,
+            plain.qkv,
             self.storage.keys[layer.index],
             self.storage.values[layer.index],
             num_heads=layer.num_heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            cos=cos,
-            sin=sin,
+            q_norm=plain.q_norm,
+            k_norm=plain.k_norm,
+            eps=plain.eps,
+            cos=plain.cos,
+            sin=plain.sin,
             slots=batch.slots,
             positions=batch.positions,
             tables=batch.tables,
-            v_norm=v_norm,
+            v_norm=plain.v_norm,
         )
         return self._attended(layer, heads[:, : layer.num_heads], sinks)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, PagedBatch
-from chairlift.attention.latent import LatentProjection
+from chairlift.attention.interface import AttentionLayer, LatentProjection, PagedBatch
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, AttentionLayer
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
@@ -182,7 +182,7 @@ class TransformersModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
@@ -192,7 +192,7 @@ class TransformersModel:
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
             layer, value_dim, sinks = layers[module.layer_idx], v.shape[-1], further.get("s_aux")
             q, k, v = (_widened(states[0].transpose(0, 1), layer.head_dim) for states in (q, k, v))
-            output = attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
+            output = attention.attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
             return output[None, ..., :value_dim].contiguous()
 
         with _one_thread_for_few(tokens):
@@ -253,9 +253,11 @@ def _checked_len(limit: int, requested: int) -> int:
     return requested
 
 
-def _attend_to_itself(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+class _NoNeighbours(StepAttention):
     """Stands in for the attention where no token may see another one."""
-    return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
 
 
 @torch.inference_mode()
@@ -263,10 +265,10 @@ def can_be_captured(model: TransformersModel) -> bool:
     """Whether a CUDA graph can capture the forward pass, found out by trying: some read values back to the host."""
     rows = torch.arange(4, device=model.device)
     stream = torch.cuda.current_stream()
-    model.logits(model.hidden_states(rows, rows, _attend_to_itself).last)  # what is made on first use
+    model.logits(model.hidden_states(rows, rows, _NoNeighbours()).last)  # what is made on first use
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            model.logits(model.hidden_states(rows, rows, _attend_to_itself).last)
+            model.logits(model.hidden_states(rows, rows, _NoNeighbours()).last)
     except RuntimeError:
         return False
     finally:
@@ -284,7 +286,7 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
     def run(tokens: list[int], positions: list[int]) -> Tensor:
         rows = torch.tensor(tokens, device=model.device) % model.vocab_size
         where = torch.tensor(positions, device=model.device) % model.max_len
-        return model.hidden_states(rows, where, _attend_to_itself).last.float()
+        return model.hidden_states(rows, where, _NoNeighbours()).last.float()
 
     forward = run([5, 6, 7, 8, 9], [0, 3, 1, 4, 2])[1:]
     backward = run([9, 8, 7, 6, 5], [2, 4, 1, 3, 1])[:-1].flip(0)

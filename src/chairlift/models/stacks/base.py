@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import Norm
@@ -75,7 +75,7 @@ class LayerStack(ABC):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
         recurrent: RecurrentStep | None = None,

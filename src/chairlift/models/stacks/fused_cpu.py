@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, HostAttend
+from chairlift.attention.interface import HostWork, StepAttention
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.blocks.product import PanelWeight
@@ -70,7 +70,7 @@ def can_fuse(config: DecoderConfig) -> bool:
 
 
 class FusedCPUStack(LayerStack):
-    """Runs steps whose attention is a HostAttend in one call, and all others layer by layer."""
+    """Runs a step in one call where its attention can be a part of it, else layer by layer."""
 
     has_own_threads = True
     is_one_kernel = True
@@ -107,15 +107,16 @@ class FusedCPUStack(LayerStack):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         assert recurrent is None, "layers with states are not fused"
-        if self._fused is None or not isinstance(attend, HostAttend):
-            return self._plain(tokens, positions, attend, taps, rows)
-        return HiddenStates(*self._fused(self.parts.embedding(tokens), positions, attend, taps, rows))
+        work = None if self._fused is None else attention.work(self._fused.layer)
+        if self._fused is None or work is None:
+            return self._plain(tokens, positions, attention, taps, rows)
+        return HiddenStates(*self._fused(self.parts.embedding(tokens), positions, work, taps, rows))
 
 
 class LayerTiles:
@@ -237,7 +238,7 @@ class FusedCPULayers:
             sinks=_stack_biases([attention.sinks for attention in attentions]),
             taps=np.full(len(layers), -1),
         )
-        self._layer = attentions[0].layer
+        self.layer = attentions[0].layer
         self._taps: Sequence[int] = ()  # those that `network.taps` has
         self._row_type = ROW_TYPES[type(tiles.qkv)]
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
@@ -248,7 +249,7 @@ class FusedCPULayers:
         self,
         x: Tensor,
         positions: Tensor,
-        attend: HostAttend,
+        work: HostWork,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
@@ -259,16 +260,16 @@ class FusedCPULayers:
         """
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
         cos, sin = self._rotary(positions.numpy())
-        keys, values = self.stored(attend.storage)
+        keys, values = self.stored(work.storage)
         step = Step(
             x=x.numpy(),
             cos=cos,
             sin=sin,
-            slots=attend.layout.slot_mapping.numpy(),
+            slots=work.layout.slot_mapping.numpy(),
             keys=keys,
             values=values,
-            tables=attend.layout.tables.numpy(),
-            work=attend.work(self._layer),
+            tables=work.layout.tables.numpy(),
+            work=work.pieces,
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
             rows=np.arange(len(x)) if rows is None else _checked(rows.long().numpy(), len(x)),
             out=out.numpy(),
@@ -284,11 +285,11 @@ class FusedCPULayers:
         """The keys and values of the first layer and all behind it."""
         assert storage.stacked is not None, "layers of one shape are stored together"
         keys, values = storage.stacked
-        return as_array(keys)[self._layer.index :], as_array(values)[self._layer.index :]
+        return as_array(keys)[self.layer.index :], as_array(values)[self.layer.index :]
 
     def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
-            layer = self._layer
+            layer = self.layer
             self._buffers = Buffers.empty(
                 rows,
                 hidden,

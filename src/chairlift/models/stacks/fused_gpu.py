@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import Attend, FusedAttend
+from chairlift.attention.interface import Projection, StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.mlp import GatedMLP
@@ -99,30 +100,31 @@ class FusedGPUStack(LayerStack):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
         recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         assert recurrent is None, "layers with states are not fused"
         stream = self._stream(tokens)
-        if stream is None or not isinstance(attend, FusedAttend):
-            return self._plain(tokens, positions, attend, taps, rows)
+        if stream is None:
+            return self._plain(tokens, positions, attention, taps, rows)
         rotations = self.parts.rotations(positions)
         inputs = {}
         for index, layer in enumerate(self.parts.layers):
             if index in taps:
                 inputs[index] = stream.value().clone()
-            attention, mlp = layer.attention, layer.mlp
+            own, mlp = layer.attention, layer.mlp
             rotation = None if layer.rope is None else rotations[layer.rope]
-            qkv = stream.product(layer.before_attention, attention.qkv)
-            attended = attention.attended(qkv, rotation, attend)
+            qkv = stream.product(layer.before_attention, own.qkv)
+            projection = Projection(partial(own.heads, qkv, rotation), partial(own.plain, qkv, rotation), own.sinks)
+            attended = attention.from_projection(own.layer, projection).flatten(1)
             if layer is self.parts.layers[-1] and rows is not None:
                 attended = stream.pick(rows, attended)
                 positions = positions if len(attended) == len(positions) else picked(positions, rows)
             if not stream.num_rows:  # a step may sample no row
                 continue
-            stream.add_product(attention.output, attended, layer.before_mlp)
+            stream.add_product(own.output, attended, layer.before_mlp)
             if isinstance(mlp, MixtureOfExperts):
                 stream.add_experts(layer.before_mlp, mlp, positions, self._norm_after(index))
             else:

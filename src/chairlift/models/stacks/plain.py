@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.formats.blocks import BlockWeight
@@ -44,7 +44,7 @@ class PlainStack(LayerStack):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
         recurrent: RecurrentStep | None = None,
@@ -67,7 +67,7 @@ class PlainStack(LayerStack):
             if index in taps:
                 inputs[index] = add_(x.clone(), delta, None)
             rotation = None if layer.rope is None else rotations[layer.rope]
-            mixed = layer.mixed(x, delta, rotation, attend, recurrent, kept)
+            mixed = layer.mixed(x, delta, rotation, attention, recurrent, kept)
             own_inputs = None if all_inputs is None else all_inputs[:, index]
             if layer is layers[-1] and rows is not None:
                 x, positions = picked(x, rows), picked(positions, rows)

@@ -14,7 +14,7 @@ from chairlift.models.base import CausalLM
 @contextmanager
 def limit_torch_threads(model: CausalLM, attention: AttentionBackend) -> Iterator[None]:
     """Reduce torch to one thread while a stack runs on its own: torch's threads spin after each small operation."""
-    if not (model.has_own_threads and attention.capabilities.host_attend):
+    if not (model.has_own_threads and attention.capabilities.has_work):
         yield
         return
     before = torch.get_num_threads()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from chairlift.attention.interface import Attend
+from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -26,7 +26,7 @@ class DraftObserver:
         self,
         drafter: ModelProposer,
         storage: KVStorage,
-        inputs: Callable[[BatchShape], tuple[dict[str, Tensor], Attend]],
+        inputs: Callable[[BatchShape], tuple[dict[str, Tensor], StepAttention]],
     ) -> None:
         """`inputs`: the device's views of a step's inputs, and its attention."""
         self._drafter = drafter
@@ -62,7 +62,9 @@ class DraftObserver:
     ) -> None:
         """`offsets`: the first row of each chunk."""
         assert step.output is not None
-        view, attend = self._inputs(shape)
+        view, attention = self._inputs(shape)
         batch = step.output.batch(plan, offsets, view)
         with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
-            self._drafter.observe_step(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))
+            self._drafter.observe_step(
+                ComputedBatch(plan, batch, attention, step.output.hidden, accepted, self._storage)
+            )

@@ -130,14 +130,14 @@ class DraftPasses:
         states = torch.zeros(1, 0, device=self._device) if self._recent is None else self._recent.ring
         features = states.index_select(0, view["state_row"])
         batch = self._batch(view["slot"], view["position"], view["start"], view["count"])
-        attend = self._attention.attend(batch, self._storage)
-        one = network.first_pass(tokens, features, view["position"], view["last_row"], attend)
+        attention = self._attention.attend(batch, self._storage)
+        one = network.first_pass(tokens, features, view["position"], view["last_row"], attention)
         for place in range(shape.places):
             if place:
                 where = [view[f"next_{name}"][place - 1, :size] for name in ("position", "start", "count")]
                 batch = self._batch(view["next_slot"], *where, one_per_request=True)
-                attend = self._attention.attend(batch, self._storage)
-                one = network.next_pass(found[0, place - 1, :size], one.states, where[0], attend)
+                attention = self._attention.attend(batch, self._storage)
+                one = network.next_pass(found[0, place - 1, :size], one.states, where[0], attention)
             likeliest(one.scores, network.token_ids, found[0, place, :size], found[1, place, :size], LEVELS)
         return ComputedDrafts(found)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch
+from chairlift.attention.interface import AttentionLayer, PagedBatch, StepAttention
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
@@ -235,19 +235,19 @@ class GPURunner(ModelRunner):
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import sample
 
-        view, attend = self._inputs_of(shape)
+        view, attention = self._inputs_of(shape)
         tokens = begin_step(
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
         recurrent = None if self._recurrent is None else self._recurrent.step(shape)
         rows = view["sample_row"]
         if not self._keeps_all_rows and not all_rows:
-            output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows, recurrent).last
+            output, kept = None, self.model.hidden_states(tokens, view["position"], attention, rows, recurrent).last
         else:
-            hidden = self.model.hidden_states(tokens, view["position"], attend, recurrent=recurrent)
+            hidden = self.model.hidden_states(tokens, view["position"], attention, recurrent=recurrent)
             output = ModelOutput(tokens, hidden)
             if self._recent is not None:
-                self._recent.store(tokens, view, attend, hidden)
+                self._recent.store(tokens, view, attention, hidden)
             kept = picked_rows(output.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
@@ -264,7 +264,7 @@ class GPURunner(ModelRunner):
         )
         return ComputedStep(logits, sampled, output)
 
-    def _inputs_of(self, shape: BatchShape) -> tuple[dict[str, Tensor], Attend]:
+    def _inputs_of(self, shape: BatchShape) -> tuple[dict[str, Tensor], StepAttention]:
         """The inputs of a step of this shape on the device, and its attention."""
         view = shape.device_views(self._inputs)
         batch = PagedBatch(

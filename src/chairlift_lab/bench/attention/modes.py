@@ -144,4 +144,4 @@ def _time_backend(shape: AttentionShape, name: str, plan: StepPlan, storage: KVS
     rows = len(batch.tokens)
     q = shape.random(rows, shape.heads, shape.head_dim)
     k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))
-    return best_seconds(lambda: attend(shape.layer, q, k, v), shape.device)
+    return best_seconds(lambda: attend.attend(shape.layer, q, k, v), shape.device)

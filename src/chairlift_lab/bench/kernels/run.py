@@ -18,9 +18,15 @@ from torch import Tensor
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
-from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
-from chairlift.attention.latent import LatentAttend, LatentProjection, attend_absorbed
-from chairlift.attention.paged.cpu import PagedCPUStep, as_array, score_of
+from chairlift.attention.interface import (
+    AttentionLayer,
+    HostWork,
+    LatentProjection,
+    PlainProjection,
+    Projection,
+    StepAttention,
+)
+from chairlift.attention.paged.cpu import as_array, score_of
 from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.attention.storage import bytes_per_number, narrowed
 from chairlift.core.sampling.params import SamplingParams
@@ -207,42 +213,42 @@ def attention_case(
     for tensor in storage.tensors:
         tensor.copy_(narrowed(random(*tensor.shape[:-1], first.head_dim, dtype=torch.float32), kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
-    attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
+    attention = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     which = [replace(first, index=index) for index in range(count)]
     if first.latent_dim is not None:
-        run_latent, work = _latent_call(model, which, attend, spans, kv_itemsize)
+        run_latent, work = _latent_call(model, which, attention, spans, kv_itemsize)
         return KernelCase(f"attention, {name}", size, run_latent, count, work)
     qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
     q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
 
+    projection = Projection(lambda: (q, k, v), lambda: PlainProjection(qkv))
+    on_host = attention.work(first)
+
     def run() -> None:
-        if isinstance(attend, PagedCPUStep):
-            _attend_all_layers(attend, first, q, k, v)
+        if on_host is not None:
+            _attend_all_layers(on_host, first, q, k, v)
             return
-        for layer in which:
-            if isinstance(attend, FusedAttend):  # as it is called in a step
-                attend.from_projection(layer, qkv, q_norm=None, k_norm=None, eps=0.0, cos=None, sin=None)
-            else:
-                attend(layer, q, k, v)
+        for layer in which:  # as it is called in a step
+            attention.from_projection(layer, projection)
 
     work = attention_work(first, spans, kv_itemsize)
     return KernelCase(f"attention, {name}", size, run, count, work + KernelWork(bytes=2.0 * q.nbytes))
 
 
-def _attend_all_layers(attend: PagedCPUStep, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _attend_all_layers(work: HostWork, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Run the attention of all layers in one call, as a fused step does."""
     from chairlift.kernels.cpu.threads import the_team  # importing numba takes a while
     from chairlift_lab.bench.kernels.cpu_layers import attend_layers
 
-    assert attend.storage.stacked is not None
+    assert work.storage.stacked is not None
     the_team().run(
         attend_layers,
         *(side.contiguous().numpy() for side in (q, k, v)),
-        attend.layout.slot_mapping.numpy(),
-        *(as_array(side) for side in attend.storage.stacked),
-        attend.layout.tables.numpy(),
-        attend.work(layer),
+        work.layout.slot_mapping.numpy(),
+        *(as_array(side) for side in work.storage.stacked),
+        work.layout.tables.numpy(),
+        work.pieces,
         score_of(layer, None),
         np.empty((*q.shape[:2], layer.value_dim), dtype=np.float32),
     )
@@ -251,7 +257,7 @@ def _attend_all_layers(attend: PagedCPUStep, layer: AttentionLayer, q: Tensor, k
 def _latent_call(
     model: Decoder,
     layers: Sequence[AttentionLayer],
-    attend: Attend,
+    attention: StepAttention,
     spans: Sequence[tuple[int, int]],
     kv_itemsize: float,
 ) -> tuple[TimedCall, KernelWork]:
@@ -265,10 +271,7 @@ def _latent_call(
 
     def run() -> None:
         for layer in layers:
-            if isinstance(attend, LatentAttend):
-                attend.from_latent(layer, projection)
-            else:
-                attend_absorbed(attend, layer, projection)
+            attention.from_latent(layer, projection)
 
     counted = layers[0]
     if all(start == 0 and count > 1 for start, count in spans):  # expanded: fewer products per pair of tokens
@@ -278,18 +281,19 @@ def _latent_call(
     return run, work + KernelWork(2.0 * rows * up.weight.numel(), float(up.weight.nbytes + q.nbytes))
 
 
-def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
+def _with_tiles_of_a_step(attention: StepAttention, layer: AttentionLayer, dtype: torch.dtype) -> StepAttention:
     """Apply the tiles of the GPU runner, which fit the layers and assume one row per request, to a backend's plan."""
-    if not isinstance(attend, PagedGPUStep):
-        return attend
-    batch, queries = attend.batch, attend.backend.batch_spec([layer], dtype).tile_queries
+    if not isinstance(attention, PagedGPUStep):
+        return attention
+    batch, queries = attention.batch, attention.backend.batch_spec([layer], dtype).tile_queries
     counts = enumerate(batch.chunk_count.tolist())
     tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
     chunks, offsets = (
         torch.tensor([tile[side] for tile in tiles], dtype=torch.int32, device=batch.slots.device) for side in (0, 1)
     )
     return replace(
-        attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries, one_per_request=True)
+        attention,
+        batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries, one_per_request=True),
     )
 
 

@@ -115,8 +115,9 @@ def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
     q = call.q[:, heads].numpy()
     keys, values = (_Watched(side, name, loads, stores) for side, name in zip(blocks, ("keys", "values"), strict=True))
     queries, out = _Watched(q, "queries", loads, stores), _Watched(np.zeros_like(q), "output", loads, stores)
-    attend: Any = call.attend
-    tiles = attend.work(layer).tiles
+    work = call.attention.work(layer)
+    assert work is not None
+    tiles = work.pieces.tiles
     made: list[ScoreTile] = []
     skipped: list[ScoreTile] = []
     walk: list[Stop] = []

@@ -1,1 +1,1 @@
-"""Latent attention (MLA) on a GPU; `attention/latent.py` has the idea and the two forms."""
+"""Latent attention (MLA) on a GPU; `attention/interface.py` has the idea and the two forms."""

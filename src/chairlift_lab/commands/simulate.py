@@ -116,17 +116,14 @@ def simulate(
     from chairlift_lab.simulator.roofline import Roofline, StepCost
     from chairlift_lab.simulator.run import simulate as run
 
-    if requests is not None and requests < 1:
-        raise InvalidParameter("requests", f"must be at least 1, got {requests}")
-    if copies < 1:
-        raise InvalidParameter("copies", f"must be at least 1, got {copies}")
+    for name, count in (("requests", requests), ("copies", copies), ("block_size", block_size)):
+        if count is not None and count < 1:
+            raise InvalidParameter(name, f"must be at least 1, got {count}")
     for name, seconds in (("spread", spread), ("trace_seconds", trace_seconds)):
         if seconds is not None and not seconds > 0:
             raise InvalidParameter(name, f"must be above 0, got {seconds}")
         if seconds is not None and trace is None:
             raise InvalidParameter(name, "needs --trace")
-    if block_size < 1:
-        raise InvalidParameter("block_size", f"must be at least 1, got {block_size}")
     fleet.check()
     report.check()
     model, device, memory = machine.resolve(block_size)
@@ -173,31 +170,20 @@ def simulate(
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
     _show_figures(row, goal)
-    parameters = {
-        "model": machine.model,
-        "device": device.name,
-        "replicas": fleet.replicas,
-        "min_replicas": fleet.min_replicas,
-        "max_replicas": fleet.max_replicas,
-        "cold_start": fleet.cold_start,
-        "down_delay": fleet.down_delay,
-        "router": fleet.router,
-        "ingresses": fleet.ingresses,
-        "ingress_by": fleet.ingress_by,
-        "policy": policy,
-    }
-    parameters |= {
-        "order": order,
-        "preemption": preemption,
-        "rate": rate,
-        "trace": str(trace) if trace else None,
-        "copies": copies,
-        "spread": spread,
-        "trace_seconds": trace_seconds,
-        "block_size": block_size,
-        "requests": requests,
-        "seed": seed,
-    }
+    named = (
+        "replicas",
+        "min_replicas",
+        "max_replicas",
+        "cold_start",
+        "down_delay",
+        "router",
+        "ingresses",
+        "ingress_by",
+    )
+    parameters = {"model": machine.model, "device": device.name} | {name: getattr(fleet, name) for name in named}
+    parameters |= {"policy": policy, "order": order, "preemption": preemption}
+    parameters |= {"rate": rate, "trace": str(trace) if trace else None, "copies": copies, "spread": spread}
+    parameters |= {"trace_seconds": trace_seconds, "block_size": block_size, "requests": requests, "seed": seed}
     report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
@@ -235,6 +221,7 @@ def _show_figures(row: dict[str, Any], goal: Targets) -> None:
         values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
         return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
 
+    price = row.get("cost_per_million_tokens")
     show_table("Latency, ms", ["", "p50", "p95", "p99"], [latency(name) for name in ("ttft", "tpot", "itl", "e2e")])
     show_table(
         "Service",
@@ -246,11 +233,7 @@ def _show_figures(row: dict[str, Any], goal: Targets) -> None:
             ["Replicas, on average", f"{row['mean_replicas']:,.1f}"],
             ["Busy", f"{row['utilisation']:.1%}"],
             ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],
-            *(
-                [["Cost per million output tokens", f"{row[cost]:,.2f}"]]
-                if (cost := "cost_per_million_tokens") in row
-                else []
-            ),
+            *([["Cost per million output tokens", f"{price:,.2f}"]] if price is not None else []),
             ["Preemptions", f"{row['preemptions']:,}"],
             ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
             ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],

@@ -72,7 +72,7 @@ class StepRecord:
     waiting: tuple[str, ...]
     sampled: dict[str, tuple[int, ...]]  # request -> its next tokens; more than one with accepted drafts
     padding: int  # padding tokens
-    tables: dict[str, tuple[int, ...]]  # of every request that holds blocks
+    tables: dict[str, tuple[int, ...]]  # the block table of every request that holds blocks
     references: tuple[int, ...]  # reference count of each block
     cached: tuple[int, ...]  # blocks in the prefix index
 

@@ -69,7 +69,7 @@ def in_flight(records: Sequence[LoadRecord]) -> list[tuple[float, int]]:
     """The number of requests in flight, from each moment at which it changed."""
     changes = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
     steps, count = [], 0
-    for moment, change in changes:  # at the same moment, ends come before starts
+    for moment, change in changes:  # ends come before starts at the same moment
         count += change
         steps.append((moment, count))
     return steps

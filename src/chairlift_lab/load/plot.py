@@ -12,7 +12,7 @@ from chairlift_lab.report.plots import PlotPanel, save_panels
 
 COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: safe for most kinds of colour blindness
 RED = "#c4314b"
-SLICES = 80  # of the time of a run
+SLICES = 80  # parts into which the time of a run is divided
 
 
 Runs = Mapping[str, Sequence[LoadRun]]
@@ -21,9 +21,9 @@ Runs = Mapping[str, Sequence[LoadRun]]
 def plot_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimits) -> None:
     """Six panels, with a colour for each name in `runs`; the panels over time show the first run of each."""
     panels: list[PlotPanel] = [
-        lambda axes: _draw_first(axes, runs, limits),
+        lambda axes: _draw_latencies(axes, runs, "ttft", "Time to first token", limits.max_ttft_ms),
         lambda axes: _draw_per_token(axes, runs, limits),
-        lambda axes: _draw_whole(axes, runs, limits),
+        lambda axes: _draw_latencies(axes, runs, "e2e", "Time to the end", limits.max_e2e_ms),
         lambda axes: _draw_rate(axes, runs),
         lambda axes: _draw_open(axes, runs),
         lambda axes: _draw_requests(axes, runs),
@@ -32,43 +32,38 @@ def plot_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimi
 
 
 def _coloured(runs: Runs) -> Iterator[tuple[str, str, Sequence[LoadRun]]]:
-    for colour, (name, found) in zip(COLOURS, runs.items(), strict=False):
-        yield colour, name, found
+    for colour, (name, repeats) in zip(COLOURS, runs.items(), strict=False):
+        yield colour, name, repeats
 
 
 # ---- latencies ---------------------------------------------------------------------------------------------------
 
 
-def _draw_first(axes: Any, runs: Runs, limits: LatencyLimits) -> None:
-    for colour, name, found in _coloured(runs):
-        _draw_shares(axes, [one.ttft for one in _latencies(found)], color=colour, label=name)
-    _dress_shares(axes, "Time to first token", limits.max_ttft_ms)
+def _draw_latencies(axes: Any, runs: Runs, latency: str, title: str, limit: float | None) -> None:
+    for colour, name, repeats in _coloured(runs):
+        _draw_shares(axes, _latencies(repeats, latency), color=colour, label=name)
+    _dress_shares(axes, title, limit)
 
 
 def _draw_per_token(axes: Any, runs: Runs, limits: LatencyLimits) -> None:
-    for colour, name, found in _coloured(runs):
-        gaps = token_gaps([record for run in found for record in answered(run)])
-        tpot = [one.tpot for one in _latencies(found) if one.tpot is not None]
+    for colour, name, repeats in _coloured(runs):
+        gaps = token_gaps([record for run in repeats for record in answered(run)])
         _draw_shares(axes, gaps, color=colour, label=f"{name}: ITL", linestyle=":")
-        _draw_shares(axes, tpot, color=colour, label=f"{name}: TPOT")
+        _draw_shares(axes, _latencies(repeats, "tpot"), color=colour, label=f"{name}: TPOT")
     _dress_shares(axes, "Time per token (TPOT) and between pieces (ITL)", limits.max_tpot_ms)
 
 
-def _draw_whole(axes: Any, runs: Runs, limits: LatencyLimits) -> None:
-    for colour, name, found in _coloured(runs):
-        _draw_shares(axes, [one.e2e for one in _latencies(found)], color=colour, label=name)
-    _dress_shares(axes, "Time to the end", limits.max_e2e_ms)
-
-
-def _latencies(runs: Sequence[LoadRun]) -> list[Latency]:
-    return [Latency.of(record) for run in runs for record in answered(run)]
+def _latencies(runs: Sequence[LoadRun], latency: str) -> list[float]:
+    """One latency of all answers that have it."""
+    seconds = (getattr(Latency.of(record), latency) for run in runs for record in answered(run))
+    return [value for value in seconds if value is not None]
 
 
 def _draw_shares(axes: Any, seconds: Sequence[float], **style: Any) -> None:
     """For each time on the x axis, the share of `seconds` that are not above it."""
     if not seconds:
         return
-    milliseconds = sorted(one * 1e3 for one in seconds)
+    milliseconds = sorted(value * 1e3 for value in seconds)
     shares = [(index + 1) / len(milliseconds) for index in range(len(milliseconds))]
     axes.step([milliseconds[0], *milliseconds], [0.0, *shares], where="post", linewidth=1.8, **style)
 

@@ -9,15 +9,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from chairlift.terminal.tables import show_table
 from chairlift_lab.load.figures import LatencyLimits
 from chairlift_lab.load.run import LoadProgress
 
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
+THROUGHPUT = (
+    ("seconds", "seconds", ",.1f"),
+    ("requests/s", "requests_per_s", ",.2f"),
+    ("output tokens/s", "output_tokens_per_s", ",.1f"),
+    ("all tokens/s", "total_tokens_per_s", ",.1f"),
+    ("prompt tokens", "input_tokens", ",d"),
+    ("of them cached", "cached_tokens", ",d"),
+    ("output tokens", "output_tokens", ",d"),
+    ("good requests/s", "goodput_per_s", ",.2f"),
+    ("good share", "goodput_share", ".1%"),
+    ("most at a time", "peak_concurrency", ",d"),
+    ("sent late, p99 ms", "send_lag_p99_ms", ",.1f"),
+)
+SPREAD = ("mean", "p50", "p95", "p99")
+LATENCY_CAPTION = (
+    "TTFT: to the first token · TPOT: per token after it, one figure per request\n"
+    "ITL: between two pieces of an answer · E2E: to its end"
+)
 
 
 @contextmanager
@@ -56,68 +72,30 @@ class LoadTables:
     def show(self) -> None:
         console, rows = Console(), self.rows
         console.print(f"\n[bold]{self.title}[/bold]", highlight=False)
-        console.print(_throughput(rows, self.limits))
-        console.print(_latencies(rows))
+        show_table("", ["", *(str(row["name"]) for row in rows)], self._throughput())
+        show_table("", ["Latency, ms", *SPREAD], self._latencies(), LATENCY_CAPTION)
         for row in rows:
-            _show_errors(console, row)
+            for error, count in sorted(row["errors"].items(), key=lambda item: -item[1]):
+                console.print(f"{row['name']}: {count:,} failed: {error}", style="red", highlight=False, markup=False)
         if len(rows) == 2:
             ratio = rows[0]["speedup_vs"][rows[1]["name"]]
             console.print(f"{rows[0]['name']} / {rows[1]['name']}: [bold]{ratio:.1%}[/bold] of the output tokens/s")
 
+    def _throughput(self) -> Iterator[list[str]]:
+        yield ["requests", *(f"{row['completed']:,} of {row['requests']:,}" for row in self.rows)]
+        for label, key, form in THROUGHPUT:
+            if self.limits.given or key not in ("goodput_per_s", "goodput_share"):
+                yield [label, *(_shown(row[key], form) for row in self.rows)]
+        for role in ("client", "front_end", "engine"):
+            if any(role in row["cpu_seconds"] for row in self.rows):
+                seconds = (row["cpu_seconds"].get(role) for row in self.rows)
+                yield [f"CPU s, {role.replace('_', ' ')}", *(_shown(value, ",.2f") for value in seconds)]
 
-def _throughput(rows: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("")
-    for row in rows:
-        table.add_column(str(row["name"]), justify="right")
-
-    def line(label: str, form: str, *path: str) -> None:
-        table.add_row(label, *(_shown(_at(row, path), form) for row in rows))
-
-    table.add_row("requests", *(f"{row['completed']:,} of {row['requests']:,}" for row in rows))
-    line("seconds", ",.1f", "seconds")
-    line("requests/s", ",.2f", "requests_per_s")
-    line("output tokens/s", ",.1f", "output_tokens_per_s")
-    line("all tokens/s", ",.1f", "total_tokens_per_s")
-    line("prompt tokens", ",d", "input_tokens")
-    line("of them cached", ",d", "cached_tokens")
-    line("output tokens", ",d", "output_tokens")
-    if limits.given:
-        line("good requests/s", ",.2f", "goodput_per_s")
-        line("good share", ".1%", "goodput_share")
-    line("most at a time", ",d", "peak_concurrency")
-    line("sent late, p99 ms", ",.1f", "send_lag_p99_ms")
-    for role in ("client", "front_end", "engine"):
-        if any(role in row["cpu_seconds"] for row in rows):
-            line(f"CPU s, {role.replace('_', ' ')}", ",.2f", "cpu_seconds", role)
-    return table
-
-
-def _latencies(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("Latency, ms", box=SIMPLE_HEAD, caption_justify="left")
-    table.caption = (
-        "TTFT: to the first token · TPOT: per token after it, one figure per request\n"
-        "ITL: between two pieces of an answer · E2E: to its end"
-    )
-    for heading in ("mean", "p50", "p95", "p99"):
-        table.add_column(heading, justify="right")
-    for name in LATENCIES:
-        for row in rows:
-            label = f"{name.upper()} {row['name']}" if len(rows) > 1 else name.upper()
-            figures = (_shown(row[f"{name}_{figure}_ms"], ",.1f") for figure in ("mean", "p50", "p95", "p99"))
-            table.add_row(label, *figures)
-    return table
-
-
-def _show_errors(console: Console, row: Mapping[str, Any]) -> None:
-    for error, count in sorted(row["errors"].items(), key=lambda item: -item[1]):
-        console.print(f"{row['name']}: {count:,} failed: {error}", style="red", highlight=False, markup=False)
-
-
-def _at(row: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        row = row.get(key)
-    return row
+    def _latencies(self) -> Iterator[list[str]]:
+        for name in ("ttft", "tpot", "itl", "e2e"):
+            for row in self.rows:
+                label = f"{name.upper()} {row['name']}" if len(self.rows) > 1 else name.upper()
+                yield [label, *(_shown(row[f"{name}_{figure}_ms"], ",.1f") for figure in SPREAD)]
 
 
 def _shown(value: float | None, form: str) -> str:

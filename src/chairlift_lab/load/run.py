@@ -29,9 +29,9 @@ class LoadRecord:
 class LoadRun:
     """One run of a workload."""
 
-    seconds: float  # from the first request to the end of the last
+    seconds: float  # the time from the first request to the end of the last
     records: list[LoadRecord]
-    cpu_seconds: dict[str, float] = field(default_factory=dict)  # by role of the process
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # seconds by role of the process
 
 
 @dataclass(frozen=True, slots=True)

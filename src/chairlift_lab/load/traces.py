@@ -22,7 +22,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import read_text
 from chairlift_lab.common.workload import BenchRequest
 
-HASHED_TOKENS = 512  # per hash id
+HASHED_TOKENS = 512  # tokens that a hash id stands for
 MAX_TRACE_MIB = 256  # some millions of requests
 
 

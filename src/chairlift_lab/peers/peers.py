@@ -89,7 +89,7 @@ class Peer:
     model: Path
     python: Path = Path(sys.executable)
     threads: int = 1
-    dtype: str = "float32"  # of those that can choose
+    dtype: str = "float32"  # the type of weights, for peers that can choose
     timeout: float = 900.0  # seconds for one measurement, loading included
 
     def version(self) -> str:

@@ -19,7 +19,7 @@ class DecodePoint:
     """One batch size of the curve."""
 
     batch: int  # requests, each of which decodes one token
-    seconds: float  # of the step
+    seconds: float  # the duration of the step
 
     @property
     def tokens_per_second(self) -> float:

@@ -38,8 +38,8 @@ from chairlift_lab.simulator.speed_profile import SpeedCursor
 SHARE_OF_MEMORY = 0.9  # the rest is for activations
 ALL_AT_ONCE = 1e9  # requests per second
 BLOCK_SIZE = 16
-SHARE_OF_STATES = 0.5  # of what the weights leave, at most, as in `engine/memory_plan.py`
-MOST_REQUESTS = 256  # of one replica
+SHARE_OF_STATES = 0.5  # the largest share of what the weights leave, as in `engine/memory_plan.py`
+MOST_REQUESTS = 256  # the most requests of one replica
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
 
@@ -55,7 +55,7 @@ class ReplicaSettings:
     order: str = "fcfs"
     prefix_caching: bool = False
     preemption: str = "recompute"
-    swap_blocks: int = 0  # in host memory
+    swap_blocks: int = 0  # room for blocks in host memory
     block_bytes: int = 0  # size of a block, for the time of swaps
     host_bytes_per_second: float = 25e9
 

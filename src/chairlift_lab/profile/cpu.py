@@ -34,7 +34,7 @@ from chairlift_lab.profile.step_profile import (
 )
 
 REST, PYTHON = "rest of model", "Python"  # PYTHON includes scheduling
-_PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # by the first word of a phase
+_PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # keyed by the first word of a phase
 
 
 class PartTimer:
@@ -71,7 +71,7 @@ class PartTimer:
 
             watch(Linear, "__call__", GEMM)
             watch(MixtureOfExperts, "__call__", GEMM)
-            watch(torch.nn.Linear, "forward", GEMM)  # for models of the transformers fallback
+            watch(torch.nn.Linear, "forward", GEMM)  # models of the transformers fallback have these
             stack.enter_context(patch.object(self._attention, "plan", plan_and_watch))
             if self._stamps is not None:
                 stack.enter_context(self._stamps.on())

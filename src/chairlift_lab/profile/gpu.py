@@ -84,7 +84,7 @@ class GPUTimeline:
     steps: int
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    kernels: dict[str, float] = field(default_factory=dict)  # by name
+    kernels: dict[str, float] = field(default_factory=dict)  # seconds of each kernel by its name
     num_kernels: int = 0
 
     @property

@@ -32,7 +32,7 @@ class Ingresses(Router):
             for seed, router in enumerate(self._routers):
                 router.loads.draw = random.Random(seed)
         self._by_tenant = by_tenant
-        self._router_of: dict[int, Router] = {}  # of open requests, by the identity of their routes
+        self._router_of: dict[int, Router] = {}  # the router of each open request, by the identity of its route
         self._turn = 0
         self._next_report = REPORT_SECONDS
 
@@ -127,7 +127,7 @@ class AutoscaledSize:
         self._waiting: dict[int, RequestRecord] = {}  # requests without a first token, oldest first
         self._paid = 0.0  # replica-seconds up to `_paid_until`
         self._paid_until = 0.0
-        self._waited = (0.0, 0)  # for tokens up to the last decision: seconds, and tokens
+        self._waited = (0.0, 0)  # waiting for tokens up to the last decision: seconds, and tokens
         self._leaving: list[int] = []  # removed replicas that still have requests
 
     @property

@@ -33,7 +33,7 @@ class GroupEvictionQueue(EvictionQueue):
     """Single blocks and groups in the order of eviction."""
 
     def __init__(self) -> None:
-        self.num_anonymous = 0  # in all groups
+        self.num_anonymous = 0  # the anonymous blocks in all groups
         self._line: OrderedDict[int | BlockGroup, None] = OrderedDict()
         self._num_groups = 0
         self._group_of: dict[int, BlockGroup] = {}  # the numbered blocks in groups

@@ -40,7 +40,7 @@ class QuickAdmission:
         self._scheduler = aside.scheduler
         self._kv = aside.scheduler.kv
         self._none_fits = False  # when they were last tried
-        self._least_missed = 0  # with fewer free blocks none fits either, until the queue changes ...
+        self._least_missed = 0  # none fits with fewer free blocks either, until the queue changes ...
         self._reached_end = False  # ... for which one more request is enough
         self._unsubmitted: deque[SimulatedRequest] = deque()  # younger than all submitted ones
 

@@ -47,8 +47,8 @@ class Gaps:
     def __init__(self, pairs: Iterable[tuple[float, int]] = ()) -> None:
         self._seconds = array("d")
         self._counts = array("q")
-        self.total_seconds = 0.0  # that requests waited, all together
-        self.num_tokens = 0  # that they waited for
+        self.total_seconds = 0.0  # how long all requests together waited
+        self.num_tokens = 0  # how many tokens they waited for
         for seconds, count in pairs:
             self.add(seconds, count)
 
@@ -83,10 +83,10 @@ class SimulationOutcome:
     records: list[RequestRecord] = field(default_factory=list)
     seconds: float = 0.0  # until the last request ended
     steps: int = 0
-    busy_seconds: float = 0.0  # of all replicas together
+    busy_seconds: float = 0.0  # the sum over all replicas
     preemptions: int = 0
     gaps: Gaps = field(default_factory=Gaps)
-    replica_seconds: float = 0.0  # that replicas ran or started, busy or not
+    replica_seconds: float = 0.0  # the time that replicas ran or started, busy or not
 
     def add(self, other: SimulationOutcome) -> None:
         """Append an outcome that follows this one in time."""

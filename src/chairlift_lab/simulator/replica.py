@@ -49,7 +49,7 @@ class Replica:
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
         self.due: float | None = None  # the next time to call `wake`; None if there is nothing to do
-        self.on_start: Callable[[RequestRecord], None] = lambda record: None  # at the first token
+        self.on_start: Callable[[RequestRecord], None] = lambda record: None  # called at the first token
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
         self._submitted = SubmittedRequests(
             scheduler, lambda record: self.on_start(record), lambda record: self.on_end(record)

@@ -30,11 +30,11 @@ class ModelShape:
     num_parameters: int
     vocab_size: int
     hidden_size: int
-    kv_bytes_per_token: int  # of all layers
-    attention_flops_per_kv: int  # of all layers, per token and KV position
+    kv_bytes_per_token: int  # the sum over all layers
+    attention_flops_per_kv: int  # the sum over all layers, per token and KV position
     bytes_per_weight: float
     tied_head: bool = True
-    state_bytes: int = 0  # of one sequence, in all recurrent layers
+    state_bytes: int = 0  # the states of one sequence, in all recurrent layers
 
     @property
     def weight_bytes(self) -> float:

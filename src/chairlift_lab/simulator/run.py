@@ -38,7 +38,7 @@ class _Run:
         self.outcome = SimulationOutcome()
         self.due: list[tuple[float, int]] = []  # (time, replica), valid if the replica is still due then
         self.num_done = 0
-        self._routes: dict[int, Route] = {}  # of open requests, by the identity of their records
+        self._routes: dict[int, Route] = {}  # the route of each open request, by the identity of its record
         self._expects_more = True
         self._unrouted: list[Arrival] = []  # requests that came while there was no replica
         for replica in replicas:

@@ -69,10 +69,10 @@ class SimulatedRequest:
         self.record = record
         self.prompt = prompt
         self.order = order  # place in the order of submission
-        self.request: Request | None = None  # in the scheduler, if it was submitted
+        self.request: Request | None = None  # its request in the scheduler, if it was submitted
         self.since = 0  # steps taken when it was set aside (`steady_decodes.py`) ...
         self.known = 0  # ... and its known tokens then
-        self.block_digests: list[bytes] = []  # of its prompt
+        self.block_digests: list[bytes] = []  # digests of the blocks of its prompt
         # While it is not submitted, with a prefix cache (`LazyIndexing`):
         self.shared: Sequence[int] = ()  # blocks with the start of its prompt that were cached before it arrived ...
         self.num_found = 0  # ... and how many tokens that is

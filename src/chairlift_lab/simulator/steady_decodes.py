@@ -108,7 +108,7 @@ class SteadyDecodes:
         self._block_size = scheduler.kv.block_size
         self._steps = 0  # taken since the beginning
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (last step, order, request): a heap
-        self._takers = [0] * self._block_size  # at s % block_size: requests that take a block in step s
+        self._takers = [0] * self._block_size  # requests that take a block in step s, at s % block_size
         self._next_is_counted = False  # whether the blocks of the next step are counted already
         self.lazy_indexing = LazyIndexing(scheduler, submitted) if scheduler.kv.prefix_caching else None
 

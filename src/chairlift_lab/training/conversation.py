@@ -15,7 +15,7 @@ TEMPERATURES = (0.0, 0.0, 0.0, 0.6, 0.0, 0.0, 0.0, 0.8)  # mostly greedy, as mos
 SELF_ASKED = 0.65  # share of texts whose questions the target writes: they cover more subjects than our lists
 OPENED = 0.6  # share of those questions whose first words are given; without them, questions repeat too often
 QUESTION_TEMPERATURE = 0.9
-MAX_QUESTION_LENGTH = 48  # of a question that the target writes
+MAX_QUESTION_LENGTH = 48  # the most tokens of a question that the target writes
 ANSWER_LENGTHS = (64, 96, 128, 192)  # then the answer is cut: beginnings are harder to draft than the rest
 # An answer that repeats this many tokens of the text is cut as well. Small models repeat themselves after some
 # sentences. Repetition is easy to draft, and a head trained mostly on it drafts other text badly.
@@ -66,10 +66,10 @@ class Conversations:
         self._self_asked = np.array([can_ask and self._random.random() < SELF_ASKED for _ in range(rows)])
         self._ends = np.array(sorted(loaded.eos_ids))
         self.tokens = np.zeros((rows, length), dtype=np.int32)
-        self.written = np.zeros((rows, length), dtype=bool)  # by the target in an answer, except the last token of each
-        self._script = np.full(
-            (rows, length), -1, dtype=np.int32
-        )  # tokens that the target does not choose; -1 elsewhere
+        # Tokens that the target wrote in an answer, except the last of each.
+        self.written = np.zeros((rows, length), dtype=bool)
+        # Tokens that the target does not choose; -1 elsewhere.
+        self._script = np.full((rows, length), -1, dtype=np.int32)
         self._asking = np.zeros(rows, dtype=bool)
         self._turn_ends = np.zeros(rows, dtype=np.int64)  # the column with which the turn ends at the latest
         self._repetitions = RepetitionDetector(rows, length)
@@ -145,7 +145,7 @@ class RepetitionDetector:
     def __init__(self, rows: int, length: int) -> None:
         self._last = np.zeros((rows, REPEATED_TOKENS), dtype=np.int64)  # tokens of each row
         self._answer_lengths = np.zeros(rows, dtype=np.int64)
-        self._hashes = np.full((rows, length), -1, dtype=np.int64)  # by column: of the last tokens
+        self._hashes = np.full((rows, length), -1, dtype=np.int64)  # a hash of the last tokens, by column
         self._factors = np.array([3 ** (11 * place) % 2**31 for place in range(1, REPEATED_TOKENS + 1)], dtype=np.int64)
 
     def add_column(self, column: int, tokens: np.ndarray, answered: np.ndarray) -> np.ndarray:

@@ -16,11 +16,11 @@ from chairlift_lab.training.texts import TrainingTexts
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 
 DEPTH = TRAINED_LENGTH  # draft tokens in a row, each from the head's own state at the one before
-DEPTH_WEIGHT = 0.8  # of a draft token, relative to the one before it
+DEPTH_WEIGHT = 0.8  # weight of a draft token, relative to the one before it
 AFTER_A_MISS = 0.2  # weight of a draft token after a wrong one, which would not be used
 AFTER_A_HIT = 0.5  # weight of a first draft token where a step seldom begins, because the token there was drafted
-LIKELIEST_SHARE = 0.5  # of the training target that is the target's likeliest token; the rest is its distribution
-USUAL_DRAFT_LENGTH = 3  # as many draft tokens as pay at most positions
+LIKELIEST_SHARE = 0.5  # the target's likeliest token is this share of the training target; the rest is its distribution
+USUAL_DRAFT_LENGTH = 3  # this many draft tokens pay at most positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DraftObjective:
             goal = self._goal(hidden[counted])
             best = torch.full_like(tokens, -1)
             best[counted] = self._target_choice(hidden[counted])
-        weights = written.float()  # of each position
+        weights = written.float()  # the weight of each position
         loss, hits, seen = torch.zeros((), device=device), [], KeysValues()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             previous = head.joint(features)
@@ -131,7 +131,7 @@ def evaluate(answers: Sequence[tuple[Tensor, Tensor]], draft_length: int = USUAL
         hits, written = hits.cpu() & written.cpu(), written.cpu()
         everywhere += torch.tensor([hits[0].sum(), written.sum()])
         accepted = _accepted_lengths(hits, draft_length)
-        begins = torch.zeros(len(written), dtype=torch.long)  # of each text: the position where its next step begins
+        begins = torch.zeros(len(written), dtype=torch.long)  # the position where the next step of each text begins
         for position in range(written.shape[1]):
             now = written[:, position] & (begins <= position)
             found = accepted[now, position]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HELD_OUT = 32  # one text in 32, and its subjects, is never trained on
-FOLLOW_UP_SHARE = 0.25  # of the questions after the first
+FOLLOW_UP_SHARE = 0.25  # share of follow-ups among the questions after the first
 _LISTS: dict[str, list[str]] = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
 QUESTIONS, SUBJECTS, FOLLOW_UPS = _LISTS["questions"], _LISTS["subjects"], _LISTS["follow_ups"]
 # Completed by the target, they make more, and more natural, questions than a list.

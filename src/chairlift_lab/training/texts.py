@@ -26,7 +26,7 @@ from chairlift_lab.training.conversation import Conversations
 LineReport = Callable[[str], None]
 SCORED_AT_ONCE = 1024  # texts, because logits are large
 MAX_ROWS = {"cuda": 4096, "cpu": 32}
-MEMORY_SHARE = 0.5  # of the free GPU memory, for the KV cache
+MEMORY_SHARE = 0.5  # share of the free GPU memory that the KV cache gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class GrowingTextAttention(StepAttention):
     """Attention of one more token of every text, with a contiguous KV cache."""
 
     def __init__(self, target: Decoder, rows: int, length: int) -> None:
-        self.column = 0  # of the new tokens
+        self.column = 0  # the column of the new tokens
         layers = target.attention_layers
         refuse_unusual_attention(layers)
         self._cache = [

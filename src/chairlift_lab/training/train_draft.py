@@ -36,9 +36,9 @@ from chairlift_lab.training.trainable_head import TrainableHead
 
 # Not cuDNN, which compiles a plan for every length: growing texts have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-TEXTS_VERSION = 4  # of texts.safetensors
-WRITING_SHARE = 0.4  # of the time; the rest is for training
-REPORTS = 10  # with a checkpoint each
+TEXTS_VERSION = 4  # version of texts.safetensors
+WRITING_SHARE = 0.4  # share of the time for writing; the rest is for training
+REPORTS = 10  # each with a checkpoint
 MAX_HELD_OUT = 512  # texts to evaluate with
 
 
@@ -50,7 +50,7 @@ class TrainSettings:
     batch: int = 128  # texts per training step
     learning_rate: float = 3e-3
     draft_vocab: int = 8192  # tokens that can be drafted: the most frequent ones
-    minutes: float = 8.0  # in all; a short time means fewer texts or epochs
+    minutes: float = 8.0  # the time of all; a short one means fewer texts or epochs
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0

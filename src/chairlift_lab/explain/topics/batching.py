@@ -42,7 +42,7 @@ class SlotCell:
 class SlotTimeline:
     slots: int
     turns: int
-    cells: tuple[SlotCell, ...]  # for every slot and turn
+    cells: tuple[SlotCell, ...]  # one for every slot and turn
     finished: dict[str, int]  # request -> turn of its last token
     useful: tuple[int, ...]  # tokens of requests, by turn
     padding: tuple[int, ...]  # padding tokens, by turn

@@ -35,8 +35,8 @@ class Stop:
     """What a row remembers after one more tile of keys and values."""
 
     highest: float  # score so far
-    total: float  # of exp(score - highest) so far
-    error: float  # of the output that these would give, relative to the final one
+    total: float  # the sum of exp(score - highest) so far
+    error: float  # the relative error of the output that these would give
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FlashData:
     head_dim: int
     layer: int
     kv_head: int
-    tile_rows: int  # of a tile of scores
+    tile_rows: int  # the size of a tile of scores
     tile_keys: int
     made: tuple[ScoreTile, ...]
     skipped: tuple[ScoreTile, ...]  # all of it lies in the future

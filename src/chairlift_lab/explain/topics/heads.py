@@ -18,7 +18,7 @@ class Variant:
     name: str
     kv_heads: int
     bytes_per_token: int  # measured on tensors that the engine allocated
-    texts: int  # of CONTEXT tokens that fit into a gibibyte, as the engine plans it
+    texts: int  # how many of CONTEXT tokens fit into a gibibyte, as the engine plans it
     own: bool  # whether it is the model's own
 
 
@@ -29,7 +29,7 @@ class HeadsData:
     head_dim: int
     number_bytes: int
     variants: tuple[Variant, ...]
-    tokens: int  # that the run below had in its cache at the end
+    tokens: int  # how many the run below had in its cache at the end
     run: Run
 
 

@@ -27,14 +27,14 @@ NAMES = {
 class KernelData:
     """One way to compute the same step."""
 
-    rows: tuple[int, ...]  # of each request, padding included
+    rows: tuple[int, ...]  # the rows of each request, padding included
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     requests: tuple[str, ...]
     calls: int
     padding: int  # rows, as the engine counted them
     width: int  # positions that each request of a padded batch is filled up to; else 0
-    seconds: float  # of one layer's attention, at best
+    seconds: float  # the time of one layer's attention, at best
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Sequence:
     request: str
     start: int  # tokens before this are in the cache
     end: int
-    rows: int  # of the batch; more than end - start where the rest is padding
+    rows: int  # more than end - start where the rest is padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Mask:
 
     sequences: tuple[Sequence, ...]
     sees: tuple[tuple[bool, ...], ...]
-    padding_tokens: int  # as the engine counted them
+    padding_tokens: int  # counted by the engine
 
 
 @dataclass(frozen=True, slots=True)

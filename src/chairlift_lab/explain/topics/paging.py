@@ -15,7 +15,7 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 14
 @dataclass(frozen=True, slots=True)
 class RequestMemory:
     request: str
-    words: tuple[str, ...]  # of all tokens that are in the cache
+    words: tuple[str, ...]  # the labels of all tokens that are in the cache
     table: tuple[int, ...]
 
 

@@ -22,7 +22,7 @@ MOMENTS = {
 class PrefixData:
     block_size: int
     system: int
-    cached_tokens: dict[str, int]  # by request: what it did not have to compute when it got on
+    cached_tokens: dict[str, int]  # tokens that each request did not have to compute when it was admitted
     sharing: int  # index of the step in which A and B share the beginning
     copying: int  # index of the step in which a block is copied
     leaving: int  # index of the first step without A

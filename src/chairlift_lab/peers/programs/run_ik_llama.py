@@ -62,7 +62,7 @@ class Batches:
         slots, longest = job["concurrency"], -(-(job["longest"] + 1) // 256) * 256
         chosen = IkLlama(job["model"], n_ctx=256, n_threads=job["threads"], verbose=False)
         self._model = chosen._model
-        self._flash = chosen._has_vnni  # as the class chooses
+        self._flash = chosen._has_vnni  # the class chooses it like this
         self._context = IkContext(
             self._model, n_ctx=slots * longest, n_threads=job["threads"], flash_attn=self._flash, n_seq_max=slots
         )

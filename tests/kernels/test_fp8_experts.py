@@ -17,9 +17,9 @@ from chairlift.layers.routing import Routing
 from chairlift.loading.stored_weight import ScaledFloats
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
+from chairlift.models.loader import DecoderLoader
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weight_sizes import weight_bytes
-from chairlift.models.weights import fill
 from tests.kernels.test_triton_mxfp4 import stored
 from tests.kernels.tiny_config import CONFIG
 
@@ -123,10 +123,7 @@ def test_what_stays_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_decoder_with_8_bit_experts(device: torch.device) -> None:
     model = Decoder(decoder_config(MIXTURE), dtype=torch.float16, device=device, format=FP8Weight)
-    fill(
-        dict(model.targets()), dummy_tensors(MIXTURE, device), text_part_only=False, tied=True, filled_one=model.filled
-    )
-    model.finalize()
+    DecoderLoader(model).load(dummy_tensors(MIXTURE, device))
     mixture = model.layers[0].mlp
     assert isinstance(mixture, MixtureOfExperts)
     assert mixture.gate_up.form == mixture.down.form == "fp8"
@@ -159,8 +156,7 @@ def test_a_decoder_of_an_8_bit_checkpoint(
             yield name, weight
 
     model = Decoder(decoder_config(MIXTURE), dtype=torch.float32, device=device, format=CheckpointWeight)
-    fill(dict(model.targets()), stream(), text_part_only=False, tied=True, filled_one=model.filled)
-    model.finalize()
+    DecoderLoader(model).load(stream())
     mixture = model.layers[0].mlp
     assert isinstance(mixture, MixtureOfExperts)
     assert mixture.gate_up.form == mixture.down.form == "fp8"

@@ -22,8 +22,8 @@ from chairlift.layers.formats.none import PlainWeight
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
+from chairlift.models.loader import DecoderLoader
 from chairlift.models.stacks.fused_gpu import FusedGPUStack, can_fuse
-from chairlift.models.weights import fill
 from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
@@ -131,14 +131,7 @@ def make_rounded_model(changes: dict[str, Any], exact: Decoder) -> Decoder:
     """The same model with fused layers and 8-bit weights; `exact` gets the weights as they were rounded."""
     model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=FP8Weight)
     model.stack = FusedGPUStack(model.stack.parts)
-    fill(
-        dict(model.targets()),
-        tensors(changes, torch.device("cpu")),
-        text_part_only=False,
-        tied=exact.config.tied_head,
-        filled_one=model.filled,
-    )
-    model.finalize()
+    DecoderLoader(model).load(tensors(changes, torch.device("cpu")))
     for mine, theirs in zip(model.layers, exact.layers, strict=True):
         for norm in (theirs.before_attention, theirs.before_mlp):
             assert norm is not None
@@ -193,8 +186,8 @@ def test_fused_layers_with_4_bit_weights(plain: bool, device: torch.device, monk
     exact = make_model(shape, device)
     model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=Int4Weight)
     model.stack = FusedGPUStack(model.stack.parts)
-    filled = tensors(shape, torch.device("cpu"))
-    fill(dict(model.targets()), filled, text_part_only=False, tied=exact.config.tied_head, filled_one=model.filled)
+    loader = DecoderLoader(model)
+    loader.fill(tensors(shape, torch.device("cpu")))
     for mine, theirs in zip(model.layers, exact.layers, strict=True):
         for rounded, each in zip(mine.linears(), theirs.linears(), strict=True):
             assert isinstance(rounded.weight, Int4Weight)
@@ -203,7 +196,7 @@ def test_fused_layers_with_4_bit_weights(plain: bool, device: torch.device, monk
             each.weight.plain.copy_(dequantized(rounded.weight.matrix))
         if plain:
             mine.attention.output.weight = PlainWeight(theirs.attention.output.weight.plain)
-    model.finalize()
+    loader.finalize()
     rows = [(0, 0), (17, 3), (8, 6)]
     found = []
     with torch.inference_mode():

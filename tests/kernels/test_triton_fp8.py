@@ -30,8 +30,8 @@ from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, fp8_obstacles,
 from chairlift.models import build_model, format_obstacles
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
+from chairlift.models.loader import DecoderLoader
 from chairlift.models.read_config import decoder_config
-from chairlift.models.weights import fill
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.attention_cases import error, make_case, reference, run_decode, run_prefill
@@ -377,14 +377,7 @@ def test_parts_are_filled_on_a_device_with_an_index() -> None:
 def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
     exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float16, device=device)
     model = Decoder(decoder_config(CONFIG), dtype=torch.float16, device=device, format=FP8Weight)
-    fill(
-        dict(model.targets()),
-        dummy_tensors(CONFIG, device),
-        text_part_only=False,
-        tied=True,
-        filled_one=model.filled,
-    )
-    model.finalize()
+    DecoderLoader(model).load(dummy_tensors(CONFIG, device))
     assert isinstance(exact, Decoder)
     for mine, theirs in zip(model.layers[0].linears(), exact.layers[0].linears(), strict=True):
         assert mine.num_bytes == mine.out_features * (
@@ -398,8 +391,7 @@ def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.devi
 def test_the_head_is_rounded_only_if_asked_for(quantize: bool, device: torch.device) -> None:
     config = decoder_config(CONFIG)
     model = Decoder(config, dtype=torch.float16, device=device, format=FP8Weight, quantize_head=quantize)
-    fill(dict(model.targets()), dummy_tensors(CONFIG, device), text_part_only=False, tied=True, filled_one=model.filled)
-    model.finalize()
+    DecoderLoader(model).load(dummy_tensors(CONFIG, device))
     assert isinstance(model.head.weight, FP8Weight) == quantize
     hidden = torch.randn(3, config.hidden_size, device=device).half()
     expected = hidden.double() @ model.embedding.table.double().T

@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.decoder import Decoder
+from chairlift.models.loader import targets
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.models.wrappers import canonical_name
@@ -34,7 +35,7 @@ def _tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         ("" if name == "lm_head.weight" else "model.") + name: torch.randn(target.shape, generator=generator)
-        for name, target in model.targets()
+        for name, target in targets(model)
     }
 
 

@@ -62,3 +62,17 @@ class StoredEmbedding(Embedding):
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes
+
+
+def empty_embedding(
+    vocab_size: int,
+    hidden_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: type[WeightFormat],
+) -> Embedding:
+    """A table to be filled; in formats that keep the blocks of a file, it may stay in those."""
+    if format.becomes_blocks(dtype, device):
+        return StoredEmbedding(format.empty(vocab_size, hidden_size, dtype, device), scale, dtype)
+    return Embedding(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device), scale, dtype)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
+
 TILE = 16  # rows of a product: few enough for a decode step, enough to reuse a weight that was read
 
 
@@ -26,3 +28,13 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows = len(x)
     padded = F.pad(x, (0, 0, 0, -rows % TILE))
     return torch.cat([function(tile) for tile in padded.split(TILE)])[:rows] if rows else function(x)
+
+
+def softcapped(logits: Tensor, cap: float, *, batch_invariant: bool) -> Tensor:
+    """Logits that are bent to lie between -cap and cap."""
+    if on_gpu(logits.device):
+        from chairlift.kernels.triton.products.activation import softcap
+
+        return softcap(logits, cap)
+    shares = logits.float().div_(cap)  # in place: the logits of a large vocabulary are megabytes per row
+    return (one_by_one(torch.tanh, shares) if batch_invariant else shares.tanh_()) * cap

@@ -56,8 +56,8 @@ def build_model(
     from chairlift.layers.formats import FORMATS
     from chairlift.loading.stored_weight import dequantized
     from chairlift.models.decoder import Decoder
+    from chairlift.models.loader import DecoderLoader
     from chairlift.models.read_config import decoder_config
-    from chairlift.models.weights import dense_renamed, fill, unstacked
 
     reasons = format_obstacles(config, quantization, dtype, device)
     if reasons:
@@ -78,7 +78,6 @@ def build_model(
             format=FORMATS.get(quantization),
             quantize_head=quantize_head,
             batch_invariant=batch_invariant,
-            weight_store=weight_store,
         )
     except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU
         count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
@@ -88,15 +87,7 @@ def build_model(
         ) from error
     if description.num_mtp_layers:
         log.info(f"layers for multi-token prediction are not loaded: {description.num_mtp_layers}")
-    fill(
-        dict(model.targets()),
-        unstacked(description.layers, dense_renamed(description, tensors)),
-        text_part_only=description.text_part_only,
-        tied=description.tied_head,
-        left_out=description.unused_prefixes,
-        filled_one=model.filled,
-    )
-    model.finalize()
+    DecoderLoader(model, weight_store).load(tensors)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
@@ -272,3 +272,12 @@ def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:
         assert names.shared is not None
         shared = mlp.shared.targets(names.shared, names.shared_inner, names.shared_down, names.shared_gate or "")
         yield from (shared if names.shared_is_outside else prefixed(names.block, shared))
+
+
+def describe_formats(layers: Sequence[DecoderLayer], head: Linear) -> str:
+    """How many linear maps have which format, in words."""
+    linears = [linear for layer in layers for linear in layer.linears()]
+    counts = count_formats([linear.weight for linear in (*linears, head)])
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    forms = {each.form for mixture in mixtures for each in (mixture.gate_up, mixture.down)} - {"plain"}
+    return f"{counts}; experts: {', '.join(sorted(forms))}" if forms else counts

@@ -89,10 +89,11 @@ def _with_4_bit_layers(
 
 def _targets(config: Mapping[str, Any]) -> Targets:
     from chairlift.models.decoder import Decoder
+    from chairlift.models.loader import targets
     from chairlift.models.read_config import decoder_config
 
     if not is_native(config):
         from chairlift.models.fallback.transformers_classes import checkpoint_tensors
 
         return checkpoint_tensors(config)
-    return Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta")).targets()
+    return targets(Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta")))

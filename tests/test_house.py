@@ -20,7 +20,7 @@ LINES = {
     "layers": 4_150,
     "loading": 3_850,
     "machine": 450,
-    "models": 6_050,
+    "models": 6_170,
     "options": 400,
     "runner": 2_750,
     "sampling": 1_050,
@@ -37,7 +37,8 @@ MID_SENTENCE_COMMENTS = 389
 SEAM_QUESTIONS = 49
 MEMBERS = {"chairlift.layers.formats.base:WeightFormat": 53, "chairlift.models.base:CausalLM": 14}
 MOST_MEMBERS = 14
-FAN_OUT = {"chairlift.runner.gpu.runner": 33}
+FAN_OUT = {"chairlift.engine.startup": 20, "chairlift.runner.gpu.runner": 33}
+DECODER_LINES = 165
 MOST_IMPORTS = 26
 REQUEST_FILES = 51
 REQUEST_REENTRIES = 36
@@ -82,6 +83,10 @@ def test_interfaces_are_small() -> None:
 def test_no_module_imports_half_the_house() -> None:
     wide = {name: count for name, count in house.fan_out().items() if count > FAN_OUT.get(name, MOST_IMPORTS)}
     assert wide == {}
+
+
+def test_the_decoder_is_a_model_and_no_loader() -> None:
+    assert next(each.num_lines for each in house.modules() if each.name == "chairlift.models.decoder") <= DECODER_LINES
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine import load, weight_cache
+from chairlift.engine import memory_plan, weight_cache
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.cpu import int8
@@ -134,10 +134,10 @@ def test_only_one_of_two_processes_packs(tmp_path: Path) -> None:
 
 def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(tmp_path)
-    monkeypatch.setattr(load, "free_memory", lambda device: 30 << 20)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 30 << 20)
     with pytest.raises(UnsupportedModel, match=r"10[0-9.]+ MiB of weights, but 30.0 MiB are free.*--quantization int8"):
         load_model(str(path), EngineConfig(quantization="none", weight_cache="off"), progress=False)
-    monkeypatch.setattr(load, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 1 << 30)
     with pytest.raises(InvalidParameter, match=r"kv_memory: 2.00 GiB is more than the .* free beside .* of weights"):
         load_model(str(path), EngineConfig(quantization="int8", kv_memory="2GiB"), progress=False)
 
@@ -148,7 +148,7 @@ def test_the_stated_memory_is_that_of_the_weights(tmp_path: Path, caplog: pytest
         config = EngineConfig(quantization=quantization, weight_cache="off")
         model = load_model(str(path), config, progress=False).model
         checkpoint = load_memory_checkpoint(path)
-        stated = load.expected_weight_bytes(checkpoint, quantization, model.dtype)
+        stated = memory_plan.expected_weight_bytes(checkpoint, quantization, model.dtype)
         assert stated == pytest.approx(model.num_weight_bytes(), rel=0.03)
 
 

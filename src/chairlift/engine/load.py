@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.config import EngineConfig
+from chairlift.engine.memory_plan import expected_weight_bytes, require_memory
 from chairlift.engine.settings import (
     NO_FAST_INT8,
     LoadSettings,
@@ -22,12 +22,9 @@ from chairlift.engine.settings import (
     resolve_machine,
 )
 from chairlift.engine.weight_cache import build_with_cache
-from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
-from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.blocks import BlockWeight
+from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
-from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
 from chairlift.loading.resolve import resolve_model
@@ -35,20 +32,15 @@ from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.machine.cores import interleaved
-from chairlift.models import build_model, choose_implementation, describe, format_obstacles, is_native
+from chairlift.models import build_model, choose_implementation, describe, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
-from chairlift.models.weight_sizes import weight_bytes
 from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
 from chairlift.progress import loading_progress
-from chairlift.runner.device_memory import free_memory
 from chairlift.runner.start_timeline import StartTimeline
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
-
-SMALLER = ("int8", "int4")  # formats to suggest, if they are smaller
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +126,7 @@ def _build(checkpoint: Checkpoint, settings: LoadSettings, num_parameters: int, 
         return build(WeightStore())
     _use_threads(settings.threads)
     num_bytes = expected_weight_bytes(checkpoint, quantization, settings.model_dtype)
-    _require_memory(checkpoint, num_bytes, settings)
+    require_memory(checkpoint, num_bytes, settings)
     return build_with_cache(build, checkpoint, num_bytes, settings)
 
 
@@ -179,47 +171,6 @@ def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None
             f"{checkpoint.path}: its config describes {num_parameters:,} weights, its files hold "
             f"{checkpoint.num_bytes:,} bytes: fetch it again"
         )
-
-
-def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torch.dtype) -> int:
-    """About the bytes of the weights in memory."""
-    if quantization != "checkpoint":
-        return weight_bytes(checkpoint.config, FORMATS.get(quantization), dtype, "cpu")
-    if checkpoint.format != "gguf" or not is_native(checkpoint.config):
-        return checkpoint.num_bytes
-    total = 0
-    for _, weight in checkpoint.stored():
-        if isinstance(weight, GGUFWeight) and BlockWeight.accepts([weight], dtype, CPU):
-            total += BlockWeight.bytes_of(weight)
-        else:
-            total += weight.shape.numel() * dtype.itemsize
-    return total
-
-
-def _require_memory(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> None:
-    """State what loading takes; raise if the machine does not have it."""
-    config, dtype = settings.config, settings.model_dtype
-    kv_bytes = 0 if config.kv_memory is None else parse_bytes("kv_memory", config.kv_memory)
-    free, needed = free_memory(CPU), num_bytes + kv_bytes
-    parts = f"{format_bytes(num_bytes)} of weights"
-    if kv_bytes:
-        parts += f" + {format_bytes(kv_bytes)} of KV cache = {format_bytes(needed)}"
-    if needed <= free:
-        log.info(f"memory     {parts}, of {format_bytes(free)} that are free")
-        return
-    if num_bytes < free:
-        left = f"the {format_bytes(free - num_bytes)} that are free beside {format_bytes(num_bytes)} of weights"
-        raise InvalidParameter("kv_memory", f"{format_bytes(kv_bytes)} is more than {left}")
-    smaller = [
-        f"--quantization {name} ({format_bytes(size)})"
-        for name in SMALLER
-        if not format_obstacles(checkpoint.config, name, dtype, CPU)
-        and (size := weight_bytes(checkpoint.config, FORMATS.get(name), dtype, "cpu")) < num_bytes
-    ]
-    ways_out = " or ".join(["a smaller model", *smaller])
-    raise UnsupportedModel(
-        f"{checkpoint.path}: too little memory: {parts}, but {format_bytes(free)} are free; choose {ways_out}"
-    )
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

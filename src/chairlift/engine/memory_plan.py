@@ -1,7 +1,8 @@
-"""How much memory the KV cache and the states of recurrent layers get, with the arithmetic laid open."""
+"""How much memory the weights take, and what the KV cache and the states of recurrent layers get beside them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,16 +12,68 @@ from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import stored_size
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.core.kv.state_slots import MIN_SLOTS
-from chairlift.errors import InvalidParameter
+from chairlift.engine.settings import LoadSettings
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.recurrent.interface import RecurrentLayer
+from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.gguf.blocks import GGUFWeight
+from chairlift.models import format_obstacles, is_native
+from chairlift.models.weight_sizes import weight_bytes
 from chairlift.runner.device_memory import free_memory
 
+log = logging.getLogger("chairlift")
+
+SMALLER_FORMATS = ("int8", "int4")  # to suggest, if they are smaller
+CPU = torch.device("cpu")
 SHARE_OF_FREE_MEMORY, SHARE_OF_GPU_MEMORY = 0.25, 0.9
 SHARE_OF_HOST_MEMORY = 0.25  # for the blocks of preempted requests
 SHORT_SEQUENCE = 64  # tokens, prompt and output: few requests have less
 SHARE_OF_STATES = 0.5  # of the cache, at most, for the states of recurrent layers
 SNAPSHOTS_PER_REQUEST = 3  # that there is a use for: of a shared prefix, a prompt and an answer
+
+
+def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torch.dtype) -> int:
+    """About the bytes of the weights in memory."""
+    if quantization != "checkpoint":
+        return weight_bytes(checkpoint.config, FORMATS.get(quantization), dtype, "cpu")
+    if checkpoint.format != "gguf" or not is_native(checkpoint.config):
+        return checkpoint.num_bytes
+    total = 0
+    for _, weight in checkpoint.stored():
+        if isinstance(weight, GGUFWeight) and BlockWeight.accepts([weight], dtype, CPU):
+            total += BlockWeight.bytes_of(weight)
+        else:
+            total += weight.shape.numel() * dtype.itemsize
+    return total
+
+
+def require_memory(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> None:
+    """State what loading takes; raise if the machine does not have it."""
+    config, dtype = settings.config, settings.model_dtype
+    kv_bytes = 0 if config.kv_memory is None else parse_bytes("kv_memory", config.kv_memory)
+    free, needed = free_memory(CPU), num_bytes + kv_bytes
+    parts = f"{format_bytes(num_bytes)} of weights"
+    if kv_bytes:
+        parts += f" + {format_bytes(kv_bytes)} of KV cache = {format_bytes(needed)}"
+    if needed <= free:
+        log.info(f"memory     {parts}, of {format_bytes(free)} that are free")
+        return
+    if num_bytes < free:
+        left = f"the {format_bytes(free - num_bytes)} that are free beside {format_bytes(num_bytes)} of weights"
+        raise InvalidParameter("kv_memory", f"{format_bytes(kv_bytes)} is more than {left}")
+    smaller = [
+        f"--quantization {name} ({format_bytes(size)})"
+        for name in SMALLER_FORMATS
+        if not format_obstacles(checkpoint.config, name, dtype, CPU)
+        and (size := weight_bytes(checkpoint.config, FORMATS.get(name), dtype, "cpu")) < num_bytes
+    ]
+    ways_out = " or ".join(["a smaller model", *smaller])
+    raise UnsupportedModel(
+        f"{checkpoint.path}: too little memory: {parts}, but {format_bytes(free)} are free; choose {ways_out}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from chairlift.cli.main import app
 from chairlift.options.config_file import read_config_file
 from chairlift.options.declaration import options_of
 from chairlift.server.access.keys import KeyLimits, KeySources
-from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.options import ServerOptions
+from chairlift.server.wire.limits import Limits
 from chairlift.terminal.options import EngineOptions
 from tests.tools import require_tool
 

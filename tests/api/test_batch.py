@@ -26,7 +26,7 @@ from chairlift.server.batch import input as batch_input
 from chairlift.server.batch.input import BatchLine, LineSet, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun
-from chairlift.server.batch.send import remote_server
+from chairlift.server.batch_send import remote_server
 from chairlift_lab.load.local_server import MODEL_NAME, local_server
 
 

@@ -19,9 +19,9 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
 from chairlift.options.declaration import Option, options_of
 from chairlift.server.config import ServerConfig
-from chairlift.server.limits import Limits
 from chairlift.server.options import ServerOptions
 from chairlift.server.process.engine_client import Supervision
+from chairlift.server.wire.limits import Limits
 from chairlift.terminal.options import EngineOptions
 
 SERVE_OPTIONS = [option for group in (EngineOptions, ServerOptions) for option in options_of(group)]

@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from chairlift.server.access.keys import KeySources
-from chairlift.server.config import ServerConfig
-from chairlift.server.limits import Limits
-from chairlift.server.workers.config_codec import encode_config
+from chairlift.server.config import ServerConfig, encode_config
+from chairlift.server.wire.limits import Limits
 from tests.cluster.fake_replica import KEY, FakeReplica, die, ingress, stream, whole
 from tests.server.running_server import HTTP, wait_for
 

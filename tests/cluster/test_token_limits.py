@@ -13,9 +13,9 @@ import pytest
 
 from chairlift.errors import EngineDied
 from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.access.usage_reports import UsageReport, take_comments
 from chairlift.server.config import ServerConfig
-from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
+from chairlift.server.generation.usage import UsageReport, take_comments
+from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end
 from tests.server.running_server import HTTP, wait_for
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from chairlift.server.process.messages import DashboardFrame, RecordSteps, ToEngine
+from chairlift.server.wire.messages import DashboardFrame, RecordSteps, ToEngine
 from tests.server.front_end import FrontEnd, ScriptedEngine, answer_ok
 
 

@@ -13,7 +13,7 @@ from chairlift.core.events import Event
 from chairlift.server.dashboard import frame_publisher
 from chairlift.server.dashboard.frame_publisher import MAX_FAULTS, MAX_KEYFRAME_SHARE, FramePublisher
 from chairlift.server.dashboard.recorder import StepRecorder
-from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps
+from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 

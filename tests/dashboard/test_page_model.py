@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.server.dashboard.page import content_policy, dashboard_page, joined_modules
-from chairlift.server.dashboard.tenant_numbers import TenantNumbers
+from chairlift.server.dashboard.recorder import TenantNumbers
 from tests.core.driving import make_scheduler
 from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run

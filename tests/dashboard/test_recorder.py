@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from chairlift.server.dashboard.tenant_numbers import TenantNumbers
+from chairlift.server.dashboard.recorder import TenantNumbers
 from tests.core.driving import make_scheduler, with_states
 from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run, read_back

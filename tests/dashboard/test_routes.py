@@ -11,9 +11,16 @@ import msgspec
 import pytest
 
 from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
-from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_SUBSCRIBERS_OF_KEY, MAX_UNREAD_BYTES, Subscriber
-from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
+from chairlift.server.http.subscribers import (
+    MAX_FRAMES,
+    MAX_SUBSCRIBERS,
+    MAX_SUBSCRIBERS_OF_KEY,
+    MAX_UNREAD,
+    MAX_UNREAD_BYTES,
+    RecentFrames,
+    Subscriber,
+)
+from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
 from tests.dashboard.frames import deliver, frame, headers, next_frame, open_page, send_frames
 from tests.server.front_end import LOADED, front_end
 from tests.server.running_server import HTTP, wait_for

@@ -30,7 +30,7 @@ from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.draw import filter_probabilities, filters_of
 from chairlift.sampling.sampler import Sampler
 from chairlift.server.openai.types import CompletionRequest
-from chairlift.server.process.messages import Submit, decode_to_engine, encode
+from chairlift.server.wire.messages import Submit, decode_to_engine, encode
 from chairlift.text.tokenizer import Tokenizer
 from tests.extending.toys import no_repeat_ngram_size, top_a
 from tests.kernels.tiny_config import CONFIG

@@ -18,7 +18,7 @@ from chairlift.loading.known_models import known_models
 from chairlift.loading.recommended_sampling import default_sampling
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import load_served_model
-from chairlift.server.process.messages import Submit
+from chairlift.server.wire.messages import Submit
 from tests.loading.small_files import write_small_gguf
 from tests.server.front_end import NAME, front_end
 from tests.server.running_server import HTTP

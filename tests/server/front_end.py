@@ -12,15 +12,15 @@ from typing import Any
 
 from chairlift.core.request_limits import RequestLimits
 from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.app import make_app
 from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.app import make_app
 from chairlift.server.http.listener import Certificate
-from chairlift.server.limits import Limits
+from chairlift.server.http.service import Service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update, decode_to_engine
 from chairlift.server.served_model import ServedModel
-from chairlift.server.service import Service
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Loaded, Submit, ToEngine, Update, decode_to_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.running_server import WAIT_SECONDS, wait_for
 from tests.tiny import CHATML, byte_level_tokenizer

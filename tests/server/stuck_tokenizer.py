@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from chairlift.core.request import completion_ids
 from chairlift.server.http.bodies import ValueCounter
-from chairlift.server.limits import Limits
-from chairlift.server.process.messages import Submit, Update
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Submit, Update
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from chairlift.server.http import bodies
-from chairlift.server.limits import Limits
 from chairlift.server.process.engine_client import EngineState
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP, wait_for
 from tests.server.stuck_tokenizer import LONG_TEXT, post_prompt, preparing, stuck_on_long_texts

@@ -17,6 +17,7 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.machine.open_files import connection_limit, file_limit
+from chairlift.server.front_end import LogLimit
 from chairlift.server.http.connections import (
     Acceptor,
     Connection,
@@ -25,8 +26,7 @@ from chairlift.server.http.connections import (
     _host,
 )
 from chairlift.server.http.listener import Certificate
-from chairlift.server.limits import Limits
-from chairlift.server.log_limit import LogLimit
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
 from tests.server.running_server import wait_for
 from tests.server.test_listening import make_certificate
@@ -40,8 +40,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import Certificate
-from chairlift.server.log_limit import LogLimit
-from chairlift.server.limits import Limits
+from chairlift.server.front_end import LogLimit
+from chairlift.server.wire.limits import Limits
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 app = Starlette(routes=[Route("/health", lambda request: PlainTextResponse("ok"))])
@@ -227,7 +227,7 @@ def test_the_limit_leaves_file_descriptors_for_the_rest(monkeypatch: pytest.Monk
 
 def test_the_lines_of_one_statement_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("chairlift.server.log_limit.time.monotonic", lambda: now)
+    monkeypatch.setattr("chairlift.server.front_end.time.monotonic", lambda: now)
     limit, passed = LogLimit(), []
 
     def log(line: int, text: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.server.http import sse
-from chairlift.server.http.sse import LARGE_BODY, MAX_DEPTH, PIECE, json_pieces
-from chairlift.server.process.messages import Submit, ToEngine, Update
+from chairlift.server.generation import reply
+from chairlift.server.generation.reply import LARGE_BODY, MAX_DEPTH, PIECE, json_pieces
+from chairlift.server.wire.messages import Submit, ToEngine, Update
 from tests.server.front_end import NAME, ScriptedEngine, front_end
 from tests.server.running_server import HTTP
 
@@ -47,7 +47,7 @@ def test_a_large_response_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatc
         if isinstance(message, Submit):
             engine.publish(Update(message.request_id, text=texts.pop(), tokens=[5], finish_reason="length"))
 
-    monkeypatch.setattr(sse, "json_pieces", pieces)
+    monkeypatch.setattr(reply, "json_pieces", pieces)
     expected_texts = ["small", "x" * LARGE_BODY]
     texts = expected_texts[::-1]
     with front_end(answer) as front:

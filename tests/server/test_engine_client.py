@@ -17,7 +17,9 @@ import pytest
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
-from chairlift.server.process.messages import (
+from chairlift.server.process.engine_handle import make_socket_folder, remove_stale_folders
+from chairlift.server.process.streams import FORGET_SECONDS, MAX_DEATHS, MAX_SUSPECTS, Quarantine, UpdateStream
+from chairlift.server.wire.messages import (
     Cancel,
     FromEngine,
     Refused,
@@ -27,9 +29,6 @@ from chairlift.server.process.messages import (
     decode_to_engine,
     encode,
 )
-from chairlift.server.process.quarantine import FORGET_SECONDS, MAX_DEATHS, MAX_SUSPECTS, Quarantine
-from chairlift.server.process.socket_folder import make_socket_folder, remove_stale_folders
-from chairlift.server.process.stream import UpdateStream
 
 
 class FakeEngine:

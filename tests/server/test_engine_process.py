@@ -13,7 +13,7 @@ import zmq
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.server.process.engine_process import EngineProcess, _failure
-from chairlift.server.process.messages import (
+from chairlift.server.wire.messages import (
     Cancel,
     FailedToLoad,
     StepReport,

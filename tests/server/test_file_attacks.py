@@ -23,11 +23,10 @@ from chairlift.server.batch import input as batch_input
 from chairlift.server.batch.input import BatchLine
 from chairlift.server.batch.output import BatchOutput
 from chairlift.server.files import batch_runner, file_store
-from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.file_store import OUTPUT_SECONDS, FileStore, Upload
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder
 from chairlift.server.http import bodies
-from chairlift.server.process.messages import Submit
+from chairlift.server.wire.messages import Submit
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for
 

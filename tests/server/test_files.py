@@ -19,10 +19,9 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.batch_runner import _finish
 from chairlift.server.files.file_store import FileStore
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder
 from chairlift.server.files.routes import add_file_routes
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chairlift.server.gc_tuning import collection_paused
+from chairlift.server.process.this_process import collection_paused
 
 
 @pytest.fixture(autouse=True)

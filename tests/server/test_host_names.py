@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.files.folder import FilesFolder
-from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.guards import HostNames
 from tests.server.front_end import NAME, front_end
 from tests.server.running_server import HTTP
 

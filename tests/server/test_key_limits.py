@@ -17,9 +17,9 @@ import pytest
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey, KeyLimits, KeySources, KeyTable, warn_of_short_keys
 from chairlift.server.access.rate_limits import Grant, RateLimiter
-from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.messages import Submit, Update
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Submit, Update
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
 from tests.server.running_server import HTTP, start_server, wait_for
 from tests.server.test_listening import make_certificate

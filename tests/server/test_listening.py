@@ -22,8 +22,8 @@ from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import Certificate, listen
 from chairlift.server.lifecycle import serve_forever
-from chairlift.server.limits import Limits
 from chairlift.server.served_model import read_chat_template
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
 from tests.server.running_server import HTTP, RunningServer, start_server, wait_for
 from tests.tools import require_tool

@@ -13,7 +13,7 @@ from chairlift.server.anthropic.context_edits import CLEARED, ContextManagement
 from chairlift.server.anthropic.endpoint import MessagesGeneration, renamed
 from chairlift.server.anthropic.input import MessageInput
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.openai.strict import parse_at
+from chairlift.server.generation.endpoint import parse_at
 from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME as SCRIPTED

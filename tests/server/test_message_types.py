@@ -22,9 +22,9 @@ from chairlift.server.anthropic.endpoint import MessagesGeneration
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.boundary import RequestBoundary
-from chairlift.server.http.errors import APIError
-from chairlift.server.limits import Limits
-from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Loaded, Submit, ToEngine, Update
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end
 from tests.server.running_server import HTTP

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from chairlift.core.kv.kv_cache import StateUsage
+from chairlift.core.kv.state_slots import StateUsage
 from chairlift.core.request import completion_ids
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, Update
+from chairlift.server.wire.messages import Cancel, StepReport, Submit, ToEngine, Update
 from tests.server.front_end import NAME as SCRIPTED
 from tests.server.front_end import ScriptedEngine, front_end, stay_silent
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for

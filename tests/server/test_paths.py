@@ -11,7 +11,7 @@ import pytest
 from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.http.boundary import endpoint_path
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP
 

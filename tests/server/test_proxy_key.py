@@ -9,10 +9,9 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey, KeySources, KeyTable
-from chairlift.server.http.guards import RequestGuard, client_headers
-from chairlift.server.http.host_names import HostNames
-from chairlift.server.limits import Limits
+from chairlift.server.http.guards import HostNames, RequestGuard, client_headers
 from chairlift.server.metrics import Metrics
+from chairlift.server.wire.limits import Limits
 
 CLIENT = client_headers(APIKey("Zoë 1", b"\x01\xff"))
 

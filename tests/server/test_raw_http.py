@@ -16,7 +16,7 @@ import pytest
 
 from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.config import ServerConfig
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP, WAIT_SECONDS, wait_for
 

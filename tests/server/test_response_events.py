@@ -16,12 +16,12 @@ from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.errors import APIError
-from chairlift.server.process.messages import Update
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
 from chairlift.text.assistant_parts import (
     ArgumentsDelta,
     AssistantPart,

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from pydantic import BaseModel
 
-from chairlift.server.http.unknown_fields import HEADER
+from chairlift.server.wire.unknown_fields import HEADER
 from tests.server.response_events import in_order, sse
 from tests.server.running_server import NAME, RunningServer
 from tests.server.sample_tools import CLOCK, MESSAGES, WEATHER

@@ -12,8 +12,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from chairlift.server.http.unknown_fields import HEADER
 from chairlift.server.responses.types import ResponsesRequest
+from chairlift.server.wire.unknown_fields import HEADER
 from tests.server.response_events import PATH, in_order, sse
 from tests.server.running_server import NAME, RunningServer, wait_for
 

@@ -10,10 +10,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.http.guards import RequestGuard
-from chairlift.server.http.host_names import HostNames
-from chairlift.server.limits import Limits
+from chairlift.server.http.guards import HostNames, RequestGuard
 from chairlift.server.metrics import Metrics
+from chairlift.server.wire.limits import Limits
 from tests.server.running_server import NAME, RunningServer, start_server
 
 

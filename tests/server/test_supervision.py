@@ -13,7 +13,7 @@ import pytest
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
-from chairlift.server.process.messages import Submit
+from chairlift.server.wire.messages import Submit
 
 SUPERVISION = Supervision(heartbeat_timeout=5.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
 

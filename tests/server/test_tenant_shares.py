@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from chairlift.core.request import completion_ids
-from chairlift.server.generation.shares import SharedLimit
-from chairlift.server.limits import Limits
-from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
+from chairlift.server.wire.limits import Limits, SharedLimit
+from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for
 from tests.server.stuck_tokenizer import LONG_TEXT, preparing, stuck_on_long_texts

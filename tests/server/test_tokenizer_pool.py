@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from chairlift.server.generation.tokenizer_pool import FairThreads
-from chairlift.server.limits import Limits
-from chairlift.server.process.messages import Submit
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Submit
 from tests.server.front_end import NAME
 from tests.server.running_server import HTTP, wait_for
 from tests.server.stuck_tokenizer import LONG_TEXT, PATH, post_prompt, preparing, stuck_on_long_texts

@@ -8,11 +8,10 @@ from typing import Any
 
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.server.generation.usage import Usage
-from chairlift.server.openai.parsed_responses import ParsedChoiceFormat
-from chairlift.server.openai.response_builder import CompletionResponseBuilder
+from chairlift.server.openai.response_builder import CompletionResponseBuilder, ParsedChoiceFormat
 from chairlift.server.openai.types import ChatRequest
-from chairlift.server.process.messages import Update
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.messages import Update
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.hermes import HermesFormat
 from chairlift.text.tools.tool_use import ToolUse

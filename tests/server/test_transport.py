@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.limits import Limits
-from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for
 

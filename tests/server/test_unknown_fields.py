@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.server.http.unknown_fields import HEADER, MAX_HEADER, MAX_IGNORED, resembling
 from chairlift.server.openai.types import ChatRequest
+from chairlift.server.wire.unknown_fields import HEADER, MAX_HEADER, MAX_IGNORED, resembling
 from chairlift.text.chat_template import ChatTemplate
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP

@@ -19,14 +19,12 @@ import pytest
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import KeySources
-from chairlift.server.config import ServerConfig
-from chairlift.server.exposition import add_samples
-from chairlift.server.http.errors import APIError
+from chairlift.server.config import ServerConfig, decode_config, encode_config
 from chairlift.server.http.listener import Certificate
-from chairlift.server.limits import Limits
-from chairlift.server.metrics import Metrics
-from chairlift.server.process.messages import Submit, Update
-from chairlift.server.workers.config_codec import decode_config, encode_config
+from chairlift.server.metrics import Metrics, add_samples
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import Submit, Update
 from chairlift.server.workers.hub import Hub, WorkerLink
 from chairlift.server.workers.messages import (
     CancelStream,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME, front_end

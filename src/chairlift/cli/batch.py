@@ -136,7 +136,7 @@ async def _answer(
     on_progress: ProgressCallback,
 ) -> None:
     from chairlift.client.http import Address, HttpClient
-    from chairlift.server.batch.send import own_engine, remote_server
+    from chairlift.server.batch_send import own_engine, remote_server
 
     # Cancel on SIGTERM, as on Ctrl-C, so that the engine exits before this process.
     this = asyncio.current_task()
@@ -152,7 +152,7 @@ async def _answer(
 
 def _server_config(engine: EngineOptions, name: str | None, *, quiet: bool) -> ServerConfig:
     from chairlift.server.config import ServerConfig
-    from chairlift.server.limits import Limits
+    from chairlift.server.wire.limits import Limits
 
     limits = Limits(max_waiting=sys.maxsize)  # limited by --concurrency
     names = [name] if name is not None else []

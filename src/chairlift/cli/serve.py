@@ -30,7 +30,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
     SIGTERM or Ctrl-C refuses new requests, lets running ones finish, and exits;
     a second one exits at once.
     """
-    from chairlift.server.config_from_options import server_config
+    from chairlift.server.config import server_config
     from chairlift.server.lifecycle import serve_forever
 
     config = server_config(server, model_argument or engine.model, engine.config(), quiet=engine.quiet)

@@ -19,11 +19,11 @@ from starlette.routing import Route
 import chairlift
 from chairlift.cluster.serving.routing_table import FleetView, KnownReplica
 from chairlift.server.dashboard.page import content_policy, fleet_page
-from chairlift.server.dashboard.routes import PATH
-from chairlift.server.http.errors import unavailable
+from chairlift.server.generation.reply import EventStream
+from chairlift.server.http.dashboard import PATH
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.sse import EventStream
 from chairlift.server.metrics import Metrics
+from chairlift.server.wire.errors import unavailable
 
 log = logging.getLogger("chairlift.cluster")
 

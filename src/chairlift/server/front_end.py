@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
+import time
 from contextlib import nullcontext
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.machine.cuda_driver import count_gpus
 from chairlift.machine.open_files import connection_limit
 from chairlift.server.access.keys import APIKey, KeyTable
+from chairlift.server.app import make_app
 from chairlift.server.config import ServerConfig
 from chairlift.server.files.folder import FilesFolder
-from chairlift.server.gc_tuning import freeze_loaded_objects
-from chairlift.server.http.app import make_app
 from chairlift.server.http.connections import Acceptor, Connection, Connections
-from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import Certificate
+from chairlift.server.http.observers import make_tracer_provider
 from chairlift.server.http.protocol import GuardedProtocol
-from chairlift.server.http.tracing import make_tracer_provider
-from chairlift.server.limits import Limits
-from chairlift.server.log_limit import LogLimit
+from chairlift.server.http.service import Service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.served_model import ServedModel
-from chairlift.server.service import Service
+from chairlift.server.wire.limits import Limits
 
 
 def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
@@ -199,3 +201,59 @@ def _uvicorn_config(app: ASGIApp, limits: Limits, certificate: Certificate | Non
         ssl_certfile=None if certificate is None else certificate.certfile,
         ssl_keyfile=None if certificate is None else certificate.keyfile,
     )
+
+
+def make_engine(config: ServerConfig, metrics: Metrics) -> EngineClient:
+    """Build the client of an engine that is not started yet."""
+    return EngineClient(
+        str(resolve_model(config.model, progress=not config.quiet)),
+        config.engine,
+        metrics.record_step,
+        metrics.record_restart,
+        config.supervision,
+        log_level=config.log_level,
+        module=config.engine_module,
+    )
+
+
+def check_device(device: str) -> None:
+    """Raise if `device` is a GPU that this machine does not have."""
+    if not device.startswith("cuda"):
+        return
+    count, index = count_gpus(), int(device.partition(":")[2] or 0)
+    if not count:
+        raise InvalidParameter("device", "there is no CUDA device here; choose cpu")
+    if index >= count:
+        raise InvalidParameter("device", f"{device} does not exist; there are {count} CUDA devices, from cuda:0")
+
+
+LOGGERS = ("asyncio", "chairlift.cluster", "chairlift.server", "python_multipart.multipart", "uvicorn.error")
+MAX_LINES = 10  # of one statement of the program
+PERIOD_SECONDS = 60.0
+
+
+class LogLimit(logging.Filter):
+    """Passes at most MAX_LINES records of one statement in a period; the next period says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._periods: dict[tuple[str, int], tuple[float, int]] = {}  # when it began, and the records since then
+
+    def apply(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def remove(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        start, count = self._periods.get(place, (now, 0))
+        if now - start >= PERIOD_SECONDS:
+            if count > MAX_LINES:
+                record.msg = f"{record.getMessage()} ({count - MAX_LINES} more such lines were left out)"
+                record.args = None
+            start, count = now, 0
+        self._periods[place] = start, count + 1
+        return count < MAX_LINES

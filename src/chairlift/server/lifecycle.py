@@ -16,15 +16,13 @@ from chairlift.loading.resolve import resolve_model
 from chairlift.machine.open_files import connection_limit, raise_file_limit
 from chairlift.server.access.keys import APIKey, warn_of_short_keys
 from chairlift.server.config import ServerConfig
-from chairlift.server.http.access_log import open_access_log
-from chairlift.server.http.host_names import HostNames
+from chairlift.server.front_end import check_device, make_engine
+from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import listen, listening_address
-from chairlift.server.http.tracing import check_traces_endpoint
+from chairlift.server.http.observers import check_traces_endpoint, open_access_log
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.device_check import check_device
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.engine_factory import make_engine
-from chairlift.server.process.socket_folder import remove_stale_folders
+from chairlift.server.process.engine_handle import remove_stale_folders
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
 log = logging.getLogger("chairlift.server")

@@ -1,16 +1,16 @@
-"""Prometheus metrics, from the engine's step reports and from requests."""
+"""Prometheus metrics of one or several processes, from the engine's step reports and from requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from chairlift.server.exposition import MetricSample, add_samples, render
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.messages import Loaded, StepReport
-from chairlift.server.vllm_metrics import vllm_aliases
+from chairlift.server.wire.messages import Loaded, StepReport
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -185,3 +185,121 @@ class Metrics:
     async def exposition(self) -> bytes:
         """Return the text of /metrics."""
         return self.render()
+
+
+MetricSample = tuple[str, dict[str, str], float]  # name, labels, value
+
+
+def sum_samples(samples: Iterable[MetricSample]) -> list[MetricSample]:
+    """Add the values of equal names and labels."""
+    return [(name, dict(labels), value) for (name, labels), value in _sums(samples).items()]
+
+
+def _sums(samples: Iterable[MetricSample]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for name, labels, value in samples:
+        key = name, tuple(sorted(labels.items()))
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def add_samples(families: Sequence[Metric], others: Iterable[MetricSample]) -> None:
+    """Add the values of other processes to those of the same name and labels."""
+    sums = _sums(others)
+    for family in families if sums else ():
+        for index, sample in enumerate(family.samples):
+            added = sums.pop((sample.name, tuple(sorted(sample.labels.items()))), 0.0)
+            if added:
+                family.samples[index] = sample._replace(value=sample.value + added)
+    by_sample = {f"{family.name}_total": family for family in families if family.type == "counter"}
+    for (name, labels), value in sums.items():  # labels that this process has not seen
+        if name in by_sample:
+            by_sample[name].samples.append(Sample(name, dict(labels), value, None, None, None))
+
+
+def render(families: Sequence[Metric]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+# vLLM's name of each metric, by ours. The kinds are the same, and so are the units.
+ALIASES: Mapping[str, str] = {
+    "chairlift_requests_running": "vllm:num_requests_running",
+    "chairlift_requests_waiting": "vllm:num_requests_waiting",
+    "chairlift_preemptions": "vllm:num_preemptions",
+    "chairlift_prompt_tokens": "vllm:prompt_tokens",
+    "chairlift_output_tokens": "vllm:generation_tokens",
+    "chairlift_prompt_tokens_cached": "vllm:prefix_cache_hits",
+    "chairlift_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "chairlift_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "chairlift_end_to_end_seconds": "vllm:e2e_request_latency_seconds",
+    "chairlift_request_queue_seconds": "vllm:request_queue_time_seconds",
+    "chairlift_request_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "chairlift_request_decode_seconds": "vllm:request_decode_time_seconds",
+    "chairlift_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "chairlift_request_output_tokens": "vllm:request_generation_tokens",
+    "chairlift_draft_verifications": "vllm:spec_decode_num_drafts",
+}
+# Further names of the same metrics: of older versions, or of what is the same here.
+SECOND_ALIASES: Mapping[str, str] = {
+    "chairlift_prompt_tokens": "vllm:prefix_cache_queries",
+    "chairlift_inter_token_seconds": "vllm:time_per_output_token_seconds",
+}
+# Sums over our labels.
+SUMS: Mapping[str, str] = {
+    "chairlift_drafts_proposed": "vllm:spec_decode_num_draft_tokens",
+    "chairlift_drafts_accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second is that of older versions
+SUCCESS = "vllm:request_success"
+FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+def vllm_aliases(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+    labels = {"model_name": model, "engine": "0"}
+    found = {family.name: family for family in families}
+    for aliases in (ALIASES, SECOND_ALIASES):
+        for own, alias in aliases.items():
+            samples = [(one.name.replace(own, alias, 1), one.labels, one.value) for one in found[own].samples]
+            yield _metric(alias, found[own], samples, labels)
+    for own, alias in SUMS.items():
+        total = sum(one.value for one in found[own].samples if one.name == f"{own}_total")
+        yield _metric(alias, found[own], [(f"{alias}_total", {}, total)], labels)
+    yield from _usage(found, labels)
+    finished = [
+        (f"{SUCCESS}_total", {"finished_reason": FINISH_REASONS[one.labels["reason"]]}, one.value)
+        for one in found["chairlift_requests"].samples
+        if one.name.endswith("_total") and one.labels["reason"] in FINISH_REASONS
+    ]
+    yield _metric(SUCCESS, found["chairlift_requests"], finished, labels)
+
+
+def _usage(found: Mapping[str, Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    used, total = (found[f"chairlift_kv_blocks_{name}"].samples[0].value for name in ("used", "total"))
+    for alias in USAGE:
+        metric = Metric(alias, "Share of the KV blocks that requests hold, from 0 to 1", "gauge")
+        metric.samples.append(_sample(alias, labels, used / total if total else 0.0))
+        yield metric
+
+
+def _metric(
+    alias: str, own: Metric, samples: Sequence[tuple[str, Mapping[str, str], float]], labels: Mapping[str, str]
+) -> Metric:
+    metric = Metric(alias, own.documentation, own.type)
+    metric.samples += [
+        _sample(name, {**labels, **further}, value) for name, further, value in samples if not name.endswith("_created")
+    ]
+    return metric
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> Sample:
+    return Sample(name, dict(labels), value, None, None, None)

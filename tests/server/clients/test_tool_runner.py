@@ -10,7 +10,7 @@ import pytest
 from anthropic import beta_tool
 from anthropic.types import ThreadUnsupportedRequestError
 
-from chairlift.server.process.messages import Submit, ToEngine, Update
+from chairlift.server.wire.messages import Submit, ToEngine, Update
 from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end
 from tests.server.sample_tools import TOOL_TEMPLATE

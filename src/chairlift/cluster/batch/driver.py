@@ -22,8 +22,8 @@ from chairlift.cluster.ray_runtime import import_ray
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.server.batch.output import BatchCounts, BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun, ProgressCallback, Send
-from chairlift.server.batch.send import own_engine
 from chairlift.server.batch.shards import SUFFIX, Shard, plan_shards, shard_folder
+from chairlift.server.batch_send import own_engine
 from chairlift.server.config import ServerConfig
 
 Node = Mapping[str, float]

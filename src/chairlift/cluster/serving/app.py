@@ -14,8 +14,7 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import import_ray
 from chairlift.cluster.serving.routing_table import REPLICAS, config_version
 from chairlift.server.access.keys import KeySources
-from chairlift.server.config import ServerConfig
-from chairlift.server.workers.config_codec import encode_config
+from chairlift.server.config import ServerConfig, encode_config
 
 INGRESS = "ingress"  # name of the deployment
 SCALING_CLASS = "chairlift.cluster.serving.control:FleetScaling"

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from chairlift.server.anthropic.errors import anthropic_error, is_messages_path
-from chairlift.server.http.errors import unavailable
+from chairlift.server.wire.errors import unavailable
 
 EVENT_END = b"\n\n"
 DONE = b"data: [DONE]\n\n"

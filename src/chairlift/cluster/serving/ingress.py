@@ -27,17 +27,15 @@ from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing
 from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.access.keys import KeyTable, warn_of_short_keys
 from chairlift.server.access.rate_limits import RateLimiter
-from chairlift.server.config import ServerConfig
+from chairlift.server.app import EXPOSED_HEADERS
+from chairlift.server.config import ServerConfig, decode_config
 from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.access_log import AccessLog, open_access_log
-from chairlift.server.http.app import EXPOSED_HEADERS
 from chairlift.server.http.boundary import RequestBoundary
-from chairlift.server.http.errors import APIError, as_api_error, unavailable
-from chairlift.server.http.guards import RequestGuard, check_sees_all
-from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import listen, listening_address
+from chairlift.server.http.observers import AccessLog, open_access_log
 from chairlift.server.metrics import Metrics
-from chairlift.server.workers.config_codec import decode_config
+from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
 METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH")
 

@@ -31,7 +31,7 @@ from chairlift.cluster.serving.routed_body import body_identity, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey
-from chairlift.server.access.usage_reports import (
+from chairlift.server.generation.usage import (
     REPORT_HEADER,
     REPORTS_PATH,
     USAGE_HEADER,
@@ -39,9 +39,9 @@ from chairlift.server.access.usage_reports import (
     read_header,
     take_comments,
 )
-from chairlift.server.http.errors import APIError, as_api_error, unavailable
 from chairlift.server.http.guards import CLIENT_KEY_HEADER, CLIENT_NAME_HEADER, client_headers
-from chairlift.server.process.quarantine import Quarantine
+from chairlift.server.process.streams import Quarantine
+from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
 log = logging.getLogger("chairlift.cluster")
 

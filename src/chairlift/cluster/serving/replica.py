@@ -15,8 +15,7 @@ from typing import Any
 
 from chairlift.cluster.serving.routing_table import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
 from chairlift.server.access.keys import KeySources
-from chairlift.server.config import ServerConfig
-from chairlift.server.workers.config_codec import decode_config, encode_config
+from chairlift.server.config import ServerConfig, decode_config, encode_config
 
 log = logging.getLogger("chairlift.cluster")
 

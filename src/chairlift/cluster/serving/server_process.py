@@ -9,9 +9,9 @@ import os
 import sys
 
 from chairlift.errors import ChairliftError
+from chairlift.server.config import decode_config
 from chairlift.server.lifecycle import serve_forever
-from chairlift.server.process.parent_watch import die_with_parent
-from chairlift.server.workers.config_codec import decode_config
+from chairlift.server.process.this_process import die_with_parent
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chairlift.server.access.keys import APIKey, KeyLimits
-from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
+from chairlift.server.wire.errors import APIError
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel
+from chairlift.server.generation.endpoint import StrictModel
 
 CLEARED = "[This result was cleared to keep the conversation short.]"
 MAX_EDITS = 3  # each may encode the conversation once more

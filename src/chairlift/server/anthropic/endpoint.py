@@ -10,10 +10,9 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.input import MessageInput
 from chairlift.server.anthropic.response_builder import MessageBuilder, MessageForm
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts, renamed_parameter
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration
-from chairlift.server.openai.strict import renamed_parameter
 from chairlift.server.served_model import ServedModel
 
 # Prefixes of chat parameters, and this endpoint's names for them.

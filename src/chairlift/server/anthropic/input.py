@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import CacheControl, TextBlock
-from chairlift.server.http.unknown_fields import check_unknown
-from chairlift.server.openai.strict import StrictModel, parse_at
+from chairlift.server.generation.endpoint import StrictModel, parse_at
+from chairlift.server.wire.unknown_fields import check_unknown
 
 
 class _ToolUse(StrictModel):

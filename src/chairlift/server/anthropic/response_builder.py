@@ -11,8 +11,8 @@ import msgspec
 from chairlift.server.anthropic.errors import anthropic_error
 from chairlift.server.anthropic.input import tool_input
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.errors import APIError
-from chairlift.server.process.messages import Update
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
 from chairlift.text.assistant_parts import (
     ArgumentsDelta,
     AssistantParser,

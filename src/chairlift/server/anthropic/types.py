@@ -11,8 +11,8 @@ from pydantic import Field
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.context_edits import ContextManagement
 from chairlift.server.anthropic.errors import THREAD_UNSUPPORTED
-from chairlift.server.openai.strict import StrictModel, parse_at
-from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Integer, Tools
+from chairlift.server.generation.endpoint import Integer, StrictModel, parse_at
+from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Tools
 
 MAX_STOP_SEQUENCES = 64
 MIN_THINKING_BUDGET = 1

@@ -17,7 +17,7 @@ import msgspec
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.http.bodies import ValueCounter
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINE_BYTES = Limits().max_body_bytes

@@ -18,7 +18,7 @@ import msgspec
 from chairlift.core.events import Event
 from chairlift.core.snapshot import SchedulerObserver
 from chairlift.server.dashboard.recorder import SHOWN_WAITING, FrameData, StepRecorder
-from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps
+from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chairlift.server.process.messages import Update
+from chairlift.server.wire.messages import Update
 from chairlift.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 512

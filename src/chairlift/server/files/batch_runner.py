@@ -21,14 +21,12 @@ from fastapi import FastAPI
 
 from chairlift.errors import ChairliftError, StorageFull, is_full
 from chairlift.server.access.keys import KeyTable
-from chairlift.server.batch.asgi_call import call
 from chairlift.server.batch.output import is_answered
-from chairlift.server.batch.run import BatchResponse, BatchRun
-from chairlift.server.files.batch_record import BatchRecord, BatchStatus
+from chairlift.server.batch.run import BatchResponse, BatchRun, call
 from chairlift.server.files.file_store import OUTPUT_PURPOSE
-from chairlift.server.files.folder import FilesFolder, OwnerFolder
+from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
+from chairlift.server.http.service import Service
 from chairlift.server.process.engine_client import EngineState
-from chairlift.server.service import Service
 
 log = logging.getLogger("chairlift.server")
 

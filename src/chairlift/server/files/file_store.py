@@ -16,7 +16,7 @@ import msgspec
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.files.records import RecordFolder, locked
-from chairlift.server.http.errors import too_busy
+from chairlift.server.wire.errors import too_busy
 
 PURPOSES = ("batch",)  # that a client may upload for
 OUTPUT_PURPOSE = "batch_output"

@@ -18,12 +18,11 @@ from starlette.types import Message, Receive
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.batch.input import PATHS
-from chairlift.server.files.batch_record import BatchRecord, BatchStatus
 from chairlift.server.files.file_store import OUTPUT_SECONDS, PURPOSES, STEP, StoredFile, Upload
-from chairlift.server.files.folder import FilesFolder, OwnerFolder
+from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
 from chairlift.server.files.records import locked
-from chairlift.server.http.errors import APIError, too_busy
-from chairlift.server.openai.strict import RequestBody, StrictModel
+from chairlift.server.generation.endpoint import RequestBody, StrictModel
+from chairlift.server.wire.errors import APIError, too_busy
 
 MAX_FILENAME = 255
 MAX_OPEN_BATCHES = 100  # of one owner

@@ -18,13 +18,12 @@ from functools import partial
 from starlette.requests import Request as HTTPRequest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.shares import MOST_OVER_LIMIT, SharedLimit, shares_of
-from chairlift.server.http.errors import APIError, too_busy, unavailable
-from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.messages import Loaded
-from chairlift.server.process.stream import UpdateStream
+from chairlift.server.process.streams import UpdateStream
+from chairlift.server.wire.errors import APIError, too_busy, unavailable
+from chairlift.server.wire.limits import MOST_OVER_LIMIT, Limits, SharedLimit, shares_of
+from chairlift.server.wire.messages import Loaded
 
 
 class Admission(ABC):

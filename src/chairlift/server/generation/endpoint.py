@@ -1,19 +1,178 @@
-"""The interface of the generation endpoints."""
+"""The interface of the generation endpoints: request bodies, requests, and builders of their responses."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.errors import APIError
-from chairlift.server.openai.types import EngineBody
-from chairlift.server.process.messages import Update
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
+from chairlift.server.wire.unknown_fields import check_unknown
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
+
+MAX_PARAMETERS = 256
+MAX_PATH = 300  # characters of a field's path in an error
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # 64-bit integers, which messages to the engine can encode
+
+# OpenAI's codes by pydantic's kinds of errors.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "union_tag_not_found": "missing_required_parameter",
+}
+
+
+def max_entries(limit: int) -> BeforeValidator:
+    """Limit the entries of an object before validation: formatting half a million errors takes seconds. (Lists have
+    `fail_fast` for that.)"""
+    return BeforeValidator(lambda data: _check_count(data, limit, "entries"))
+
+
+def _check_count(data: Any, limit: int, what: str) -> Any:
+    if isinstance(data, dict) and len(data) > limit:
+        raise ValueError(f"has {len(data)} {what}; the limit is {limit}")
+    return data
+
+
+def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidParameter:
+    """Convert pydantic's errors about the first invalid field of `data`. The name is the path of the field, such as
+    `stop[2]` or `response_format.json_schema.name`; an error of the whole body has no name."""
+    error = _best_match([one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]], data)
+    if isinstance(refusal := error.get("ctx", {}).get("error"), InvalidParameter):
+        return refusal
+    kind, steps = error["type"], list(_steps_in_data(error["loc"], data))
+    if kind == "missing" and error["loc"]:  # otherwise the whole body is missing
+        steps.append(error["loc"][-1])
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        steps.append(error["ctx"]["discriminator"].strip("'"))
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return InvalidParameter(path[1:][:MAX_PATH], str(error["msg"]), _code(kind))
+
+
+def _best_match(errors: Sequence[Mapping[str, Any]], data: Any) -> Mapping[str, Any]:
+    """Choose the error of the alternative that the value resembles most: of the right type, or wrong deep inside."""
+
+    def resemblance(error: Mapping[str, Any]) -> tuple[bool, int]:
+        return _code(error["type"]) != "invalid_type", len(list(_steps_in_data(error["loc"], data)))
+
+    return max(errors, key=resemblance)
+
+
+def _steps_in_data(location: Sequence[int | str], data: Any) -> Iterator[int | str]:
+    """Follow a location, leaving out the steps that name alternatives of a union."""
+    for step in location:
+        is_index = isinstance(step, int) and isinstance(data, list) and step < len(data)
+        if is_index or (isinstance(data, dict) and step in data):
+            data = data[step]
+            yield step
+
+
+def _code(kind: str) -> str:
+    if kind.endswith(("_type", "_parsing")):
+        return "invalid_type"
+    return _CODES.get(kind, "invalid_value")
+
+
+class StrictModel(BaseModel):
+    """A model without type coercion ("3" is not 3). What else it is given is kept until `check_unknown_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_parameters(cls, data: Any) -> Any:
+        return _check_count(data, MAX_PARAMETERS, "parameters")
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        """The names of all fields as a client writes them."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    def check_unknown_fields(self, location: str) -> None:
+        """Apply the rule for unknown fields to this object at `location` and to all objects in it."""
+        if self.__pydantic_extra__:
+            self.check_unknown_names(location, self.__pydantic_extra__)
+            self.__pydantic_extra__.clear()
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            field = type(self).model_fields[name].alias or name
+            _check_value(f"{location}.{field}" if location else field, getattr(self, name))
+
+    def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
+        check_unknown(location, given, self.known_fields())
+
+
+def _check_value(location: str, value: Any) -> None:
+    if isinstance(value, StrictModel):
+        value.check_unknown_fields(location)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, StrictModel):
+                item.check_unknown_fields(f"{location}[{index}]")
+
+
+class RequestBody(StrictModel):
+    """The whole body of a request."""
+
+    # Parameters of other endpoints that would change the answer here; they are refused.
+    refused_names: ClassVar[Collection[str]] = ()
+
+    @model_validator(mode="after")
+    def _check_unknown_fields(self) -> Self:
+        self.check_unknown_fields("")
+        return self
+
+    def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
+        for name in self.refused_names:
+            if given.get(name) is not None:
+                problem = "unknown parameter: it belongs to another endpoint, and would change the answer"
+                raise InvalidParameter(name, problem, "unknown_parameter")
+        super().check_unknown_names(location, given)
+
+
+Model = TypeVar("Model", bound=StrictModel)
+
+
+def parse_at(location: str, model: type[Model], given: Any) -> Model:
+    """Validate a part of a body; errors name the field below `location`, which is empty for the whole body."""
+    try:
+        found = model.model_validate(given)
+    except ValidationError as error:
+        field = invalid_field(error.errors(include_url=False), given)
+        raise field.renamed(".".join(filter(None, (location, field.parameter)))) from error
+    found.check_unknown_fields(location)
+    return found
+
+
+def renamed_parameter(parameter: str, names: Mapping[str, str]) -> str:
+    """Translate a parameter's name; `names` maps patterns of its beginning to what replaces them."""
+    for pattern, name in names.items():
+        renamed, found = re.subn(rf"^(?:{pattern})(?![a-z_])", name, parameter)
+        if found:
+            return renamed
+    return parameter
+
+
+class EngineBody(RequestBody):
+    """Parameters of every endpoint that uses the engine."""
+
+    model: str | None = None  # the served one
+    timeout: float | None = None
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    priority: Integer | None = None
+    # Does not change the output; with fair scheduling it is the tenant.
+    user: Annotated[str | None, Field(max_length=256)] = None
+
+    @property
+    def streams(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import InvalidParameter
-from chairlift.server.dashboard.subscribers import Subscribers
+from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.generation.admission import Admission, end_admission_for_parsing
-from chairlift.server.generation.deadline import Deadline
-from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
-from chairlift.server.generation.stream_metrics import StreamMetrics
+from chairlift.server.generation.endpoint import EngineBody, GenerationRequest, TokenizedPrompts
+from chairlift.server.generation.reply import EventStream, collect, encoded_body, first_updates, response_events
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
-from chairlift.server.generation.usage import Usage
-from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import ENGINE_DIED, APIError, as_api_error
-from chairlift.server.http.sse import EventStream, collect, encoded_body, first_updates, response_events
+from chairlift.server.generation.usage import StreamMetrics, Usage
 from chairlift.server.metrics import Metrics
-from chairlift.server.openai.types import EngineBody
-from chairlift.server.process.engine_port import EnginePort
-from chairlift.server.process.messages import Submit
-from chairlift.server.process.stream import UpdateStream
+from chairlift.server.process.engine_client import EnginePort
+from chairlift.server.process.streams import UpdateStream
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
+from chairlift.server.wire.messages import Submit
 
 RETRY_SECONDS = 0.05  # between attempts to submit the rest of a request while the queue is full
 
@@ -61,7 +62,7 @@ class GenerationHandler:
         admission: Admission,
         tokenizer_pool: TokenizerPool,
         metrics: Metrics,
-        subscribers: Subscribers,
+        watched_texts: Callable[[], RequestTexts | None],
         *,
         default_timeout: float | None,
         isolate_keys: bool,
@@ -71,7 +72,7 @@ class GenerationHandler:
         self._admission = admission
         self._tokenizer_pool = tokenizer_pool
         self._metrics = metrics
-        self._subscribers = subscribers
+        self._watched_texts = watched_texts  # of requests, for open dashboard pages; None while there are none
         self._default_timeout = default_timeout
         self._isolate_keys = isolate_keys
 
@@ -112,7 +113,7 @@ class GenerationHandler:
     def _submit_prompts(self, submission: _Submission, count: int, body: EngineBody, http: HTTPRequest) -> None:
         """Submit the next `count` prompts."""
         messages = self._messages(submission, count, body, http)
-        texts = self._subscribers.texts if self._subscribers.watching else None
+        texts = self._watched_texts()
         observer = StreamMetrics(
             self._metrics,
             http.state.arrived,
@@ -122,9 +123,9 @@ class GenerationHandler:
         )
         submission.updates = self._engine.submit(messages, observer)
         submission.num_submitted += len(messages)
-        for message in messages if texts is not None else ():
-            ids = completion_ids(message.request_id, message.params.n)
-            self._subscribers.texts.open(ids, message.prompt, http.state.key)
+        if texts is not None:
+            for message in messages:
+                texts.open(completion_ids(message.request_id, message.params.n), message.prompt, http.state.key)
 
     def _messages(self, submission: _Submission, count: int, body: EngineBody, http: HTTPRequest) -> list[Submit]:
         first, tokenized = submission.num_submitted, submission.tokenized
@@ -198,3 +199,51 @@ def _most_tokens(tokenized: TokenizedPrompts) -> int:
     """Return the tokens that a request may use, as far as its client limits them."""
     output = (tokenized.params.max_tokens or 0) * tokenized.params.num_sequences
     return sum(len(prompt) + output for prompt in tokenized.prompts)
+
+
+class Deadline:
+    def __init__(self, arrived: float, timeout: float | None) -> None:
+        """`arrived` is a time of the monotonic clock; without a timeout there is no deadline."""
+        if timeout is not None and not timeout > 0:
+            raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
+        self._end = None if timeout is None else arrived + timeout
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds left; raises a 408 error once the deadline has passed."""
+        if self._end is None:
+            return None
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise timed_out()
+        return left
+
+    @asynccontextmanager
+    async def enforced(self) -> AsyncIterator[None]:
+        """Cancel the body of the `async with` and raise a 408 error when the deadline passes."""
+        try:
+            async with asyncio.timeout(self.seconds_left()):
+                yield
+        except TimeoutError:
+            raise timed_out() from None
+
+
+T = TypeVar("T")
+
+
+async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    """Await `work`, but cancel it as soon as the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.create_task(_disconnect(http))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(499, "the client closed the connection", type_="client_closed")
+        return task.result()
+    finally:
+        task.cancel()
+        disconnect.cancel()
+
+
+async def _disconnect(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

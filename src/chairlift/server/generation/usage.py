@@ -1,12 +1,28 @@
-"""Token counts of one HTTP request."""
+"""What one request uses: its tokens, the times of its phases, and the reports of both.
+
+A server tells a proxy with a key of its own, such as the ingress of a fleet, about the tokens of each request. The
+proxy sends an id of the request in `REPORT_HEADER`. A whole response has the report in the header `USAGE_HEADER`; in a
+stream, a comment in front of each piece has the tokens so far. After a response was cut short, the report is at
+`REPORTS_PATH` + id for a while. Proxies remove the reports from what clients receive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from chairlift.server.process.messages import Update
+from starlette.responses import JSONResponse
+from starlette.types import Message, Send
+
+from chairlift.server.dashboard.request_texts import RequestTexts
+from chairlift.server.metrics import Metrics
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
 from chairlift.text.reasoning.tracker import ReasoningTracker
 
 
@@ -62,3 +78,169 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When one completion passed its phases, on the monotonic clock. The first admission counts."""
+
+    arrived: float
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Return the start and the end of each phase that has ended."""
+        found = {}
+        if self.admitted is not None:
+            found["queue"] = (self.arrived, max(self.arrived, self.admitted))
+            if self.first_token is not None:
+                found["prefill"] = (found["queue"][1], self.first_token)
+                found["decode"] = (self.first_token, self.last_token)
+        return found
+
+
+class StreamMetrics:
+    """Records metrics when updates arrive at the front end, so that slow clients do not affect them. Times count from
+    the request's arrival."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        arrived: float,
+        texts: RequestTexts | None = None,
+        *,
+        timelines: dict[str, Timeline] | None = None,
+        prompt_lengths: Iterable[int] = (),
+    ) -> None:
+        """`timelines` is filled, by completion; `prompt_lengths` are counted."""
+        self._metrics = metrics
+        self._arrived = arrived
+        self._texts = texts  # None while no dashboard page is open
+        self._timelines = {} if timelines is None else timelines
+        for count in prompt_lengths:
+            metrics.request_prompt_tokens.observe(count)
+
+    def on_update(self, update: Update) -> None:
+        now = time.monotonic()
+        line = self._timelines.get(update.request_id)
+        if line is None:
+            line = self._timelines[update.request_id] = Timeline(self._arrived)
+        if update.text and self._texts is not None:
+            self._texts.add(update)
+        if update.cached_tokens is not None and line.admitted is None:  # again after a preemption
+            line.admitted = now if update.admitted is None else update.admitted
+            if "#" not in update.request_id:  # completions of one prompt share it, so count only the first
+                self._metrics.cached_tokens.inc(update.cached_tokens)
+        if update.tokens:
+            self._count_tokens(line, len(update.tokens), now)
+        if update.finish_reason is not None:
+            line.finish_reason = update.finish_reason
+            self._record_end(line, now)
+
+    def _count_tokens(self, line: Timeline, count: int, now: float) -> None:
+        if line.first_token is None:
+            line.first_token = now
+            self._metrics.first_token.observe(now - self._arrived)
+        else:
+            self._metrics.inter_token.observe((now - line.last_token) / count)
+        line.last_token = now
+        line.num_tokens += count
+        self._metrics.output_tokens.inc(count)
+
+    def _record_end(self, line: Timeline, now: float) -> None:
+        self._metrics.end_to_end.observe(now - self._arrived)
+        self._metrics.requests.labels(line.finish_reason).inc()
+        self._metrics.request_output_tokens.observe(line.num_tokens)
+        for phase, (start, end) in line.phases().items():
+            self._metrics.phases[phase].observe(end - start)
+
+    def on_cut_short(self, reason: str, count: int) -> None:
+        self._metrics.requests.labels(reason).inc(count)
+
+
+REPORT_HEADER, USAGE_HEADER = b"x-chairlift-report", b"x-chairlift-usage"
+REPORTS_PATH = "/usage-reports/"
+MAX_KEPT = 2000  # requests whose usage can be asked for
+
+_COMMENT = re.compile(rb"(?<![^\n]): usage (\d+) (\d+) (ok|died)\n")
+_HEADER = re.compile(rb"(\d+) (\d+) (ok|died)")
+
+
+class UsageReport(NamedTuple):
+    prompt_tokens: int
+    completion_tokens: int
+    engine_died: bool = False  # while it worked on the request
+
+    @classmethod
+    def of(cls, usage: Usage) -> UsageReport:
+        return cls(usage.prompt_tokens, usage.completion_tokens, usage.engine_died)
+
+    def header(self) -> bytes:
+        return b"%d %d %b" % (self.prompt_tokens, self.completion_tokens, b"died" if self.engine_died else b"ok")
+
+    def comment(self) -> bytes:
+        return b": usage " + self.header() + b"\n"
+
+    def counts(self) -> dict[str, int]:
+        """What the access log shows."""
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+
+
+def read_header(value: bytes) -> UsageReport | None:
+    found = _HEADER.fullmatch(value)
+    return None if found is None else _report(found)
+
+
+def take_comments(events: bytes) -> tuple[bytes, UsageReport | None]:
+    """Return whole events without the reports among them, and the last report. No event can contain one: the data of an
+    event is JSON, in which line ends are escaped."""
+    reports = list(_COMMENT.finditer(events))
+    return (_COMMENT.sub(b"", events), _report(reports[-1])) if reports else (events, None)
+
+
+def _report(found: re.Match[bytes]) -> UsageReport:
+    return UsageReport(int(found[1]), int(found[2]), found[3] == b"died")
+
+
+class UsageReports:
+    """The usage of the last requests that a proxy has given an id."""
+
+    def __init__(self) -> None:
+        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # by id
+
+    def begin(self, report_id: str, state: Mapping[str, Any]) -> None:
+        self._usages[report_id] = partial(state.get, "usage")
+        while len(self._usages) > MAX_KEPT:
+            self._usages.popitem(last=False)
+
+    def end(self, report_id: str, usage: Usage | None) -> None:
+        if report_id in self._usages:
+            self._usages[report_id] = lambda: usage  # without the rest of the request
+
+    def answer(self, report_id: str) -> JSONResponse:
+        """The report of a request; if its client has just left, a few tokens may be missing."""
+        if report_id not in self._usages:
+            return APIError(404, "there is no report with this id", code="not_found").response()
+        usage = self._usages[report_id]()  # None: nothing was submitted to the engine
+        return JSONResponse((UsageReport(0, 0) if usage is None else UsageReport.of(usage))._asdict())
+
+
+def send_with_reports(send: Send, state: Mapping[str, Any]) -> Send:
+    """Return a `send` that adds the report to a whole response, or one to each piece of a stream."""
+    is_stream = False
+
+    async def send_with_report(message: Message) -> None:
+        nonlocal is_stream
+        usage: Usage | None = state.get("usage")
+        if message["type"] == "http.response.start":
+            is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            if usage is not None and not is_stream:
+                message["headers"] = [*message["headers"], (USAGE_HEADER, UsageReport.of(usage).header())]
+        elif is_stream and usage is not None and message.get("body"):
+            message["body"] = UsageReport.of(usage).comment() + message["body"]
+        await send(message)
+
+    return send_with_report

@@ -24,14 +24,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from chairlift.server.generation.admission import Admission
-from chairlift.server.generation.shares import SharedLimit
+from chairlift.server.generation.endpoint import EngineBody, invalid_field
+from chairlift.server.generation.handler import unless_disconnected
 from chairlift.server.generation.tokenizer_pool import FairThreads
-from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import APIError, as_api_error, too_busy
-from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
-from chairlift.server.openai.strict import invalid_field
-from chairlift.server.openai.types import EngineBody
+from chairlift.server.wire.errors import APIError, as_api_error, too_busy
+from chairlift.server.wire.limits import Limits, SharedLimit
 
 LARGE_BODY = 20_000  # bytes
 # Digits of an integer: no parameter has as many, and to read thousands of long ones takes a fraction of a second.

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import is_full
 from chairlift.server.anthropic.errors import converting_send, speaks_anthropic
-from chairlift.server.http.errors import as_api_error
+from chairlift.server.wire.errors import as_api_error
 
 log = logging.getLogger("chairlift.server")
 

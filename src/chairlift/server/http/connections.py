@@ -19,7 +19,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any
 
-from chairlift.server.http.errors import unavailable
+from chairlift.server.wire.errors import unavailable
 
 log = logging.getLogger("chairlift.server")
 

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.http.connections import Connection, ConnectionPhase, Connections, LingeringTransport
-from chairlift.server.http.errors import APIError
-from chairlift.server.limits import Limits
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.limits import Limits
 
 MAX_PIPELINED = 64 * 2**10  # bytes of pipelined requests read while one is in flight
 

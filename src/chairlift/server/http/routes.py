@@ -23,13 +23,12 @@ from chairlift.server.anthropic.endpoint import (
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
+from chairlift.server.generation.handler import unless_disconnected
+from chairlift.server.generation.reply import json_pieces
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import APIError, unavailable
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.sse import json_pieces
-from chairlift.server.openai.chat import ChatGeneration
-from chairlift.server.openai.chat_fields import encode_messages
+from chairlift.server.http.service import Service
+from chairlift.server.openai.chat import ChatGeneration, encode_messages
 from chairlift.server.openai.completions import TextGeneration
 from chairlift.server.openai.types import (
     ChatRequest,
@@ -38,14 +37,13 @@ from chairlift.server.openai.types import (
     TokenizeRequest,
     check_token_ids,
 )
-from chairlift.server.pooling.embeddings import EmbeddingGeneration
-from chairlift.server.pooling.relevance import RerankGeneration, ScoreGeneration
+from chairlift.server.pooling.endpoints import EmbeddingGeneration, RerankGeneration, ScoreGeneration
 from chairlift.server.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
 from chairlift.server.process.engine_client import EngineState
 from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
-from chairlift.server.service import Service
+from chairlift.server.wire.errors import APIError, unavailable
 
 MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its limit is unknown
 

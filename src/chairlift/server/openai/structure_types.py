@@ -9,7 +9,7 @@ from pydantic import Field
 
 from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel
+from chairlift.server.generation.endpoint import StrictModel
 
 Schema = dict[str, Any] | bool
 Choices = Annotated[list[str], Field(fail_fast=True)]

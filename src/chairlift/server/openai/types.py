@@ -1,4 +1,4 @@
-"""Request bodies. A null means absent; for unknown parameters see `server/http/unknown_fields.py`."""
+"""Request bodies. A null means absent; for unknown parameters see `server/wire/unknown_fields.py`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import RequestBody, StrictModel, max_entries
+from chairlift.server.generation.endpoint import EngineBody, Integer, RequestBody, StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
 
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # 64-bit integers, which messages to the engine can encode
 TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # stop at the first of a million invalid ids
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -44,21 +43,6 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # events have no padding
-
-
-class EngineBody(RequestBody):
-    """Parameters of every endpoint that uses the engine."""
-
-    model: str | None = None  # the served one
-    timeout: float | None = None
-    cache_salt: Annotated[str | None, Field(max_length=256)] = None
-    priority: Integer | None = None
-    # Does not change the output; with fair scheduling it is the tenant.
-    user: Annotated[str | None, Field(max_length=256)] = None
-
-    @property
-    def streams(self) -> bool:
-        return False
 
 
 class GenerationBody(EngineBody):

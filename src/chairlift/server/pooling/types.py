@@ -8,8 +8,8 @@ from pydantic import Field
 
 from chairlift.core.sampling.pooling import PoolingKind
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel
-from chairlift.server.openai.types import MAX_MESSAGES, EngineBody, Integer, TokenIds, check_unicode
+from chairlift.server.generation.endpoint import EngineBody, Integer, StrictModel
+from chairlift.server.openai.types import MAX_MESSAGES, TokenIds, check_unicode
 
 MAX_INPUTS = 2048  # as OpenAI
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -19,7 +19,8 @@ from chairlift.core.request import completion_ids
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_handle import EngineHandle, spawn
-from chairlift.server.process.messages import (
+from chairlift.server.process.streams import OpenRequests, Quarantine, UpdateObserver, UpdateStream, fingerprint
+from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,
     FailedToLoad,
@@ -36,9 +37,6 @@ from chairlift.server.process.messages import (
     decode_from_engine,
     encode,
 )
-from chairlift.server.process.open_requests import OpenRequests
-from chairlift.server.process.quarantine import Quarantine, fingerprint
-from chairlift.server.process.stream import UpdateObserver, UpdateStream
 
 log = logging.getLogger("chairlift.server")
 
@@ -345,3 +343,24 @@ def _error(refused: Refused) -> ChairliftError:
     if refused.parameter is None:
         return TemporaryFailure(refused.problem)
     return InvalidParameter(refused.parameter, refused.problem)
+
+
+class EnginePort(Protocol):
+    """An engine to which requests are submitted: a process of its own, or the hub of several front ends."""
+
+    state: EngineState
+    loaded: Loaded | None
+    on_frame: Callable[[DashboardFrame | RecorderFault], None]
+
+    @property
+    def num_open(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    def submit(self, requests: Sequence[Submit], observer: UpdateObserver | None = None) -> UpdateStream: ...
+
+    def cancel(self, stream: UpdateStream) -> None: ...
+
+    def send(self, message: RecordSteps | SwitchPolicy) -> bool: ...
+
+    def ping_streams(self) -> None: ...

@@ -1,23 +1,26 @@
-"""The engine process as seen by the front end, and its start."""
+"""The engine process as seen by the front end: its start and the folder of its sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from chairlift.server.process.early_start import ENGINE_MODULE, EarlyProcess, take_early_process
-from chairlift.server.process.socket_folder import make_socket_folder
 
 
 class ChildProcess(Protocol):
@@ -108,3 +111,38 @@ async def _start(module: str, settings: dict[str, Any]) -> ChildProcess:
         return AdoptedProcess(early)
     text = json.dumps(settings | {"begun": time.monotonic()})
     return await asyncio.create_subprocess_exec(sys.executable, "-m", module, text)
+
+
+SOCKET_NAMES = frozenset({"commands", "reports"})
+_PREFIX = "chairlift-"
+_NEW_SECONDS = 60.0  # a younger folder may be about to be locked
+
+
+def make_socket_folder(opened: ExitStack) -> Path:
+    """Create a folder that only this user may enter. It stays locked until `opened` is closed, which removes it."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    opened.callback(shutil.rmtree, folder, ignore_errors=True)
+    lock = os.open(folder, os.O_RDONLY)
+    opened.callback(os.close, lock)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder
+
+
+def remove_stale_folders() -> None:
+    """Remove the folders of front ends that were killed: the kernel has released their locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # of another user, or just removed
+            _remove_if_stale(folder)
+
+
+def _remove_if_stale(folder: Path) -> None:
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or time.time() - found.st_mtime < _NEW_SECONDS:
+        return
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if {path.name for path in folder.iterdir()} <= SOCKET_NAMES:
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)

@@ -25,9 +25,15 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.machine.cuda_driver import create_context
 from chairlift.machine.open_files import raise_file_limit
 from chairlift.server.dashboard.frame_publisher import FramePublisher
-from chairlift.server.gc_tuning import collection_paused, freeze_loaded_objects
 from chairlift.server.process.early_start import FROM_INPUT
-from chairlift.server.process.messages import (
+from chairlift.server.process.reports import step_messages
+from chairlift.server.process.this_process import (
+    collection_paused,
+    die_with_parent,
+    exit_if_orphaned,
+    freeze_loaded_objects,
+)
+from chairlift.server.wire.messages import (
     Cancel,
     FailedToLoad,
     FromEngine,
@@ -41,8 +47,6 @@ from chairlift.server.process.messages import (
     decode_to_engine,
     encode,
 )
-from chairlift.server.process.parent_watch import die_with_parent, exit_if_orphaned
-from chairlift.server.process.reports import step_messages
 
 IDLE_POLL_MS = 200
 QUIET_MS = 10  # without a message, before something is prepared for later steps

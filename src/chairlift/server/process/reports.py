@@ -23,7 +23,7 @@ from chairlift.core.events import (
     TokenProduced,
 )
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.server.process.messages import Refused, StepReport, Update
+from chairlift.server.wire.messages import Refused, StepReport, Update
 
 OUTPUT_EVENTS = (TokenProduced, TextProduced)  # the most frequent events
 CLIENT_EVENTS = (*OUTPUT_EVENTS, PromptScored, PromptPooled, RequestAdmitted, RequestFinished)  # become updates

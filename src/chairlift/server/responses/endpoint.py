@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts, renamed_parameter
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.unknown_fields import say_ignored
 from chairlift.server.openai.chat import ChatGeneration
-from chairlift.server.openai.strict import renamed_parameter
 from chairlift.server.responses.input import InputMessages
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.unknown_fields import say_ignored
 
 # Prefixes of chat parameters, and this endpoint's names for them.
 _NAMES = {

@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.unknown_fields import ignore
-from chairlift.server.openai.strict import StrictModel, parse_at
+from chairlift.server.generation.endpoint import StrictModel, parse_at
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, custom_arguments
+from chairlift.server.wire.unknown_fields import ignore
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",

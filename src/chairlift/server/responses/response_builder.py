@@ -12,12 +12,12 @@ import msgspec
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.generation.usage import Usage
-from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import chat_logprobs
-from chairlift.server.process.messages import Update
 from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
 from chairlift.text.assistant_parts import (
     ArgumentsDelta,
     AssistantParser,

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.unknown_fields import ignore, resembling, without_unknown
+from chairlift.server.wire.unknown_fields import ignore, resembling, without_unknown
 
 _KINDS = ("function", "custom", "namespace")
 _FUNCTION_FIELDS = ("type", "name", "description", "parameters", "strict")

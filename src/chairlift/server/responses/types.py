@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.unknown_fields import without_unknown
-from chairlift.server.openai.strict import StrictModel, max_entries, parse_at
+from chairlift.server.generation.endpoint import StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, located_tools
+from chairlift.server.wire.unknown_fields import without_unknown
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"

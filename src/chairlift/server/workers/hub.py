@@ -10,13 +10,12 @@ from contextlib import suppress
 from functools import partial
 
 from chairlift.server.access.rate_limits import Grant, RateLimiter
-from chairlift.server.exposition import MetricSample, sum_samples
 from chairlift.server.generation.admission import AdmissionControl, Reservation
-from chairlift.server.limits import Limits
-from chairlift.server.metrics import Metrics
+from chairlift.server.metrics import Metrics, MetricSample, sum_samples
 from chairlift.server.process.engine_client import EngineClient
-from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, Submit, SwitchPolicy, Update
-from chairlift.server.process.stream import UpdateStream
+from chairlift.server.process.streams import UpdateStream
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps, Submit, SwitchPolicy, Update
 from chairlift.server.workers.messages import (
     AskText,
     BeginRequest,

@@ -10,9 +10,9 @@ import msgspec
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey
-from chairlift.server.exposition import MetricSample
-from chairlift.server.http.errors import APIError, as_api_error
-from chairlift.server.process.messages import (
+from chairlift.server.metrics import MetricSample
+from chairlift.server.wire.errors import APIError, as_api_error
+from chairlift.server.wire.messages import (
     DashboardFrame,
     Loaded,
     RecorderFault,

@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from chairlift.server.access.keys import APIKey
-from chairlift.server.config import ServerConfig
+from chairlift.server.config import ServerConfig, encode_config
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
-from chairlift.server.workers.config_codec import encode_config
 from chairlift.server.workers.hub import Hub, WorkerLink
 from chairlift.server.workers.messages import (
     Channel,

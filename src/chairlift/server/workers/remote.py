@@ -13,11 +13,11 @@ from chairlift.errors import EngineDead
 from chairlift.server.access.keys import APIKey
 from chairlift.server.access.rate_limits import Grant
 from chairlift.server.generation.admission import Admission
-from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineState
-from chairlift.server.process.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps, Submit, SwitchPolicy
-from chairlift.server.process.stream import UpdateObserver, UpdateStream
+from chairlift.server.process.streams import UpdateObserver, UpdateStream
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps, Submit, SwitchPolicy
 from chairlift.server.workers.messages import (
     BeginRequest,
     CancelStream,

@@ -13,11 +13,11 @@ import socket
 import sys
 from contextlib import suppress
 
+from chairlift.server.config import decode_config
 from chairlift.server.front_end import HTTPServer, load_served_model
-from chairlift.server.process.messages import DashboardFrame, RecorderFault
-from chairlift.server.process.parent_watch import die_with_parent
-from chairlift.server.service import Service
-from chairlift.server.workers.config_codec import decode_config
+from chairlift.server.http.service import Service
+from chairlift.server.process.this_process import die_with_parent
+from chairlift.server.wire.messages import DashboardFrame, RecorderFault
 from chairlift.server.workers.messages import (
     AskText,
     Channel,

@@ -8,7 +8,7 @@ import sys
 
 from chairlift.server.config import ServerConfig
 from chairlift.server.lifecycle import serve_forever
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 
 
 def main() -> None:

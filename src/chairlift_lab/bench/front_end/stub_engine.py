@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from chairlift.core.request_limits import RequestLimits
-from chairlift.server.process.messages import (
+from chairlift.server.wire.messages import (
     Cancel,
     FromEngine,
     Heartbeat,

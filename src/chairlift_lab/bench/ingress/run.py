@@ -14,7 +14,7 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.errors import ChairliftError
 from chairlift.server.config import ServerConfig
-from chairlift.server.limits import Limits
+from chairlift.server.wire.limits import Limits
 from chairlift_lab.bench.front_end.run import start_reader
 
 FLEET, PROXIED = "chairlift-bench", "chairlift-bench-handle"

@@ -18,7 +18,7 @@ from chairlift.engine.startup import StartedEngine, load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.models.decoder import Decoder
 from chairlift.progress import Note
-from chairlift.server.gc_tuning import loaded_objects_frozen
+from chairlift.server.process.this_process import loaded_objects_frozen
 from chairlift_lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
 from chairlift_lab.common.model_shapes import config_file
 from chairlift_lab.common.step_work import linear_bytes, mixtures_of, products, total

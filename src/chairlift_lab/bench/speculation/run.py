@@ -25,7 +25,7 @@ from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
-from chairlift.server.gc_tuning import loaded_objects_frozen
+from chairlift.server.process.this_process import loaded_objects_frozen
 from chairlift.speculation.control.option import speculate_forms
 from chairlift_lab.bench.speculation.texts import SCENARIOS
 from chairlift_lab.common.engines import EngineMaker, touch_cache

@@ -7,15 +7,14 @@ from typing import Any
 import chairlift
 from chairlift.server.access.rate_limits import RateLimiter, RateLimits
 from chairlift.server.dashboard.request_texts import RequestTexts
-from chairlift.server.dashboard.subscribers import Subscribers
 from chairlift.server.generation.admission import Admission, AdmissionControl
 from chairlift.server.generation.handler import GenerationHandler
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
-from chairlift.server.limits import Limits
+from chairlift.server.http.subscribers import Subscribers
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient
-from chairlift.server.process.engine_port import EnginePort
+from chairlift.server.process.engine_client import EngineClient, EnginePort
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.limits import Limits
 
 
 class Service:
@@ -47,7 +46,7 @@ class Service:
             self.admission,
             self.tokenizer_pool,
             metrics,
-            self.subscribers,
+            self.subscribers.watched_texts,
             default_timeout=limits.default_timeout,
             isolate_keys=isolate_keys,
         )

@@ -6,18 +6,43 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from chairlift.server.dashboard.recent_frames import MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.request_texts import RequestTexts
-from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_port import EnginePort
-from chairlift.server.process.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps
+from chairlift.server.process.engine_client import EnginePort
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps
+
+MAX_UNREAD = 50  # frames that a page may leave unread; there are about ten per second
+MAX_FRAMES = MAX_UNREAD // 2 - 1  # leaves a page that gets all of these room for as many more
+MAX_BYTES = 2**20  # total size of the frames after the keyframe
+
+
+class RecentFrames:
+    def __init__(self) -> None:
+        self._frames: list[DashboardFrame] = []  # starts with a keyframe; empty if there is none or it is too old
+        self._size = 0
+
+    def add(self, frame: DashboardFrame) -> None:
+        if frame.is_key:
+            self._frames, self._size = [frame], 0
+        elif self._frames:
+            self._frames.append(frame)
+            self._size += len(frame.json)
+            if len(self._frames) > MAX_FRAMES or self._size > MAX_BYTES:
+                self.clear()
+
+    def clear(self) -> None:
+        self._frames, self._size = [], 0
+
+    def all(self) -> Sequence[DashboardFrame]:
+        return self._frames
+
 
 log = logging.getLogger("chairlift.server")
 
@@ -119,6 +144,10 @@ class Subscribers:
     def watching(self) -> bool:
         """Whether any page is open."""
         return bool(self._subscribers) or self._watched_elsewhere
+
+    def watched_texts(self) -> RequestTexts | None:
+        """Return the texts of requests, to which new ones are added while a page is open."""
+        return self.texts if self.watching else None
 
     def set_watched_elsewhere(self, on: bool) -> None:
         self._watched_elsewhere = on

@@ -1,8 +1,12 @@
-"""Garbage collector settings for processes with many permanent objects."""
+"""What a process of the server sets for itself: its garbage collection, and its end together with its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,3 +47,19 @@ def loaded_objects_frozen() -> Iterator[None]:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent exits, even while it is loading or computing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    exit_if_orphaned(parent)  # it may have exited before
+
+
+def exit_if_orphaned(parent: int) -> None:
+    """Exit at once if the process `parent` has exited, without waiting for a step in flight."""
+    if os.getppid() != parent:
+        os._exit(1)

@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from chairlift.core.policies.base import make_policy
 from chairlift.server.dashboard.page import content_policy, dashboard_page
-from chairlift.server.http.errors import APIError, unavailable
+from chairlift.server.generation.endpoint import RequestBody
+from chairlift.server.generation.reply import EventStream
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.sse import EventStream
-from chairlift.server.openai.strict import RequestBody
-from chairlift.server.process.messages import SwitchPolicy
-from chairlift.server.service import Service
+from chairlift.server.http.service import Service
+from chairlift.server.wire.errors import APIError, unavailable
+from chairlift.server.wire.messages import SwitchPolicy
 
 PATH = "/dashboard"
 

@@ -11,8 +11,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from chairlift.server.generation.endpoint import ResponseBuilder
-from chairlift.server.http.errors import ENGINE_DIED, APIError, as_api_error, timed_out
-from chairlift.server.process.messages import Update
+from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
+from chairlift.server.wire.messages import Update
 
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.
 PING = b": waiting\n\n"

@@ -10,15 +10,13 @@ from contextlib import asynccontextmanager
 
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, EngineDead
-from chairlift.server.batch.asgi_call import call
+from chairlift.server.app import make_app
 from chairlift.server.batch.output import output_tokens
-from chairlift.server.batch.run import BatchResponse, Send
+from chairlift.server.batch.run import BatchResponse, Send, call
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import make_service
-from chairlift.server.http.app import make_app
+from chairlift.server.front_end import make_engine, make_service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.engine_factory import make_engine
 
 UNREACHABLE_SECONDS = 60.0  # an unreachable server ends the run after this time
 RETRY_SECONDS = 1.0

@@ -1,0 +1,225 @@
+"""Open requests: their streams of updates, and the refusal of those that were in flight when the engine died."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.wire.messages import Submit, Update, encode
+
+
+class UpdateObserver(Protocol):
+    """Called when updates arrive, independent of how fast the client reads them."""
+
+    def on_update(self, update: Update) -> None: ...
+
+    def on_cut_short(self, reason: str, count: int) -> None:
+        """Called when `count` completions end early, without an update."""
+
+
+class UpdateStream:
+    """Updates about the completions of one HTTP request, merged until they are read.
+
+    A slow reader therefore buffers at most its unread output, and the engine never waits.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        observer: UpdateObserver | None = None,
+        sequences: Mapping[str, int] | None = None,
+        *,
+        tenant: str = "",
+        fingerprints: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """`sequences` is the number of sequences that the engine runs for a completion, where that is more than one:
+        beams, or the candidates of `best_of`. `fingerprints` are those of the prompts, by completion."""
+        self.ids = list(ids)  # in the order of the choices
+        self.sequences = dict.fromkeys(self.ids, 1) | dict(sequences or {})
+        self.tenant = tenant
+        self.fingerprints = fingerprints or {}
+        self.is_waiting = True  # in the engine's queue: no update has arrived
+        self._observer = observer
+        self._open = set(self.ids)
+        self._pending: dict[str, list[Update]] = {}
+        self._error: Exception | None = None
+        self._wakeup = asyncio.Event()
+        self._silent = self._ping_due = False
+
+    def ping(self) -> None:
+        """Send the reader an empty list of updates if nothing arrived since the last call."""
+        self._ping_due, self._silent = self._silent, True
+        if self._ping_due:
+            self._wakeup.set()
+
+    def push(self, update: Update) -> None:
+        self.is_waiting = False
+        self._pending.setdefault(update.request_id, []).append(update)
+        if update.finish_reason is not None:
+            self._open.discard(update.request_id)
+        if self._observer is not None:
+            self._observer.on_update(update)
+        self._silent = self._ping_due = False
+        self._wakeup.set()
+
+    @property
+    def num_open(self) -> int:
+        """Number of sequences that the engine has for open completions."""
+        return sum(self.sequences[one_id] for one_id in self._open)
+
+    def open_fingerprints(self) -> list[bytes]:
+        return [one for one_id, one in self.fingerprints.items() if one_id in self._open]
+
+    def end(self, reason: str, error: Exception | None = None) -> list[str]:
+        """End all open completions for this reason and return their ids. The reader gets the unread updates, then the
+        error."""
+        ended = sorted(self._open)
+        self._open.clear()
+        self._error = self._error or error
+        if self._observer is not None and ended:
+            self._observer.on_cut_short(reason, len(ended))
+        self._wakeup.set()
+        return ended
+
+    async def __aiter__(self) -> AsyncIterator[list[Update]]:
+        while self._open or self._pending or self._error:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            updates, self._pending = [_merge(parts) for parts in self._pending.values()], {}
+            if updates or self._ping_due:
+                self._ping_due = False
+                yield updates
+            if self._error is not None:
+                raise self._error
+
+
+def _merge(parts: list[Update]) -> Update:
+    if len(parts) == 1:
+        return parts[0]
+    return msgspec.structs.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[item for part in parts for item in part.logprobs],
+        prompt_logprobs=[item for part in parts for item in part.prompt_logprobs],
+        vector=b"".join(part.vector for part in parts),  # only one has it
+        cached_tokens=next((part.cached_tokens for part in parts if part.cached_tokens is not None), None),
+    )
+
+
+class OpenRequests:
+    """The streams of open completions, and how many sequences the engine has for each tenant."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, UpdateStream] = {}  # by completion id, in order of submission
+        self._sequences: Counter[str] = Counter()  # by tenant
+
+    @property
+    def num_sequences(self) -> int:
+        return self._sequences.total()
+
+    @property
+    def sequences_by_tenant(self) -> Mapping[str, int]:
+        return self._sequences
+
+    def streams(self) -> Iterable[UpdateStream]:
+        """Return every stream once, in order of submission."""
+        return dict.fromkeys(self._streams.values())
+
+    def get(self, completion_id: str) -> UpdateStream | None:
+        return self._streams.get(completion_id)
+
+    def add(self, stream: UpdateStream) -> None:
+        for one_id in stream.ids:
+            self._streams[one_id] = stream
+            self._sequences[stream.tenant] += stream.sequences[one_id]
+
+    def deliver(self, update: Update) -> UpdateStream | None:
+        """Give an update to its stream and return it; None if it was cancelled before."""
+        stream = self._streams.get(update.request_id)
+        if stream is not None:
+            stream.push(update)
+            if update.finish_reason is not None:
+                self._close(update.request_id)
+        return stream
+
+    def remove(self, stream: UpdateStream) -> None:
+        for one_id in stream.ids:
+            if one_id in self._streams:
+                self._close(one_id)
+
+    def remove_all(self) -> list[UpdateStream]:
+        """Return all streams, which are no longer open."""
+        streams = list(self.streams())
+        self._streams.clear()
+        self._sequences.clear()
+        return streams
+
+    def _close(self, completion_id: str) -> None:
+        stream = self._streams.pop(completion_id)
+        self._sequences[stream.tenant] -= stream.sequences[completion_id]
+        if not self._sequences[stream.tenant]:
+            del self._sequences[stream.tenant]
+
+
+MAX_DEATHS = 2
+FORGET_SECONDS = 600.0  # since the last death
+MAX_SUSPECTS = 10_000
+
+
+def fingerprint(request: Submit) -> bytes:
+    """Return what equal requests have in common, whichever client sends them and however often."""
+    same = msgspec.structs.replace(request, request_id="", timeout=None, cache_salt="", priority=0, tenant="")
+    return hashlib.blake2b(encode(same), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class _Suspect:
+    deaths: int
+    last_death: float
+
+
+class Quarantine:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._suspects: dict[bytes, _Suspect] = {}  # by fingerprint, in order of the last death
+
+    def __bool__(self) -> bool:
+        """Whether any request is suspected."""
+        return bool(self._suspects)
+
+    def check(self, one: bytes) -> None:
+        """Raise if requests with this fingerprint are refused."""
+        if not self._suspects:
+            return
+        self._forget()
+        suspect = self._suspects.get(one)
+        if suspect is not None and suspect.deaths >= MAX_DEATHS:
+            problem = f"this request was in flight when the engine died {suspect.deaths} times"
+            raise InvalidParameter("prompt", f"{problem}; it is refused for {FORGET_SECONDS / 60:g} minutes")
+
+    def record_death(self, in_flight: Iterable[bytes]) -> None:
+        now = self._clock()
+        for one in set(in_flight):
+            before = self._suspects.pop(one, None)
+            self._suspects[one] = _Suspect(1 + (before.deaths if before else 0), now)
+        self._forget()
+
+    def clear(self, one: bytes) -> None:
+        """Remove the suspicion from a request that the engine has finished."""
+        self._suspects.pop(one, None)
+
+    def _forget(self) -> None:
+        oldest = self._clock() - FORGET_SECONDS
+        for one, suspect in list(self._suspects.items()):
+            if suspect.last_death >= oldest and len(self._suspects) <= MAX_SUSPECTS:
+                return
+            del self._suspects[one]

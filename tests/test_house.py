@@ -10,7 +10,7 @@ from tests import house
 LINES = {
     "": 1_800,
     "attention": 1_600,
-    "chairlift_lab": 23_400,
+    "chairlift_lab": 23_250,
     "cli": 1_500,
     "client": 500,
     "cluster": 3_150,

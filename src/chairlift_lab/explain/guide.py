@@ -1,7 +1,7 @@
 """The topics of the guide, and the files that are written of each: pictures, a Markdown page, and the run's data.
 
-The page of a topic is `pages/NAME.md`: a title, a question, and a text with the figures of a run in braces. A line
-`[[name]]` stands for the picture of that name.
+The page of a topic is `pages/NAME.md`: a title, a question, and a text with pictures and the figures of a run in
+braces: `{data.steps}`, `{data.steps!n}` for how many there are, or `{data.steps!t}` for their total.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
+from string import Formatter
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +36,12 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture: `draw` takes a run's data; `says` is its alternative text."""
-
-    name: str
-    draw: Callable[[Any], Sheet]
-    says: Callable[[Any], str]
-
-
-@dataclass(frozen=True, slots=True)
 class Topic:
     """A subject: what is run, how it is drawn, and the figures of a run that its page has beside `data`."""
 
     name: str
     run: Callable[[TopicEngines], Any]
-    pictures: tuple[Picture, ...]
+    pictures: Mapping[str, Callable[[Any], Sheet]]
     figures: Callable[[Any], Mapping[str, Any]]
 
     @property
@@ -70,7 +62,20 @@ class Topic:
 
     def filled(self, data: Any, model: str = "") -> str:
         """The text with the figures of a run."""
-        return self.text.format(data=data, model=model, **self.figures(data))
+        return _Filler().format(self.text, data=data, model=model, **self.figures(data))
+
+
+class _Filler(Formatter):
+    """Fills figures into a page, with two conversions of its own."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        match conversion:
+            case "n":
+                return len(value)
+            case "t":
+                return sum(value)
+            case _:
+                return super().convert_field(value, conversion)
 
 
 def topic_named(name: str) -> Topic:
@@ -108,7 +113,7 @@ def write_guide(
 
 def write_topic(topic: Topic, data: Any, model: str, out: Path, formats: Sequence[str]) -> list[Path]:
     """Write the files of a topic after its run; pictures are drawn once for all formats."""
-    sheets, written = {picture.name: picture.draw(data) for picture in topic.pictures}, []
+    sheets, written = {name: draw(data) for name, draw in topic.pictures.items()}, []
     for sheet in sheets.values():
         sheet.sign(f"{model} · {topic.command}")
     for suffix in (suffix for suffix in ("png", "svg") if suffix in formats):
@@ -131,16 +136,11 @@ def _write(path: Path, text: str) -> Path:
 
 def page(topic: Topic, data: Any, model: str) -> str:
     """The Markdown page of a run: with its figures, its pictures, and links to the topics before and after it."""
-    alts = {picture.name: picture.says(data) for picture in topic.pictures}
-
-    def picture(name: str) -> str:
-        return f"![{alts[name]}]({name}.png)\n\n```\n{topic.command}\n```"
-
     before, after = neighbours(topic)
     links = [f"← [{before.title}]({before.name}.md)"] if before else []
     links += ["[All topics](README.md)"]
     links += [f"[{after.title}]({after.name}.md) →"] if after else []
-    return f"{to_markdown(topic.filled(data, model), picture)}\n\n{' · '.join(links)}\n"
+    return f"{to_markdown(topic.filled(data, model), topic.command)}\n\n{' · '.join(links)}\n"
 
 
 def neighbours(topic: Topic) -> tuple[Topic | None, Topic | None]:
@@ -154,10 +154,10 @@ def blocks(text: str) -> list[str]:
     return [block.strip() for block in re.split(r"\n\s*\n", text.strip())]
 
 
-def to_markdown(text: str, picture: Callable[[str], str]) -> str:
-    """Replace picture lines, and wrap lines again after figures were filled in."""
-    names = ((block, re.fullmatch(r"\[\[([\w-]+)\]\]", block)) for block in blocks(text))
-    return "\n\n".join(_wrapped(block) if name is None else picture(name[1]) for block, name in names)
+def to_markdown(text: str, command: str) -> str:
+    """Wrap lines again after figures were filled in, and show below each picture the command that draws it."""
+    shown = (f"{block}\n\n```\n{command}\n```" if block.startswith("![") else _wrapped(block) for block in blocks(text))
+    return "\n\n".join(shown)
 
 
 def _wrapped(block: str) -> str:

@@ -85,8 +85,8 @@ def test_the_guide_in_docs_has_every_topic_with_its_pictures_and_command() -> No
         assert f"({name}.md)" in index
         assert page.count(topic.command) == len(topic.pictures)
         for picture in topic.pictures:
-            assert f"]({picture.name}.png)" in page
-            assert (folder / f"{picture.name}.png").is_file()
+            assert f"]({picture}.png)" in page
+            assert (folder / f"{picture}.png").is_file()
     assert sum(path.stat().st_size for path in folder.iterdir()) < 3_000_000
 
 
@@ -96,11 +96,12 @@ def test_an_unknown_kind_is_not_drawn_by_accident() -> None:
 
 
 def test_pages_are_wrapped_again_after_figures_were_filled_in() -> None:
-    text = "A **b** `c < d`.\n\n## T\n\n1. one\n   more\n2. two\n\n- x\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n[[pic]]"
-    markdown = to_markdown(text, lambda name: f"({name})")
+    table = "| a | b |\n|---|---|\n| 1 | 2 |"
+    text = f"A **b** `c < d`.\n\n## T\n\n1. one\n   more\n2. two\n\n- x\n\n{table}\n\n![pic](pic.png)"
+    markdown = to_markdown(text, "draw it")
     assert "1. one more\n2. two\n\n- x" in markdown
-    assert markdown.endswith("| 1 | 2 |\n\n(pic)")
-    long = to_markdown("- " + "word " * 50, lambda name: "")
+    assert markdown.endswith("| 1 | 2 |\n\n![pic](pic.png)\n\n```\ndraw it\n```")
+    long = to_markdown("- " + "word " * 50, "")
     assert all(len(line) <= 120 for line in long.splitlines())
     assert long.splitlines()[1].startswith("  word")
 
@@ -129,4 +130,4 @@ def test_one_command_writes_the_whole_guide(tiny_folder: Path, tmp_path: Path) -
         assert json.loads((tmp_path / f"{name}.json").read_text())["drawn"]
         assert f"({name}.md)" in index
         for picture in guide.topic_named(name).pictures:
-            assert (tmp_path / f"{picture.name}.png").is_file()
+            assert (tmp_path / f"{picture}.png").is_file()

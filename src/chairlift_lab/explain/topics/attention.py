@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.explain.drawing import INK, PALE_INK, Look, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
@@ -234,29 +234,17 @@ def _squares(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
     panel.column_names(data.words, size=8.5, rotation=40)
 
 
-def says(data: AttentionData) -> str:
-    row, column = data.asks
-    return (
-        f"Layer {data.layer + 1}, head {data.head + 1}: hidden states, Q, K, V, {len(data.words)}×{len(data.words)} "
-        f"scores, the weights after mask and softmax, and the output. “{data.words[row]}” gives "
-        f"{data.weights[row][column]:.0%} of its attention to “{data.words[column]}”."
-    )
-
-
 def figures(data: AttentionData) -> dict[str, Any]:
     row, column = data.asks
-    n, d = len(data.words), len(data.q[0])
     return {
         "layer": data.layer + 1,
+        "head": data.head + 1,
         "sentence": SENTENCE,
-        "hidden_size": len(data.hidden[0]),
-        "head_dim": d,
         "looks_from": data.words[row],
-        "share": data.weights[row][column],
         "looks_at": data.words[column],
+        "share": data.weights[row][column],
         "all_heads": data.layers * data.heads,
-        "tokens": n,
     }
 
 
-TOPIC = Topic("attention", run, (Picture("attention", draw, says),), figures)
+TOPIC = Topic("attention", run, {"attention": draw}, figures)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import MUTED, Panel, Sheet
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 SLOTS = 4
@@ -163,28 +163,16 @@ def _draw_tokens(panel: Panel, line: SlotTimeline, turns: int, most: int) -> Non
     panel.axes.set_xticks([])
 
 
-def says(data: BatchingData) -> str:
-    parts = [
-        f"{name}: {line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding tokens"
-        for name, line in data.timelines.items()
-    ]
-    return f"Slots over time for the same {len(data.arrivals)} requests. {'; '.join(parts)}."
-
-
 def figures(data: BatchingData) -> dict[str, Any]:
-    static, dynamic, continuous = (data.timelines[name] for name in ("static", "dynamic", "continuous"))
-    wait = max(continuous.finished[name] - turn for name, turn in data.arrivals.items())
-    static_wait = max(static.finished[name] - turn for name, turn in data.arrivals.items())
-    return {
-        "static": static,
-        "static_padding": sum(static.padding),
-        "static_useful": sum(static.useful),
-        "dynamic": dynamic,
-        "continuous_padding": sum(continuous.padding),
-        "continuous": continuous,
-        "wait": wait,
-        "static_wait": static_wait,
+    waits = {
+        way: max(line.finished[name] - turn for name, turn in data.arrivals.items())
+        for way, line in data.timelines.items()
     }
+    summary = "; ".join(
+        f"{way}: {line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding tokens"
+        for way, line in data.timelines.items()
+    )
+    return {**data.timelines, "waits": waits, "summary": summary}
 
 
-TOPIC = Topic("batching", run, (Picture("batching", draw, says),), figures)
+TOPIC = Topic("batching", run, {"batching": draw}, figures)

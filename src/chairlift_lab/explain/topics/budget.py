@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import Sheet
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 BUDGET = 16
@@ -66,21 +66,10 @@ def chunks_of(data: BudgetData, name: str) -> list[int]:
     return [chunk.count for chunk in chunks if not chunk.decode]
 
 
-def says(data: BudgetData) -> str:
-    tokens = [sum(chunk.count for chunk in step.chunks) for step in data.run.steps]
-    return f"The tokens of {len(tokens)} steps, at most {data.budget} each; {full_steps(data)} steps are full."
-
-
 def figures(data: BudgetData) -> dict[str, Any]:
     longest = max(data.run.requests, key=lambda request: len(request.prompt))
-    pieces = chunks_of(data, longest.name)
-    return {
-        "longest": longest,
-        "longest_prompt": len(longest.prompt),
-        "pieces": " + ".join(map(str, pieces)),
-        "full_steps": full_steps(data),
-        "steps": len(data.run.steps),
-    }
+    pieces = " + ".join(map(str, chunks_of(data, longest.name)))
+    return {"longest": longest, "pieces": pieces, "full_steps": full_steps(data)}
 
 
-TOPIC = Topic("budget", run, (Picture("budget", draw, says),), figures)
+TOPIC = Topic("budget", run, {"budget": draw}, figures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift_lab.explain.drawing import Look, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
@@ -170,41 +170,20 @@ def draw_past(data: CacheData) -> Sheet:
     return sheet
 
 
-def says_generation(data: CacheData) -> str:
-    return (
-        f"{len(data.without)} new tokens: {computed(data.without)} tokens computed without a cache, "
-        f"{computed(data.with_cache)} with it."
-    )
-
-
 def unchanged_before(data: CacheData) -> int:
     return sum(not apart for row in data.differences for apart in row[: data.changed])
 
 
-def says_past(data: CacheData) -> str:
-    return (
-        f"Keys and values in {len(data.differences)} layers when token {data.changed} is exchanged: "
-        f"{unchanged_before(data)} of {data.changed * len(data.differences)} before it stay exactly the same."
-    )
-
-
 def figures(data: CacheData) -> dict[str, Any]:
-    more = computed(data.without) / computed(data.with_cache)
-    same = "the same text" if data.same_output else "another text (rounding decided between two equal tokens)"
+    without, with_cache = computed(data.without), computed(data.with_cache)
     return {
-        "without": computed(data.without),
-        "with_cache": computed(data.with_cache),
-        "more": more,
-        "same": same,
-        "triangle": 1000 * 1001 // 2,
+        "without": without,
+        "with_cache": with_cache,
+        "more": without / with_cache,
+        "same": "the same text" if data.same_output else "another text (rounding decided between two equal tokens)",
         "unchanged": unchanged_before(data),
         "before": data.changed * len(data.differences),
     }
 
 
-TOPIC = Topic(
-    "cache",
-    run,
-    (Picture("cache", draw_generation, says_generation), Picture("cache-past", draw_past, says_past)),
-    figures,
-)
+TOPIC = Topic("cache", run, {"cache": draw_generation, "cache-past": draw_past}, figures)

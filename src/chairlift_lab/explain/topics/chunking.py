@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.core.events import TokenProduced
 from chairlift_lab.explain.drawing import Panel, Sheet
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines
 
 LONG, CHUNK = 150, 20
@@ -93,27 +93,11 @@ def _draw_run(panel: Panel, data: ChunkingData, run: Run, total: float) -> None:
     panel.row_names([f"{name} (long)" if name == data.long else name for name in names], size=9)
 
 
-def says(data: ChunkingData) -> str:
-    whole, chunked = (1e3 * longest_gap(data, name) for name in data.runs)
-    return (
-        f"The steps of four requests over time. At once, those that were answering pause for up to {whole:.0f} ms; "
-        f"with the long prompt in {len(pieces(data, 'chunked'))} chunks, for up to {chunked:.0f} ms."
-    )
-
-
 def figures(data: ChunkingData) -> dict[str, Any]:
-    whole, chunked = (1e3 * longest_gap(data, name) for name in data.runs)
-    sizes = " + ".join(map(str, pieces(data, "chunked")))
-    return {
-        "long": LONG,
-        "whole": whole,
-        "chunk": CHUNK,
-        "sizes": sizes,
-        "pieces": len(pieces(data, "chunked")),
-        "chunked": chunked,
-        "first_chunked": 1e3 * first_token(data, "chunked"),
-        "first_whole": 1e3 * first_token(data, "whole"),
-    }
+    sizes = pieces(data, "chunked")
+    figures: dict[str, Any] = {name: 1e3 * longest_gap(data, name) for name in data.runs}
+    figures |= {f"first_{name}": 1e3 * first_token(data, name) for name in data.runs}
+    return figures | {"long": LONG, "chunk": CHUNK, "pieces": sizes, "sizes": " + ".join(map(str, sizes))}
 
 
-TOPIC = Topic("chunking", run, (Picture("chunking", draw, says),), figures)
+TOPIC = Topic("chunking", run, {"chunking": draw}, figures)

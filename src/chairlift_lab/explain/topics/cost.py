@@ -9,7 +9,7 @@ from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines, record
 
 MOST = 128  # prompt tokens of a step
@@ -182,19 +182,10 @@ def typical_error(data: CostData) -> float:
     return errors[len(errors) // 2] if errors else 0.0
 
 
-def says(data: CostData) -> str:
-    choice = shown(data)
-    return (
-        f"Predicted time of a step by its prompt tokens; a target of {1e3 * data.target:.0f} ms makes the engine "
-        f"choose {choice.chosen} tokens. Over {len(data.measured)} steps, the typical error is "
-        f"{typical_error(data):.0%}."
-    )
-
-
 def figures(data: CostData) -> dict[str, Any]:
     choice = shown(data)
     ms = {name: 1e3 * value for name, value in data.coefficients.items()}
     return {"ms": ms, "error": typical_error(data), "choice": choice, "target": 1e3 * data.target}
 
 
-TOPIC = Topic("cost", run, (Picture("cost", draw, says),), figures)
+TOPIC = Topic("cost", run, {"cost": draw}, figures)

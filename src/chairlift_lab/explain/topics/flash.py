@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
@@ -276,16 +276,9 @@ def _draw_traffic(panel: Panel, data: FlashData) -> None:
     panel.measures(bars, " {:,}", look_of("loaded").fill, size=8.5)
 
 
-def says(data: FlashData) -> str:
-    return (
-        f"{data.tokens} tokens: {len(data.made)} tiles of scores are made and {len(data.skipped)} are skipped; "
-        f"{written_besides(data)} of {table_size(data):,} scores are written to memory."
-    )
-
-
 def figures(data: FlashData) -> dict[str, Any]:
     first, last = data.walk[0], data.walk[-1]
     return {"table": table_size(data), "first": first, "last": last, "written": written_besides(data)}
 
 
-TOPIC = Topic("flash", run, (Picture("flash", draw, says),), figures)
+TOPIC = Topic("flash", run, {"flash": draw}, figures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
 
 GIB = 2**30
@@ -126,20 +126,16 @@ def own(data: HeadsData) -> Variant:
     return next((variant for variant in data.variants if variant.own), data.variants[0])
 
 
-def says(data: HeadsData) -> str:
-    parts = [f"{v.name.split(':')[0]}: {v.kv_heads} KV heads, {v.bytes_per_token:,} bytes" for v in data.variants]
-    return f"{data.heads} query heads. For one token in {data.layers} layers: {'; '.join(parts)}."
-
-
 def figures(data: HeadsData) -> dict[str, Any]:
     most, mine = data.variants[0], own(data)
+    sizes = [f"{v.name.split(':')[0]}: {v.kv_heads} KV heads, {v.bytes_per_token:,} bytes" for v in data.variants]
     return {
-        "most": most,
         "mine": mine,
         "times": most.bytes_per_token / mine.bytes_per_token,
         "mine_bytes": data.tokens * mine.bytes_per_token,
         "most_bytes": data.tokens * most.bytes_per_token,
+        "sizes": "; ".join(sizes),
     }
 
 
-TOPIC = Topic("heads", run, (Picture("heads", draw, says),), figures)
+TOPIC = Topic("heads", run, {"heads": draw}, figures)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
 
 if TYPE_CHECKING:
@@ -174,23 +174,9 @@ def useful_pairs(way: KernelData) -> int:
     return sum(sum(range(start + 1, end + 1)) for start, end in spans)
 
 
-def says(data: KernelsData) -> str:
-    bursted, padded, ragged = data.ways.values()
-    return (
-        f"Bursted: {bursted.calls} calls, {pairs(bursted)} pairs. Padded: one call, {pairs(padded)} pairs, "
-        f"{padded.padding} rows of padding. Ragged: one call, {useful_pairs(ragged)} pairs."
-    )
-
-
 def figures(data: KernelsData) -> dict[str, Any]:
-    bursted, padded, ragged = data.ways.values()
-    return {
-        "bursted": bursted,
-        "padded_pairs": pairs(padded),
-        "useful_pairs": useful_pairs(ragged),
-        "padded": padded,
-        "padded_rows": sum(padded.rows),
-    }
+    counts = {f"{name}_pairs": pairs(way) for name, way in data.ways.items()}
+    return {**data.ways, **counts, "useful_pairs": useful_pairs(data.ways["ragged"])}
 
 
-TOPIC = Topic("kernels", run, (Picture("kernels", draw, says),), figures)
+TOPIC = Topic("kernels", run, {"kernels": draw}, figures)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from chairlift_lab.explain.drawing import INK, Panel, Sheet
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
 
 BLOCK_SIZE = 8
@@ -200,29 +200,20 @@ def crossing(mask: Mask) -> int:
     )
 
 
-def says(data: MasksData) -> str:
-    return (
-        f"Causal: {visible(data.causal)} pairs seen. Chunked: {sum(map(visible, data.chunked))} over "
-        f"{len(data.chunked)} steps. Padded: {data.padded.padding_tokens} rows of padding. "
-        f"Ragged: {visible(data.ragged)} pairs in {len(data.ragged.sees)} rows, {crossing(data.ragged)} of them "
-        "between two requests."
-    )
-
-
 def figures(data: MasksData) -> dict[str, Any]:
     size = data.causal.sequences[0].end
     chunks = [sequence.end - sequence.start for mask in data.chunked for sequence in mask.sequences]
-    boxes = sum(sequence.rows for sequence in data.padded.sequences) * data.padded_width
-    useful = sum(sequence.end * (sequence.end + 1) // 2 for sequence in data.padded.sequences)
     return {
         "size": size,
-        "visible": visible(data.causal),
         "square": size * size,
+        "visible": visible(data.causal),
+        "visible_chunked": sum(map(visible, data.chunked)),
+        "visible_ragged": visible(data.ragged),
         "chunks": ", ".join(map(str, chunks)),
-        "boxes": boxes,
-        "useful": useful,
+        "boxes": sum(sequence.rows for sequence in data.padded.sequences) * data.padded_width,
+        "useful": sum(sequence.end * (sequence.end + 1) // 2 for sequence in data.padded.sequences),
         "crossing": crossing(data.ragged),
     }
 
 
-TOPIC = Topic("masks", run, (Picture("masks", draw, says),), figures)
+TOPIC = Topic("masks", run, {"masks": draw}, figures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
@@ -107,27 +107,21 @@ def _arrow(panel: Panel, begin: tuple[float, float], end: tuple[float, float], o
     panel.drawn["arrow"] += 1
 
 
-def says(data: PagingData) -> str:
-    tables = "; ".join(f"{memory.request}: {', '.join(map(str, memory.table))}" for memory in data.requests)
-    return f"Logical blocks of {data.block_size} tokens, block tables ({tables}) and {data.num_blocks} physical blocks."
-
-
 def figures(data: PagingData) -> dict[str, Any]:
     first = data.requests[0]
     place = len(first.words) - 1
-    block = first.table[place // data.block_size]
-    empty = sum(len(memory.table) * data.block_size - len(memory.words) for memory in data.requests)
-    most = data.block_size - 1
+    logical, slot = divmod(place, data.block_size)
     return {
-        "place": place,
         "first": first,
+        "place": place,
         "word": first.words[place],
-        "logical": place // data.block_size,
-        "slot": place % data.block_size,
-        "block": block,
-        "empty": empty,
-        "most": most,
+        "logical": logical,
+        "slot": slot,
+        "block": first.table[logical],
+        "empty": sum(len(memory.table) * data.block_size - len(memory.words) for memory in data.requests),
+        "most": data.block_size - 1,
+        "tables": "; ".join(f"{memory.request}: {', '.join(map(str, memory.table))}" for memory in data.requests),
     }
 
 
-TOPIC = Topic("paging", run, (Picture("paging", draw, says),), figures)
+TOPIC = Topic("paging", run, {"paging": draw}, figures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -132,27 +132,20 @@ def reusable(step: StepRecord) -> int:
     return sum(block_state(step, block) == "reusable" for block in range(len(step.references)))
 
 
-def says(data: PrefixData) -> str:
-    first, second = data.run.steps[data.sharing], data.run.steps[data.copying]
-    return (
-        f"Step {first.step + 1}: {saved(first)} block entries are shared. Step {second.step + 1}: "
-        f"{saved(second)} are shared and {len(copies_of(second))} block is copied."
-    )
-
-
 def figures(data: PrefixData) -> dict[str, Any]:
-    first, second = data.run.steps[data.sharing], data.run.steps[data.copying]
-    last = data.run.steps[data.leaving]
-    _, source, target = copies_of(second)[0]
+    sharing, copying = data.run.steps[data.sharing], data.run.steps[data.copying]
+    _, source, target = copies_of(copying)[0]
     return {
+        "sharing_step": sharing.step + 1,
+        "copying_step": copying.step + 1,
         "cached_blocks": data.cached_tokens["B"] // data.block_size,
-        "saved_by_sharing": saved(first),
+        "saved_by_sharing": saved(sharing),
+        "saved_while_copying": saved(copying),
+        "copies": len(copies_of(copying)),
         "source": source,
         "target": target,
-        "saved_while_copying": saved(second),
-        "copies": len(copies_of(second)),
-        "reusable": reusable(last),
+        "reusable": reusable(data.run.steps[data.leaving]),
     }
 
 
-TOPIC = Topic("prefix", run, (Picture("prefix", draw, says),), figures)
+TOPIC = Topic("prefix", run, {"prefix": draw}, figures)

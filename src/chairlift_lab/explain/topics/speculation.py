@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import INK, Panel, Sheet
-from chairlift_lab.explain.guide import Picture, Topic
+from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 DRAFTS = 4
@@ -111,17 +111,15 @@ def proposed(data: SpeculationData) -> int:
     return sum(len(row.drafts) for rows in data.rows.values() for row in rows)
 
 
-def says(data: SpeculationData) -> str:
-    steps = [f"{name}: {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()]
-    return f"{proposed(data)} draft tokens, {accepted(data)} accepted. {'; '.join(steps)}."
-
-
 def figures(data: SpeculationData) -> dict[str, Any]:
-    same = "exactly the same" if data.same_output else "not the same, which must not be"
-    steps = " and ".join(
-        f"{name} took {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()
-    )
-    return {"accepted": accepted(data), "proposed": proposed(data), "steps": steps, "same": same}
+    steps = {name: f"{len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()}
+    return {
+        "accepted": accepted(data),
+        "proposed": proposed(data),
+        "summary": "; ".join(f"{name}: {count}" for name, count in steps.items()),
+        "steps": " and ".join(f"{name} took {count}" for name, count in steps.items()),
+        "same": "exactly the same" if data.same_output else "not the same, which must not be",
+    }
 
 
-TOPIC = Topic("speculation", run, (Picture("speculation", draw, says),), figures)
+TOPIC = Topic("speculation", run, {"speculation": draw}, figures)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.runner.base import ModelRunner
+from chairlift_lab.explain.recording import Run, TimedRequest, record
 
 if TYPE_CHECKING:
     from chairlift.engine.startup import StartedEngine
 
+T = TypeVar("T")
 PUSH = 1e6  # added to a value, so that every row with any weight on it changes
 
 
@@ -76,6 +78,24 @@ def listening(started: StartedEngine, listener: Listener) -> Iterator[None]:
         yield
     finally:
         runner.attention = before
+
+
+def record_calls(
+    started: StartedEngine,
+    requests: Sequence[TimedRequest],
+    note: Callable[[AttentionCall], T],
+    *,
+    layer: int | None = None,
+) -> tuple[Run, list[T]]:
+    """Record a run, and what `note` makes of each call of the attention of a layer, or of all layers."""
+    notes: list[T] = []
+
+    def listen(call: AttentionCall) -> None:
+        if layer is None or call.layer.index == layer:
+            notes.append(note(call))
+
+    with listening(started, listen):
+        return record(started.engine, requests), notes
 
 
 def who_sees_whom(call: AttentionCall) -> list[list[bool]]:

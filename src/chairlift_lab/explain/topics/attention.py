@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import InvalidParameter
 from chairlift_lab.explain.drawing import INK, PALE_INK, Look, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,16 +46,15 @@ class AttentionData:
 
 def run(engines: TopicEngines) -> AttentionData:
     from chairlift.models.decoder import Decoder
-    from chairlift_lab.explain.listening import listening
+    from chairlift_lab.explain.listening import record_calls
 
     model = engines.loaded.model
     if not isinstance(model, Decoder):
         raise InvalidParameter("model", "this topic looks into our own decoder; choose a model that runs on it")
     started = engines.start(prefix_caching=False)
     tokens = tuple(engines.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
-    calls: list[AttentionCall] = []
-    with listening(started, calls.append), _noting_inputs(model) as inputs:
-        recorded = record(started.engine, [TimedRequest("A", tokens, 1)])
+    with _noting_inputs(model) as inputs:
+        recorded, calls = record_calls(started, [TimedRequest("A", tokens, 1)], lambda call: call)
     words = tuple(engines.labels(tokens))
     asks = _pair(words)
     call, head = max(

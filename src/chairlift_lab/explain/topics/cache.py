@@ -90,17 +90,12 @@ def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Ten
     """[positions, numbers] for each layer."""
     import torch
 
-    from chairlift_lab.explain.listening import AttentionCall, listening
-    from chairlift_lab.explain.recording import record
+    from chairlift_lab.explain.listening import AttentionCall, record_calls
 
-    started, found = engines.start(prefix_caching=False), []
+    def keys_and_values(call: AttentionCall) -> Tensor:
+        return torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1)
 
-    def listen(call: AttentionCall) -> None:
-        found.append(torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1))
-
-    with listening(started, listen):
-        record(started.engine, [TimedRequest("A", tokens, 1)])
-    return found
+    return record_calls(engines.start(prefix_caching=False), [TimedRequest("A", tokens, 1)], keys_and_values)[1]
 
 
 def draw_generation(data: CacheData) -> Sheet:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import InvalidParameter
 from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,22 +59,15 @@ class FlashData:
 
 
 def run(engines: TopicEngines) -> FlashData:
-    from chairlift_lab.explain.listening import listening
+    from chairlift_lab.explain.listening import record_calls
 
-    started = engines.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
     middle = len(engines.loaded.model.attention_layers) // 2
-    calls: list[AttentionCall] = []
-
-    def listen(call: AttentionCall) -> None:
-        if call.layer.index == middle:
-            calls.append(call)
-
-    prompt = (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3))
-    with listening(started, listen):
-        played = record(started.engine, [TimedRequest("A", prompt, 1)])
-    if calls[0].layer.window is not None or calls[0].layer.softcap is not None:
+    request = TimedRequest("A", (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3)), 1)
+    started = engines.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
+    played, (call, *_) = record_calls(started, [request], lambda call: call, layer=middle)
+    if call.layer.window is not None or call.layer.softcap is not None:
         raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
-    return max((_watch(calls[0], kv, played) for kv in range(calls[0].layer.num_kv_heads)), key=_rises)
+    return max((_watch(call, kv, played) for kv in range(call.layer.num_kv_heads)), key=_rises)
 
 
 def _rises(data: FlashData) -> int:

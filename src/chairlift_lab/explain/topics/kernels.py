@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
     from chairlift_lab.explain.listening import AttentionCall
@@ -60,17 +60,10 @@ def run(engines: TopicEngines) -> KernelsData:
 
 
 def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
-    from chairlift_lab.explain.listening import listening
+    from chairlift_lab.explain.listening import record_calls
 
     started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
-    calls: list[tuple[AttentionCall, float]] = []
-
-    def listen(call: AttentionCall) -> None:
-        if call.layer.index == 0:
-            calls.append((call, _best_seconds(call)))
-
-    with listening(started, listen):
-        run = record(started.engine, requests)
+    run, calls = record_calls(started, requests, lambda call: (call, _best_seconds(call)), layer=0)
     place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
     (call, seconds), step = calls[place], run.steps[place]
     layout = call.layout

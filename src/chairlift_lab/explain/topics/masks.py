@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift_lab.explain.drawing import INK, Panel, Sheet
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 BLOCK_SIZE = 8
 
@@ -74,20 +74,15 @@ def _masks(
     engines: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
-    from chairlift_lab.explain.listening import AttentionCall, listening, who_sees_whom
+    from chairlift_lab.explain.listening import AttentionCall, record_calls, who_sees_whom
+
+    def ask(call: AttentionCall) -> tuple[list[list[bool]], list[int]]:
+        return who_sees_whom(call), [end - start for start, end in pairwise(call.layout.offsets)]
 
     started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, **({"attention": "ragged"} | options))
-    found: list[tuple[list[list[bool]], list[int]]] = []
-
-    def listen(call: AttentionCall) -> None:
-        if call.layer.index == 0:
-            offsets = call.layout.offsets
-            found.append((who_sees_whom(call), [end - start for start, end in pairwise(offsets)]))
-
-    with listening(started, listen):
-        run = record(started.engine, requests)
+    run, answers = record_calls(started, requests, ask, layer=0)
     masks = []
-    for step, (sees, rows) in zip(run.steps, found, strict=True):
+    for step, (sees, rows) in zip(run.steps, answers, strict=True):
         if wanted(step):
             pairs = zip(step.chunks, rows, strict=True)
             sequences = tuple(Sequence(chunk.request, chunk.start, chunk.end, count) for chunk, count in pairs)

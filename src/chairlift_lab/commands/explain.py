@@ -12,8 +12,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.progress import watch
 from chairlift.terminal.console import show_log
-from chairlift_lab.explain.drawing import require_matplotlib
 from chairlift_lab.explain.guide import ALL, TOPICS, parse_formats, topic_named, write_guide
+from chairlift_lab.report.plots import require_matplotlib
 
 
 @app.command(
@@ -39,7 +39,7 @@ def explain(
     chosen = parse_formats(formats)
     if topic != ALL:
         topic_named(topic)
-    require_matplotlib()
+    require_matplotlib("topic")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

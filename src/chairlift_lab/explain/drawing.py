@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
+from chairlift_lab.report.plots import require_matplotlib
 
 GAP = 0.06  # between two cells, so that they can be counted by eye
 DPI = 110
@@ -61,11 +61,6 @@ def look_of(kind: str) -> Look:
 def owner_look(index: int) -> Look:
     """The look of what belongs to request number `index`."""
     return _OWNERS[index % len(_OWNERS)]
-
-
-def require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise InvalidParameter("topic", "drawing needs matplotlib; install chairlift[bench]")
 
 
 class Panel:
@@ -209,7 +204,7 @@ class Sheet:
     """A picture: a title, panels, and a legend of the kinds that were drawn."""
 
     def __init__(self, title: str, *, size: tuple[float, float]) -> None:
-        require_matplotlib()
+        require_matplotlib("topic")
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -43,6 +43,10 @@ class JsonOptions:
         Console().print(machine_line(machine()), style="dim", highlight=False)
         if self.json_file is not None:
             write_report(self.json_file, bench, settings, rows)
+        self.draw(draw)
+
+    def draw(self, draw: Draw | None) -> None:
+        """Draw the figures, for commands that can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +66,6 @@ class ReportOptions(JsonOptions):
             if self.plot.suffix not in (".png", ".svg", ".pdf"):
                 raise InvalidParameter("plot", f"must end in .png, .svg or .pdf, got {str(self.plot)!r}")
 
-    def write(
-        self,
-        bench: str,
-        settings: Mapping[str, Any],
-        rows: Sequence[Mapping[str, Any]],
-        draw: Draw | None = None,
-    ) -> None:
-        JsonOptions.write(self, bench, settings, rows)
+    def draw(self, draw: Draw | None) -> None:
         if self.plot is not None and draw is not None:
             draw(self.plot, machine_line(machine()))

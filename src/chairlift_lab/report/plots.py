@@ -13,10 +13,10 @@ PlotPanel = Callable[[Any], None]
 """Draws into one matplotlib axes."""
 
 
-def require_matplotlib() -> None:
-    """Raise before the measurement if `save_panels` could not draw."""
+def require_matplotlib(parameter: str = "plot") -> None:
+    """Raise, with the parameter that asks for a picture, before the work if it could not be drawn."""
     if find_spec("matplotlib") is None:
-        raise InvalidParameter("plot", "drawing needs matplotlib; install chairlift[bench]")
+        raise InvalidParameter(parameter, "drawing needs matplotlib; install chairlift[bench]")
 
 
 def save_panels(path: Path, title: str, footnote: str, panels: list[PlotPanel], *, columns: int = 2) -> None:

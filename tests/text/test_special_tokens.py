@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.text.special_tokens import SpecialTokenEscaper
-from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tokenizer import SpecialTokenEscaper, Tokenizer
 from tests.tiny import CHATML, byte_level_tokenizer
 
 TOKENIZER = Tokenizer(byte_level_tokenizer(), chat_template=CHATML)

@@ -8,6 +8,7 @@ import math
 import socket
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -26,7 +27,7 @@ from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.config import ServerConfig
 from chairlift.server.files.folder import FilesFolder
-from chairlift.server.http.connections import Acceptor, Connection, Connections
+from chairlift.server.http.connections import Acceptor, Connections
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import Certificate
 from chairlift.server.http.observers import make_tracer_provider
@@ -153,11 +154,19 @@ class UvicornServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise ChairliftError("the HTTP server cannot start; the log says why")
+        make_protocol = partial(
+            GuardedProtocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            limits=self._limits,
+            connections=self._connections,
+        )
         self.servers: list[Any] = [
             Acceptor(
                 listener,
                 self._connections,
-                self._make_protocol,
+                make_protocol,
                 self.config.ssl,
                 handshake_seconds=self._limits.header_seconds,
                 shared=self._shared,
@@ -169,16 +178,6 @@ class UvicornServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         self._log_limit.remove()
-
-    def _make_protocol(self, connection: Connection) -> GuardedProtocol:
-        return GuardedProtocol(
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-            limits=self._limits,
-            connections=self._connections,
-            connection=connection,
-        )
 
     def capture_signals(self) -> Any:
         """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""

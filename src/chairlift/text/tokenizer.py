@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,6 @@ from chairlift.text.detokenizer import (
     decoding_rules,
 )
 from chairlift.text.messages import checked_messages, plain_data
-from chairlift.text.special_tokens import SpecialTokenEscaper
 
 _PROBE = 16  # characters per allowed token: how much of a long text is encoded to test whether it can fit
 _MARKER = re.compile(r"<[^<>]+>")
@@ -274,3 +274,39 @@ def _encoded(
             return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
             raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
+
+
+class SpecialTokenEscaper:
+    """Replaces special tokens in the messages of one conversation by random placeholders, which no message can contain.
+
+    A chat template marks roles with special tokens, so a user message that contains one could start a system message.
+    Therefore special tokens in messages are replaced before rendering. The rendered prompt is then split at the
+    placeholders, and each special token in its place is encoded as plain text.
+    """
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        self._tokens = sorted(special_tokens, key=len, reverse=True)  # longest first: the longest match wins
+        self._numbers = {token: number for number, token in enumerate(self._tokens)}
+        self._special = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
+        nonce = secrets.token_hex(8)
+        self.end_marker = f"\ue000{nonce}-end\ue001"  # marks the place after which the prompt is cut
+        self._placeholder = f"\ue000{nonce}-%d\ue001"
+        self._placeholders = re.compile(f"\ue000{nonce}-([0-9]+)\ue001")
+
+    def escape(self, value: Any) -> Any:
+        """Return `value` (messages or a part of them) with all special tokens in strings replaced by placeholders."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: self._placeholder % self._numbers[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.escape(item) for item in value]
+        return value
+
+    def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """Split the prompt at the placeholders: yield each piece, and whether it is an escaped special token."""
+        for index, piece in enumerate(self._placeholders.split(rendered)):
+            if index % 2:
+                yield self._tokens[int(piece)], True
+            elif piece:
+                yield piece, False

@@ -150,7 +150,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         connections: Connections,
-        make_protocol: Callable[[Connection], asyncio.Protocol],
+        make_protocol: Callable[..., asyncio.Protocol],
         tls: ssl.SSLContext | None = None,
         *,
         handshake_seconds: float,
@@ -218,7 +218,10 @@ class Acceptor:
         seconds = None if self._tls is None else self._handshake_seconds
         try:
             await self._loop.connect_accepted_socket(
-                partial(self._make_protocol, connection), accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+                partial(self._make_protocol, connection=connection),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=seconds,
             )
         except (OSError, asyncio.CancelledError):  # the client left, is no TLS client, or was closed for another one
             self._connections.remove(connection)

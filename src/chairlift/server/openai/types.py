@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import EngineBody, Integer, RequestBody, StrictModel, max_entries
-from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
+from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -37,6 +37,15 @@ GENERATION_NAMES = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tokens_to_sample", "stop_sequences"),
     *("n", "best_of", "use_beam_search", "beam_width", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
 )
+
+# Parameters that are structures, of vLLM and of llama.cpp.
+_STRUCTURES: dict[str, Callable[[Any, str], Structure]] = {
+    "guided_json": Structure.json,
+    "guided_regex": Structure.regex,
+    "guided_choice": Structure.choice,
+    "guided_grammar": Structure.grammar,
+    "json_schema": Structure.json,
+}
 
 
 class StreamOptions(StrictModel):
@@ -113,12 +122,8 @@ class GenerationBody(EngineBody):
 
     def structures(self) -> list[Structure]:
         return [
-            *as_structure(Structure.json, self.guided_json, "guided_json"),
-            *as_structure(Structure.regex, self.guided_regex, "guided_regex"),
-            *as_structure(Structure.choice, self.guided_choice, "guided_choice"),
-            *as_structure(Structure.grammar, self.guided_grammar, "guided_grammar"),
-            *as_structure(Structure.json, self.json_schema, "json_schema"),
-            *as_structure(Structure.grammar, self.grammar or None, "grammar"),
+            *(make(value, name) for name, make in _STRUCTURES.items() if (value := getattr(self, name)) is not None),
+            *([Structure.grammar(self.grammar, "grammar")] if self.grammar else []),
             *([self.structured_outputs.structure()] if self.structured_outputs else []),
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -138,20 +138,6 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 ToEngine = Submit | Cancel | Shutdown | RecordSteps | SwitchPolicy
 FromEngine = Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    message: ToEngine = _to_engine.decode(data)
-    return message
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    message: FromEngine = _from_engine.decode(data)
-    return message
+encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

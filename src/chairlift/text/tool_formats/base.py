@@ -54,7 +54,7 @@ DEFAULT_FORMAT = "hermes"  # the most widespread
 
 def choose_format(template: str, name: str | None = None) -> ToolFormat:
     """Return the format called `name`, or the one recognised from the chat template. For a template that neither has a
-    known format nor shows tools, `tools/tool_prompt.py` describes the default one in the prompt."""
+    known format nor shows tools, `tools/tool_use.py` describes the default one in the prompt."""
     if name is not None:
         return TOOL_FORMATS.get(name)(template)
     formats = sorted(map(TOOL_FORMATS.get, TOOL_FORMATS.names()), key=lambda format_: format_.order)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
+from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.choose import choose_backend
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.interface import AttentionLayer, visible_mask
 from chairlift.attention.storage import KVStorage, narrowed, widened
 from chairlift.errors import InvalidParameter
 
@@ -127,7 +128,7 @@ def _compare_with_the_reference(
         k[own], v[own], where[own] = keys[starts[i] :], values[starts[i] :], slots[i]
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
     sinks = 3 * torch.randn(layer.num_heads, generator=generator) if layer.sinks else None
-    out = backend.plan(layout, storage).attend(layer, q, k, v, sinks=sinks)
+    out = backend.begin(StepBatch(torch.zeros(num_rows), where, layout), storage).attend(layer, q, k, v, sinks=sinks)
     assert out.shape == (*q.shape[:2], layer.value_dim)
     assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.

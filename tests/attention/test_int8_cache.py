@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.config import EngineConfig
 from chairlift.core.events import (
     DraftsVerified,
@@ -57,7 +58,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def logits(loaded: LoadedModel, tokens: Sequence[int], cache: type[DenseCache] = RoundedCache) -> Tensor:
     attend = cache().step([("only", len(tokens))])
     model = loaded.model
-    return model.logits(model.hidden_states(torch.tensor(tokens), torch.arange(len(tokens)), attend).last)
+    batch = StepBatch(torch.tensor(tokens), torch.arange(len(tokens)))
+    return model.logits(model.hidden_states(batch, attend).last)
 
 
 def greedy(loaded: LoadedModel, prompt: list[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from chairlift.attention.input_batch import InputBatch, build_batch
+from chairlift.attention.batch import StepBatch, build_batch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -25,7 +25,7 @@ DECODE = chunk(range(200, 206), 5, 1, [7, 0])
 PART = chunk(range(300, 320), 0, 2, [1])  # does not reach the last token, so it samples nothing
 
 
-def build(idle_rows: int = 0, rectangular: bool = False) -> InputBatch:
+def build(idle_rows: int = 0, rectangular: bool = False) -> StepBatch:
     plan = StepPlan(0, (PREFILL, DECODE, PART), idle_rows)
     return build_batch(plan, STORAGE, CPU, rectangular=rectangular)
 
@@ -34,6 +34,7 @@ def test_a_ragged_batch_has_no_padding() -> None:
     batch = build()
     assert batch.tokens.tolist() == [104, 105, 106, 205, 300, 301]
     assert batch.positions.tolist() == [4, 5, 6, 5, 0, 1]
+    assert batch.sampled_rows is not None
     assert batch.sampled_rows.tolist() == [2, 3]
     assert batch.layout.offsets == [0, 3, 4, 6]
     assert batch.layout.starts == [4, 5, 0]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import RecurrentLayer, StateSpec
 from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
-from chairlift.layers.recurrent.interface import RecurrentLayer, StateSpec
 from chairlift.machine import cores
 from chairlift.runner import device_memory
 from chairlift.runner.kv_storage import allocate_storage

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from chairlift.attention.backends import BACKENDS
+from chairlift.attention.batch import StepBatch
 from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.executor import Executor, PendingStep
@@ -112,9 +112,9 @@ def test_the_model_computes_the_whole_rectangle(tiny: LoadedModel, monkeypatch: 
     model, rows = started.runner.model, []
     compute = model.hidden_states
 
-    def recorded(tokens: torch.Tensor, *others: object) -> HiddenStates:
-        rows.append(len(tokens))
-        return compute(tokens, *others)  # type: ignore[arg-type]
+    def recorded(batch: StepBatch, *others: object) -> HiddenStates:
+        rows.append(len(batch.tokens))
+        return compute(batch, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model, "hidden_states", recorded)
     _, steps = run(started.engine, PROMPTS)

@@ -57,6 +57,7 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
+from chairlift.attention.recurrent import RecurrentBatch
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, norms, sampling, vector
 from chairlift.kernels.triton.decode import Fresh, _decode_tiling
 from chairlift.kernels.triton.drafts.inputs import draft_inputs
@@ -80,7 +81,6 @@ from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
 from chairlift.layers.microscaled import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.gated_norm import GateOrder
-from chairlift.layers.recurrent.interface import RecurrentBatch
 from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_hopper_prefill, run_prefill, tiles_of
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
 from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
 from chairlift.layers.recurrent.gated_norm import GateOrder
-from chairlift.layers.recurrent.interface import NO_SLOT, RecurrentBatch
 from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
 from chairlift.layers.recurrent.recurrence import RecurrenceRule

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch
 from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.recurrent.convolution import CausalConvolution
-from chairlift.layers.recurrent.interface import NO_SLOT, RecurrentBatch
 from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule
 from tests.kernels.recurrent_cases import (
     CPU,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.input_batch import build_batch
+from chairlift.attention.batch import PagedLayout, StepBatch, build_batch
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
@@ -74,7 +74,6 @@ def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
 
 def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> torch.Tensor:
     """One new token for each (position, first block of the table), in one step."""
-    from chairlift.attention.interface import PagedBatch
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -82,7 +81,7 @@ def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> t
     count = len(rows)
     none = torch.empty(0, dtype=torch.int32)
     positions = ints([position for position, _ in rows])
-    batch = PagedBatch(
+    layout = PagedLayout(
         slots=ints(list(range(count))),
         positions=positions,
         tables=ints([block + i for _, block in rows for i in range(3)]).view(count, 3),
@@ -96,8 +95,8 @@ def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> t
         tile_queries=16,
         one_per_request=True,
     )
-    attend = PagedGPUAttention().attend(batch, storage)
-    return model.logits(model.hidden_states(ints(list(range(1, count + 1))), positions, attend).last)
+    batch = StepBatch(ints(list(range(1, count + 1))), positions, paged=layout)
+    return model.logits(model.hidden_states(batch, PagedGPUAttention().begin(batch, storage)).last)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,8 +215,8 @@ def hidden_rows(model: Decoder, storage: KVStorage, chunks: list[tuple[list[int]
         request = Request(f"{index}", tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
         planned.append(Chunk(request, start, len(tokens) - start, table, samples=False))
     batch = build_batch(StepPlan(0, tuple(planned)), storage, torch.device("cpu"))
-    attend = PagedGPUAttention(invariant_for=128).plan(batch.layout, storage)
-    found = model.hidden_states(batch.tokens, batch.positions, attend).last
+    attend = PagedGPUAttention(invariant_for=128).begin(batch, storage)
+    found = model.hidden_states(batch, attend).last
     return list(found.split([chunk.count for chunk in planned]))
 
 

@@ -10,7 +10,8 @@ import torch
 import triton
 
 from chairlift.attention.backends.bursted import BurstedAttention
-from chairlift.attention.interface import AttentionLayer, RaggedLayout
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import META, described_gpu, known_gpu
@@ -241,5 +242,6 @@ def test_the_backend_passes_on_what_a_layer_has(
     outputs = []
     for backend in (BurstedAttention(), PagedGPUAttention(invariant_for)):
         storage = KVStorage(*([side.clone()] for side in cached))
-        outputs.append(backend.plan(layout, storage).attend(layer, q, k, v, sinks=sinks))
+        batch = StepBatch(torch.zeros(len(q)), layout.slot_mapping, layout)
+        outputs.append(backend.begin(batch, storage).attend(layer, q, k, v, sinks=sinks))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from chairlift.attention.backends.bursted import BurstedAttention
 from chairlift.attention.backends.padded import PaddedAttention
-from chairlift.attention.interface import AttentionLayer, RaggedLayout
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.memory_plan import bytes_per_token
@@ -355,10 +356,11 @@ def test_blocks_are_copied_and_swapped() -> None:
 def test_every_backend_reads_an_fp8_cache() -> None:
     layer = AttentionLayer(0, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
     layout = RaggedLayout([0, 2, 4], [3, 0], [5, 2], torch.tensor([[2, 0], [1, 0]]), torch.tensor([11, 0, 4, 5]))
+    batch = StepBatch(torch.zeros(4), torch.tensor([3, 4, 0, 1]), layout)
     q, k, v = torch.randn(4, 2, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 16)
     cached = [torch.randn(4, 4, 1, 16).to(FP8) for _ in range(2)]
     found = [
-        backend().plan(layout, KVStorage([cached[0].clone()], [cached[1].clone()]))(layer, q, k, v)
+        backend().begin(batch, KVStorage([cached[0].clone()], [cached[1].clone()])).attend(layer, q, k, v)
         for backend in (BurstedAttention, PaddedAttention)
     ]
     torch.testing.assert_close(*found)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, LatentProjection, PagedBatch
+from chairlift.attention.batch import PagedLayout
+from chairlift.attention.interface import AttentionLayer, LatentProjection
 from chairlift.attention.paged.gpu import PagedGPUAttention, PagedGPUStep
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent import absorbed
@@ -129,7 +130,7 @@ def run(case: LatentCase, *, tile_queries: int = 16, padding: int = 0) -> Tensor
         )
 
     rows = [row + (padding if i >= singles else 0) for i, row in enumerate(case.rows)]
-    batch = PagedBatch(
+    batch = PagedLayout(
         slots=padded(owners, 0),
         positions=padded(places, -1),
         tables=case.tables,

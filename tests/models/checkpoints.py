@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from tests.models.dense_attend import DenseCache
@@ -99,8 +100,8 @@ def run_alone(model: CausalLM, tokens: Tensor, rows: Tensor | None = None) -> Te
     """Run one sequence; return the logits of `rows`, or of all rows."""
     pieces = [("only", len(tokens))]
     states = SlotStates(model.recurrent_layers).step(pieces)
-    positions = torch.arange(len(tokens))
-    return model.logits(model.hidden_states(tokens, positions, DenseCache().step(pieces), rows, states).last)
+    batch = StepBatch(tokens, torch.arange(len(tokens)), recurrent=states)
+    return model.logits(model.hidden_states(batch, DenseCache().step(pieces), rows).last)
 
 
 @torch.inference_mode()
@@ -110,7 +111,9 @@ def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     pieces = [(str(i), count) for i, count in enumerate(counts)]
     attend, states = DenseCache().step(pieces), SlotStates(model.recurrent_layers).step(pieces)
     positions = torch.cat([torch.arange(count) for count in counts])
-    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend, recurrent=states).last)
+    logits = model.logits(
+        model.hidden_states(StepBatch(torch.cat(sequences), positions, recurrent=states), attend).last
+    )
     return list(logits.split(counts))
 
 
@@ -125,7 +128,8 @@ def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Te
         counts = [len(piece) for piece in pieces.values()]
         named = [(str(i), count) for i, count in zip(pieces, counts, strict=True)]
         tokens = torch.cat(list(pieces.values()))
-        hidden = model.hidden_states(tokens, positions, cache.step(named), recurrent=states.step(named)).last
+        batch = StepBatch(tokens, positions, recurrent=states.step(named))
+        hidden = model.hidden_states(batch, cache.step(named)).last
         for i, part in zip(pieces, model.logits(hidden).split(counts), strict=True):
             logits[i].append(part)
     return [torch.cat(parts) for parts in logits]

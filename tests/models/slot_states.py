@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from chairlift.layers.recurrent.interface import (
+from chairlift.attention.recurrent import (
     NO_SLOT,
     RecurrentBatch,
     RecurrentLayer,

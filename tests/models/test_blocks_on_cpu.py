@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from chairlift import LLM, SamplingParams
+from chairlift.attention.batch import StepBatch
 from chairlift.config import EngineConfig
 from chairlift.engine import settings
 from chairlift.engine.startup import load_model
@@ -142,7 +143,7 @@ def test_experts_are_computed_in_blocks(tmp_path: Path) -> None:
         )
         with torch.inference_mode():
             attend = DenseCache().step([("a", 40)])
-            found.append(model.logits(model.hidden_states(tokens, torch.arange(40), attend).last))
+            found.append(model.logits(model.hidden_states(StepBatch(tokens, torch.arange(40)), attend).last))
         mixtures = [layer.mlp for layer in model.layers]
         in_blocks = [isinstance(each.down, BlockExperts) and each.down.in_blocks for each in mixtures]
         assert in_blocks == [quantization == "checkpoint"] * len(mixtures)

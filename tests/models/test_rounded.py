@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
+from chairlift.attention.batch import Embeddings, RaggedLayout, StepBatch
 from chairlift.attention.choose import choose_backend
-from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine import settings
@@ -71,11 +71,12 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
         owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
         slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
         layout = RaggedLayout([0, counts[0], sum(counts)], starts, ends, tables, slots)
-        hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage)).last
+        batch = StepBatch(tokens[owner, positions], positions, layout)
+        hidden = model.hidden_states(batch, backend.begin(batch, storage)).last
         found.append(model.logits(hidden))
         for rows in ([], [counts[0] - 1, sum(counts) - 1], list(range(sum(counts)))[::-2]):
             wanted = torch.tensor(rows, dtype=torch.int32)
-            some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), wanted).last
+            some = model.hidden_states(batch, backend.begin(batch, storage), wanted).last
             torch.testing.assert_close(model.logits(some), found[-1][wanted.long()], atol=1e-4, rtol=1e-4)
     return torch.cat(found)
 
@@ -158,8 +159,8 @@ def test_requested_rows_of_a_long_context(tmp_path: Path) -> None:
         positions = torch.arange(start, end)
         layout = RaggedLayout([0, end - start], [start], [end], table, positions)
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-        attend = backend.plan(layout, storage)
-        return model.hidden_states(tokens[start:end], positions % model.max_len, attend, wanted).last
+        batch = StepBatch(tokens[start:end], positions % model.max_len, layout)
+        return model.hidden_states(batch, backend.begin(batch, storage), wanted).last
 
     step(0, 590, [])
     whole = step(590, 600, None)
@@ -207,3 +208,25 @@ def test_tokens_do_not_depend_on_other_rows(attention: str, kv_dtype: str, tmp_p
     together = run_greedy(start_engine(loaded, config).engine, prompts, 12).outputs
     alone = [run_greedy(start_engine(loaded, config).engine, [prompt], 12).outputs[0] for prompt in prompts]
     assert together == alone
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+@torch.inference_mode()
+def test_rows_given_as_vectors_replace_the_lookup(tmp_path: Path, quantization: str) -> None:
+    """As the parts of a prompt that are images will be; layers in one kernel and one by one."""
+    model = load(tmp_path, save(make_reference(CONFIGS["gemma2"]()), tmp_path), quantization=quantization)
+    backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
+    tokens, positions = torch.arange(3, 15), torch.arange(12)
+    layout = RaggedLayout([0, 12], [0], [12], torch.arange(3, dtype=torch.int32)[None], positions)
+
+    def logits(batch: StepBatch) -> Tensor:
+        return model.logits(
+            model.hidden_states(batch, backend.begin(batch, empty_storage(model, 4, torch.bfloat16))).last
+        )
+
+    expected = logits(StepBatch(tokens, positions, layout))
+    rows, without = torch.tensor([1, 4, 5, 11]), tokens.clone()
+    without[rows] = 0
+    given = Embeddings(rows, model.embed(tokens[rows]))
+    assert logits(StepBatch(without, positions, layout, embeddings=given)).equal(expected)
+    assert not logits(StepBatch(without, positions, layout)).equal(expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from chairlift.attention.batch import StepBatch
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.core.sampling.structure import Structure
@@ -126,7 +127,9 @@ def probabilities_after(loaded: LoadedModel, contexts: list[list[int]], num_laye
     with torch.inference_mode():
         for context in contexts:
             tokens = torch.tensor(context)
-            hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTextAttention(len(tokens))).last
+            hidden = model.hidden_states(
+                StepBatch(tokens, torch.arange(len(tokens))), WholeTextAttention(len(tokens))
+            ).last
             rows.append(model.logits(hidden[-1:])[0].float().softmax(-1).double())
     return torch.stack(rows)
 

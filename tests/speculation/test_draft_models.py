@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chairlift.attention.batch import StepBatch
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
@@ -91,7 +92,7 @@ def test_a_draft_model_catches_up_in_parts_and_keeps_nothing_of_wrong_drafts(
     assert found.accepted < found.proposed
     for tokens, draft_token in drafted:
         row = torch.tensor(tokens)
-        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTextAttention(len(tokens))).last
+        hidden = model.hidden_states(StepBatch(row, torch.arange(len(tokens))), WholeTextAttention(len(tokens))).last
         assert draft_token == int(model.logits(hidden[-1:]).argmax())
 
 
@@ -208,7 +209,7 @@ def offline_drafts(head: TrainableHead, ids: torch.Tensor, model: Decoder, token
     for depth in range(count):
         row = torch.tensor(tokens + drafts)
         # The target's states of draft tokens are unknown to the head, and must not matter: it reads its own there.
-        hidden, taps = model.hidden_states(row, torch.arange(len(row)), WholeTextAttention(len(row)))
+        hidden, taps = model.hidden_states(StepBatch(row, torch.arange(len(row))), WholeTextAttention(len(row)))
         assert taps
         features = torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
         seen: KeysValues = []

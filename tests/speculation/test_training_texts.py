@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift.attention.batch import StepBatch
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift_lab.bench.speculation.texts import SCENARIOS
@@ -30,7 +31,7 @@ def test_answers_are_the_targets_likeliest_tokens(tiny: LoadedModel) -> None:
     assert texts.held_out.nonzero()[:, 0].tolist() == [0, HELD_OUT]
     for row in texts.held_out.nonzero()[:, 0]:
         tokens, written = texts.tokens[row].long(), texts.written[row]
-        hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTextAttention(len(tokens)))
+        hidden = model.hidden_states(StepBatch(tokens, torch.arange(len(tokens))), WholeTextAttention(len(tokens)))
         best = model.logits(hidden.last).argmax(-1)
         assert written.sum() > 20
         assert tokens[1:][written[1:]].tolist() == best[:-1][written[1:]].tolist()

@@ -18,7 +18,7 @@ There are two ways to compute the same attention:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.attention.batch import RaggedLayout
 from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:  # numba is slow to import
@@ -180,47 +181,6 @@ class StepAttention(ABC):
         """What a CPU kernel that runs all layers in one call needs of the attention, the same for all layers of one
         shape; None if the attention cannot be a part of one."""
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedLayout:
-    """Which rows of the batch belong to which sequence, and where each sequence's cache is. S sequences, T tokens.
-
-    Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]). In a
-    rectangle all sequences own equally many rows; those behind a sequence's tokens are padding.
-
-    Other engines call `offsets` query_start_loc and `ends` seq_lens.
-    """
-
-    offsets: Sequence[int]  # S + 1, from 0 to T
-    starts: Sequence[int]  # S: the tokens of each sequence whose keys and values are already in the cache
-    ends: Sequence[int]  # S: each sequence's length after the step
-    tables: Tensor  # [S, longest table] int32: logical -> physical block, zero-padded
-    slot_mapping: Tensor  # [T] int64: where each token's key and value go: block * block_size + offset
-
-
-@dataclass(frozen=True, slots=True)
-class PagedBatch:
-    """One ragged batch in device memory, as kernels read it: T tokens of C chunks, all int32.
-
-    A slot is a request's place in the runner's batch, and its row of `tables`. Chunks of a single token come first, so
-    that chunk i of them is row i of the batch.
-    """
-
-    slots: Tensor  # [T]: the slot of each token's request
-    positions: Tensor  # [T]: each token's place in its sequence; -1 in padding rows
-    tables: Tensor  # [slots, blocks]
-    chunk_slot: Tensor  # [C]
-    chunk_row: Tensor  # [C]: the batch row of the chunk's first token
-    chunk_start: Tensor  # [C]: that token's position
-    chunk_count: Tensor  # [C]: 0 for padding
-    num_single: int  # only the first `num_single` chunks may be single tokens
-    tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
-    tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
-    tile_queries: int  # tokens in a tile
-    one_per_request: bool = False  # no request has two rows: no row reads what another writes in the same step
-    long_contexts: bool = False  # some single token has a long context
-    deep_chunks: bool = False  # some longer chunk has a long context
 
 
 def visible_mask(layer: AttentionLayer, start: int, end: int, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.attention.storage import stored_size
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.core.kv.state_slots import MIN_SLOTS
@@ -17,7 +18,6 @@ from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.blocks import BlockWeight
-from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.models import format_obstacles, is_native

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import StateStorage
 from chairlift.attention.storage import KVStorage
 from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.engine.settings import EngineSettings
 from chairlift.errors import InvalidParameter
-from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner

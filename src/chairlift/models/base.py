@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention
-from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
+from chairlift.attention.recurrent import RecurrentLayer
 
 
 class HiddenStates(NamedTuple):
@@ -22,8 +23,8 @@ class HiddenStates(NamedTuple):
 class CausalLM(Protocol):
     """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
 
-    There is no batch axis, no padding and no mask. Only `attention` and `recurrent` depend on which token belongs to
-    which sequence; everything else in the model works on each token on its own.
+    There is no batch axis, no padding and no mask. Only `attention` and the states of recurrent layers depend on
+    which token belongs to which sequence; everything else in the model works on each token on its own.
     """
 
     @property
@@ -51,16 +52,13 @@ class CausalLM(Protocol):
 
     def hidden_states(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         rows: Tensor | None = None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        """Run the layers on tokens, positions [T] int64; `last` has only `rows` [S] if given.
+        """Run the layers on a batch; `last` has only `rows` [S] if given.
 
-        `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row. `recurrent` is needed by models with
-        recurrent layers.
+        `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row.
         """
         ...
 

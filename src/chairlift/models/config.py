@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.recurrent.base import RecurrentShape
-from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
 from chairlift.models.experts import ExpertsConfig
 

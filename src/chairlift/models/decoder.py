@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.layers.embedding import StoredEmbedding, empty_embedding
 from chairlift.layers.formats.base import WeightFormat
@@ -16,7 +17,6 @@ from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part
 from chairlift.layers.per_layer_input import PerLayerEmbedding
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.layers.rows import softcapped
 from chairlift.models.base import HiddenStates
@@ -138,13 +138,11 @@ class Decoder:
 
     def hidden_states(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         rows: Tensor | None = None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        return self.stack(tokens, positions, attention, self.taps, rows, recurrent)
+        return self.stack(batch, attention, self.taps, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import StepAttention
+from chairlift.attention.recurrent import RecurrentStep
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
@@ -20,7 +21,6 @@ from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.norm import Norm, RMSNorm, add_normed_
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.per_layer_input import PerLayerInput
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertNames

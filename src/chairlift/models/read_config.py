@@ -9,10 +9,10 @@ from itertools import count
 from typing import Any
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.mlp import ACTIVATION_NAMES
-from chairlift.layers.recurrent.interface import RecurrentLayer
 from chairlift.layers.rope import Rope
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts

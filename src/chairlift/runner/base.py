@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.recurrent import StateStorage
 from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import Executor
 from chairlift.core.request import Request
-from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.prompt_reader import PromptReader

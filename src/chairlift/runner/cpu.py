@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.input_batch import InputBatch, build_batch
+from chairlift.attention.batch import StepBatch, build_batch
 from chairlift.attention.interface import StepAttention
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, StepPlan, StepResult, StepTiming
@@ -18,7 +18,7 @@ from chairlift.models.base import HiddenStates
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
-from chairlift.runner.state_storage import build_recurrent
+from chairlift.runner.state_storage import with_states
 from chairlift.sampling.logprobs import beam_candidates
 from chairlift.sampling.sampler import SampledBatch
 from chairlift.speculation.draft_network import ComputedBatch
@@ -43,15 +43,17 @@ class CPURunner(ModelRunner):
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
-        attention = self.attention.plan(batch.layout, self.storage)
-        recurrent = build_recurrent(plan, batch.layout.offsets, self.states, self.model.device)
+        if self.states is not None:
+            batch = with_states(batch, plan, self.states)
+        attention = self.attention.begin(batch, self.storage)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
         needed = batch.needed_rows
         rows = needed if self.drafter is None else None  # a draft network reads all rows
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, attention, rows, recurrent)
+        hidden = self.model.hidden_states(batch, attention, rows)
         kept = hidden.last if rows is needed else hidden.last[needed]
+        assert batch.sampled_rows is not None
         num_sampled = len(batch.sampled_rows)
         prompts = self.prompt_reader.read(plan.chunks, kept[num_sampled:]) if plan.reads else NO_PROMPT_OUTPUTS
         if not sampling:
@@ -92,14 +94,16 @@ class CPURunner(ModelRunner):
     def _observe(
         self,
         plan: StepPlan,
-        batch: InputBatch,
+        batch: StepBatch,
         attention: StepAttention,
         hidden: HiddenStates,
         accepted: Mapping[str, int],
     ) -> None:
         """Let the draft network read what the model computed."""
         if self.drafter is not None:
-            self.drafter.observe_step(ComputedBatch(plan, batch, attention, hidden, accepted, self.storage))
+            self.drafter.observe_step(
+                ComputedBatch(plan, batch, batch.layout.offsets, attention, hidden, accepted, self.storage)
+            )
 
     def warm_up(self) -> None:
         """Run one token on block 0, which is still free, to compile what is compiled on first use."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from chairlift.attention.batch import StepBatch
+from chairlift.attention.recurrent import RecurrentBatch, RecurrentLayer, RecurrentStep, StateStorage
 from chairlift.core.plan import NO_SLOT, StepPlan
-from chairlift.layers.recurrent.interface import RecurrentBatch, RecurrentLayer, RecurrentStep, StateStorage
 
 
 def allocate_states(layers: Sequence[RecurrentLayer], num_slots: int, device: torch.device) -> StateStorage | None:
@@ -23,19 +25,18 @@ def allocate_states(layers: Sequence[RecurrentLayer], num_slots: int, device: to
     )
 
 
-def build_recurrent(
-    plan: StepPlan, offsets: Sequence[int], storage: StateStorage | None, device: torch.device
-) -> RecurrentStep | None:
-    """The states of a step whose sequences, chunks and then idle rows, begin at the rows `offsets`; None without
-    recurrent layers. Chunks of a plan without states begin with zeros, and theirs are not kept."""
+def with_states(batch: StepBatch, plan: StepPlan, storage: StateStorage | None) -> StepBatch:
+    """The batch of a plan with the states that its sequences, chunks and then idle rows, read and write. Chunks of a
+    plan without states begin with zeros, and theirs are not kept."""
     if storage is None:
-        return None
-    starts = np.asarray(offsets, np.int32)
+        return batch
+    starts = np.asarray(batch.layout.offsets, np.int32)
     read = np.full(len(starts) - 1, NO_SLOT, np.int32)
     write = np.full(int(starts[-1]), NO_SLOT, np.int32)
     for index, states in enumerate(plan.states):
         read[index] = states.read
         for row, slot in states.writes:
             write[starts[index] + row] = slot
-    first, second, third = (torch.from_numpy(array).to(device) for array in (starts, read, write))
-    return RecurrentStep(RecurrentBatch(first, second, third, longest=int(np.diff(starts).max())), storage)
+    first, second, third = (torch.from_numpy(array).to(batch.tokens.device) for array in (starts, read, write))
+    recurrent = RecurrentBatch(first, second, third, longest=int(np.diff(starts).max()))
+    return replace(batch, recurrent=RecurrentStep(recurrent, storage))

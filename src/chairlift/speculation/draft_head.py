@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
@@ -44,7 +44,7 @@ class HeadNetwork:
     def first_position(self, request: Request) -> int:
         return self.states.first_position(request)
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
+    def scores(self, batch: StepBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         if chunks[0].drafts:  # either all chunks have drafts or none
             known = torch.stack([self._last_state[chunk.request.id] for chunk in chunks])
             rows = last_rows
@@ -56,28 +56,24 @@ class HeadNetwork:
         previous.index_copy_(0, rows, known)
         if not chunks[0].drafts:
             previous = self.head.join(previous)
-        found = self._pass(batch.tokens, previous, batch.positions, last_rows, attention)
+        found = self._pass(batch, previous, last_rows, attention)
         assert found.states is not None
         for chunk, state in zip(chunks, found.states, strict=True):
             self._last_state[chunk.request.id] = state
         return found.scores
 
-    def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
-    ) -> DraftPass:
-        return self._pass(tokens, self.head.join(features), positions, last_rows, attention)
+    def first_pass(self, batch: StepBatch, features: Tensor, last_rows: Tensor, attention: StepAttention) -> DraftPass:
+        return self._pass(batch, self.head.join(features), last_rows, attention)
 
-    def next_pass(
-        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
-    ) -> DraftPass:
+    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
         assert states is not None
-        return self._pass(tokens, states, positions, None, attention)
+        return self._pass(batch, states, None, attention)
 
     def _pass(
-        self, tokens: Tensor, previous: Tensor, positions: Tensor, last_rows: Tensor | None, attention: StepAttention
+        self, batch: StepBatch, previous: Tensor, last_rows: Tensor | None, attention: StepAttention
     ) -> DraftPass:
         """previous [T, hidden]: the states before the tokens."""
-        states = self.head.states(tokens, previous, positions, attention)
+        states = self.head.states(batch.tokens, previous, batch.positions, attention)
         if last_rows is not None:
             states = states.index_select(0, last_rows)
         return DraftPass(self.head.scores(states), states)
@@ -138,7 +134,7 @@ class HeadNetwork:
 
         before [chunks, features]: those of the token before each chunk."""
         batch, attention = step.batch, step.attention
-        places = [*zip(batch.layout.offsets, step.plan.chunks, strict=False)]
+        places = [*zip(step.first_rows, step.plan.chunks, strict=False)]
         previous = torch.zeros_like(features)
         previous[1:] = features[:-1]
         firsts = sent([offset for offset, _ in places], previous.device)

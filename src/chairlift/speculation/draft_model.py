@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
@@ -38,7 +38,7 @@ class DraftModel(ModelPasses):
     def first_position(self, request: Request) -> int:
         return min(self._computed.get(request.id, 0), request.num_computed)
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
+    def scores(self, batch: StepBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         for chunk in chunks:
             self._computed[chunk.request.id] = chunk.end
         return super().scores(batch, chunks, last_rows, attention)
@@ -50,10 +50,10 @@ class DraftModel(ModelPasses):
         plan, batch = step.plan, step.batch
         has_prompts = not all(chunk.decodes for chunk in plan.chunks)
         if has_prompts:
-            no_rows = batch.sampled_rows[:0]  # only keys and values are needed
-            self._model.hidden_states(batch.tokens, batch.positions, step.attention, no_rows)
+            no_rows = batch.tokens[:0]  # only keys and values are needed
+            self._model.hidden_states(batch, step.attention, no_rows)
         rows = iter(step.kept)
-        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+        for offset, chunk in zip(step.first_rows, plan.chunks, strict=False):
             computed = self._computed.get(chunk.request.id, 0)
             # Before a prompt's chunk are its other chunks, or cached blocks, which an earlier request filled.
             if has_prompts and (not chunk.decodes or computed >= chunk.start):

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
@@ -31,7 +31,8 @@ class ComputedBatch:
     """A step that the target has computed."""
 
     plan: StepPlan
-    batch: InputBatch
+    batch: StepBatch
+    first_rows: Sequence[int]  # of each chunk in the batch
     attention: StepAttention
     hidden: HiddenStates
     accepted: Mapping[str, int]  # request id -> how many of its draft tokens were right
@@ -42,7 +43,7 @@ class ComputedBatch:
         """For each chunk that samples, the row that the request's next token was sampled from."""
         return [
             offset + chunk.count - chunk.num_scored + self.accepted.get(chunk.request.id, 0)
-            for offset, chunk in zip(self.batch.layout.offsets, self.plan.chunks, strict=False)
+            for offset, chunk in zip(self.first_rows, self.plan.chunks, strict=False)
             if chunk.samples
         ]
 
@@ -91,7 +92,7 @@ class DraftNetwork(Protocol):
         """The first of the request's tokens that the network has not computed yet."""
         ...
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
+    def scores(self, batch: StepBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
         """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
         ...
 
@@ -99,16 +100,12 @@ class DraftNetwork(Protocol):
         """Prepare the blocks of requests that are going to get drafts."""
         ...
 
-    def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
-    ) -> DraftPass:
-        """tokens, positions [T]; features [T, feature_size]; last_rows [N]: the last token of each request."""
+    def first_pass(self, batch: StepBatch, features: Tensor, last_rows: Tensor, attention: StepAttention) -> DraftPass:
+        """features [T, feature_size]; last_rows [N]: the last token of each request."""
         ...
 
-    def next_pass(
-        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
-    ) -> DraftPass:
-        """tokens, positions [N]: one draft token of each request; states: those of the pass before."""
+    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
+        """A batch of one draft token of each request; states: those of the pass before."""
         ...
 
     def drafted(self, request: Request, count: int) -> None:
@@ -134,26 +131,20 @@ class ModelPasses:
     def begin_draft(self, tables: Sequence[Sequence[int]], storage: KVStorage) -> None:
         pass
 
-    def first_pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, last_rows: Tensor, attention: StepAttention
-    ) -> DraftPass:
-        return DraftPass(self._scores(tokens, positions, attention, last_rows), None)
+    def first_pass(self, batch: StepBatch, features: Tensor, last_rows: Tensor, attention: StepAttention) -> DraftPass:
+        return DraftPass(self._scores(batch, attention, last_rows), None)
 
-    def next_pass(
-        self, tokens: Tensor, states: Tensor | None, positions: Tensor, attention: StepAttention
-    ) -> DraftPass:
-        return DraftPass(self._scores(tokens, positions, attention), None)
+    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
+        return DraftPass(self._scores(batch, attention), None)
 
     def drafted(self, request: Request, count: int) -> None:
         pass
 
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
-        return self._scores(batch.tokens, batch.positions, attention, last_rows)
+    def scores(self, batch: StepBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
+        return self._scores(batch, attention, last_rows)
 
-    def _scores(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor | None = None
-    ) -> Tensor:
-        return self._model.logits(self._model.hidden_states(tokens, positions, attention, rows).last)
+    def _scores(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None = None) -> Tensor:
+        return self._model.logits(self._model.hidden_states(batch, attention, rows).last)
 
 
 def require_decoder(model: CausalLM, speculate: str) -> Decoder:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.input_batch import build_batch
+from chairlift.attention.batch import build_batch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk, StepPlan
@@ -219,7 +219,7 @@ class DraftModelProposer(ModelProposer):
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
-        attention = self._attention.plan(batch.layout, self._storage)
+        attention = self._attention.begin(batch, self._storage)
         with self.launching():
             return self.network.scores(batch, chunks, sent(rows, device), attention)
 

@@ -113,7 +113,7 @@ class KeptStates(HeadStates):
         # States are slices of whole steps: those of preempted requests would keep the steps in memory.
         for pending in [pending for pending in self.pending.values() if pending.request.status is not Status.RUNNING]:
             self.forget(pending.request.id)
-        chunks, offsets = step.plan.chunks, step.batch.layout.offsets
+        chunks, offsets = step.plan.chunks, step.first_rows
         rows = iter(step.kept)
         taken: list[tuple[Chunk, int]] = []  # and the position of its next token
         spans: list[range] = []  # their rows

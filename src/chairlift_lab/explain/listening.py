@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.runner.base import ModelRunner
 from chairlift_lab.explain.recording import Run, TimedRequest, record
@@ -50,8 +51,8 @@ class _Listening(AttentionBackend):
         # A stack in one kernel would not call `attend` layer by layer.
         self.capabilities = replace(inner.capabilities, has_work=False)  # type: ignore[misc]
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        return _ListeningStep(self.inner.plan(layout, storage), layout, storage, self.listener)
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        return _ListeningStep(self.inner.begin(batch, storage), batch.layout, storage, self.listener)
 
 
 @dataclass(frozen=True, slots=True)

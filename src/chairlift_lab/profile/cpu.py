@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from chairlift.attention.interface import RaggedLayout, StepAttention
+from chairlift.attention.batch import StepBatch
+from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.engine.startup import StartedEngine
 from chairlift.layers.linear import Linear
@@ -56,14 +57,14 @@ class PartTimer:
     @contextmanager
     def on(self) -> Iterator[None]:
         seen: set[type] = set()
-        plan = self._attention.plan
+        begin = self._attention.begin
         with ExitStack() as stack:
 
             def watch(owner: Any, method: str, part: str) -> None:
                 stack.enter_context(patch.object(owner, method, self._timed(getattr(owner, method), part)))
 
-            def plan_and_watch(layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-                attend = plan(layout, storage)
+            def begin_and_watch(batch: StepBatch, storage: KVStorage) -> StepAttention:
+                attend = begin(batch, storage)
                 if type(attend) not in seen:
                     seen.add(type(attend))
                     watch(type(attend), "attend", ATTENTION)
@@ -72,7 +73,7 @@ class PartTimer:
             watch(Linear, "__call__", GEMM)
             watch(MixtureOfExperts, "__call__", GEMM)
             watch(torch.nn.Linear, "forward", GEMM)  # models of the transformers fallback have these
-            stack.enter_context(patch.object(self._attention, "plan", plan_and_watch))
+            stack.enter_context(patch.object(self._attention, "begin", begin_and_watch))
             if self._stamps is not None:
                 stack.enter_context(self._stamps.on())
             yield

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import TRAINED_LENGTH
 from chairlift.speculation.head_layers import head_rows, unit
@@ -78,7 +79,7 @@ class DraftObjective:
         texts, length = tokens.shape
         flat, positions = tokens.flatten(), torch.arange(length, device=tokens.device).repeat(texts)
         with torch.inference_mode():
-            hidden, taps = self._target.hidden_states(flat, positions, WholeTextAttention(length))
+            hidden, taps = self._target.hidden_states(StepBatch(flat, positions), WholeTextAttention(length))
             # Scaled to one size, because the residual stream grows from layer to layer.
             features = hidden if not taps else torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
             found = hidden, features, self._target.embed(flat)

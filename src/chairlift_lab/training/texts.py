@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import UnsupportedModel
@@ -98,7 +99,9 @@ class TextWriter:
         target, device = self._target, self._target.device
         self._attention.column = column
         positions = torch.full((len(tokens),), column, device=device)
-        hidden = target.hidden_states(torch.from_numpy(tokens).long().to(device), positions, self._attention).last
+        hidden = target.hidden_states(
+            StepBatch(torch.from_numpy(tokens).long().to(device), positions), self._attention
+        ).last
         temperature = torch.from_numpy(temperatures).float().to(device)
         parts = zip(hidden.split(SCORED_AT_ONCE), temperature.split(SCORED_AT_ONCE), strict=True)
         chosen = [self._choose(*part) for part in parts]

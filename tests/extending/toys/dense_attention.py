@@ -9,7 +9,8 @@ from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_mask
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention, visible_mask
 from chairlift.attention.storage import KVStorage
 
 
@@ -21,8 +22,8 @@ class DenseAttention(AttentionBackend):
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
         return ["it has no soft-cap"] if any(layer.softcap is not None for layer in layers) else []
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        return DenseStep(layout, storage)
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        return DenseStep(batch.layout, storage)
 
 
 @dataclass

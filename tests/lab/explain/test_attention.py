@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention
+from chairlift.attention.batch import RaggedLayout
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift_lab.explain.listening import AttentionCall, who_sees_whom

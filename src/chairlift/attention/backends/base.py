@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from chairlift.attention.interface import AttentionLayer, PagedBatch, RaggedLayout, StepAttention
+from chairlift.attention.batch import StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 
 
@@ -22,12 +23,12 @@ class Capabilities:
     has_work: bool = False  # its steps have `work`: a compiled kernel can run all layers in one call
     sinks: bool = False  # it can run layers with sinks
     chunks: bool = False  # it can run layers whose attention stays within chunks
-    captures: bool = False  # it has `batch_spec` and `attend`, which only read device memory: a graph can capture them
+    captures: bool = False  # it has `batch_spec`, and can begin a step that only reads device memory, for a graph
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """How a runner packs the batches that `attend` takes."""
+    """How a runner packs the batches of captured steps."""
 
     tile_queries: int  # tokens in a tile of queries
     long_context: int  # tokens: a batch with a longer context is packed as one with long contexts
@@ -35,7 +36,7 @@ class BatchSpec:
 
 
 class AttentionBackend(ABC):
-    """A way to compute attention over a ragged batch. Only `name` and `plan` have no default."""
+    """A way to compute attention over a ragged batch. Only `name` and `begin` have no default."""
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -63,8 +64,12 @@ class AttentionBackend(ABC):
         return [f"{cls.name} attention adds up in an order that depends on the batch"]
 
     @abstractmethod
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        """Prepare what all layers of one step have in common."""
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        """Prepare what all layers of one step have in common.
+
+        With `capabilities.captures` also for a batch that lies in device memory, in buffers that all steps of a
+        captured graph share.
+        """
 
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate what steps of up to `rows` single tokens of a model in `dtype` need besides the cache.
@@ -74,9 +79,5 @@ class AttentionBackend(ABC):
         del layers, rows, dtype, device  # most backends need nothing
 
     def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
-        """How to pack batches for `attend`; only with `capabilities.captures`."""
-        raise NotImplementedError
-
-    def attend(self, batch: PagedBatch, storage: KVStorage) -> StepAttention:
-        """The attention of a batch that lies in device memory; only with `capabilities.captures`."""
+        """How to pack batches in device memory; only with `capabilities.captures`."""
         raise NotImplementedError

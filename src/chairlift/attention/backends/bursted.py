@@ -9,7 +9,8 @@ from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_mask
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention, visible_mask
 from chairlift.attention.storage import KVStorage
 
 
@@ -19,8 +20,8 @@ class BurstedAttention(AttentionBackend):
     capabilities = Capabilities(sinks=True, chunks=True)
     preference = 1
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        return _BurstedStep(layout, storage)
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        return _BurstedStep(batch.layout, storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, StepAttention, visible_positions
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention, visible_positions
 from chairlift.attention.storage import KVStorage, as_plain, widened
 
 
@@ -24,7 +25,8 @@ class PaddedAttention(AttentionBackend):
     name = "padded"
     capabilities = Capabilities(rectangular=True, sinks=True, chunks=True)
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        layout = batch.layout
         return _PaddedStep(layout, storage, _Rectangle.of(layout, storage.block_size))
 
 

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
-from chairlift.attention.interface import (
-    AttentionLayer,
-    HostWork,
-    LatentProjection,
-    RaggedLayout,
-    StepAttention,
-    UpProjection,
-)
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, HostWork, LatentProjection, StepAttention, UpProjection
 from chairlift.attention.paged.latent_cpu import LatentSplit, attend_expanded, split_by_form
 from chairlift.attention.storage import KVStorage
 
@@ -43,8 +37,8 @@ class PagedCPUAttention(AttentionBackend):
             found.append("numba is not installed")
         return found
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        return PagedCPUStep(layout, storage, self.invariant_for is not None)
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        return PagedCPUStep(batch.layout, storage, self.invariant_for is not None)
 
 
 @dataclass(slots=True)

@@ -14,14 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
-from chairlift.attention.interface import (
-    AttentionLayer,
-    LatentProjection,
-    PagedBatch,
-    Projection,
-    RaggedLayout,
-    StepAttention,
-)
+from chairlift.attention.batch import PagedLayout, RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, LatentProjection, Projection, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import on_gpu
 
@@ -75,38 +69,8 @@ class PagedGPUAttention(AttentionBackend):
             return [f"batch-invariant attention on a GPU takes heads of at most {MAX_INVARIANT_HEAD} dimensions"]
         return super().invariance_obstacles(layers)
 
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> StepAttention:
-        device = layout.tables.device
-        counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]
-        num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
-        rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
-        tiles = [
-            (i, at) for i, count in enumerate(counts) if i >= num_single for at in range(0, count, ANY_LAYERS_QUERIES)
-        ]
-
-        def on_device(values: Sequence[int] | Tensor) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.int32).to(device)
-
-        batch = PagedBatch(
-            slots=on_device(rows),
-            positions=on_device(places + torch.tensor(layout.starts)[rows]),
-            tables=_padded(layout.tables),
-            chunk_slot=on_device(range(len(counts))),
-            chunk_row=on_device(layout.offsets[:-1]),
-            chunk_start=on_device(layout.starts),
-            chunk_count=on_device(counts),
-            num_single=num_single,
-            tile_chunk=on_device([chunk for chunk, _ in tiles]),
-            tile_offset=on_device([at for _, at in tiles]),
-            tile_queries=ANY_LAYERS_QUERIES,
-            long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
-            deep_chunks=max(layout.starts[num_single:], default=0) > LONG_CONTEXT,
-        )
-        return self.attend(batch, storage)
-
-    def attend(self, batch: PagedBatch, storage: KVStorage) -> PagedGPUStep:
-        return PagedGPUStep(batch, storage, self)
+    def begin(self, batch: StepBatch, storage: KVStorage) -> PagedGPUStep:
+        return PagedGPUStep(batch.paged or _paged(batch.layout), storage, self)
 
     def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
         return BatchSpec(self._tile_queries(layers, dtype), LONG_CONTEXT, partial(self._splits_more, tuple(layers)))
@@ -186,7 +150,7 @@ class PagedGPUAttention(AttentionBackend):
         if not self._small_tiles[key]:
             log.warning("single tokens are attended to in large tiles: small ones give other bits on this GPU")
 
-    def queries_of_singles(self, layer: AttentionLayer, batch: PagedBatch) -> int:
+    def queries_of_singles(self, layer: AttentionLayer, batch: PagedLayout) -> int:
         """Queries that a tile of a single token has room for with batch invariance: as many as that of a chunk where a
         smaller one has other bits."""
         return 1 if self._small_tiles.get(_heads_of(layer), True) else batch.tile_queries
@@ -218,9 +182,38 @@ def _reads_far(layer: AttentionLayer) -> bool:
     return nearest is None or nearest > LONG_CONTEXT
 
 
+def _paged(layout: RaggedLayout) -> PagedLayout:
+    """The layout of a batch that was built in host memory, in device memory."""
+    device = layout.tables.device
+    counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]
+    num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
+    tiles = [(i, at) for i, count in enumerate(counts) if i >= num_single for at in range(0, count, ANY_LAYERS_QUERIES)]
+
+    def on_device(values: Sequence[int] | Tensor) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    return PagedLayout(
+        slots=on_device(rows),
+        positions=on_device(places + torch.tensor(layout.starts)[rows]),
+        tables=_padded(layout.tables),
+        chunk_slot=on_device(range(len(counts))),
+        chunk_row=on_device(layout.offsets[:-1]),
+        chunk_start=on_device(layout.starts),
+        chunk_count=on_device(counts),
+        num_single=num_single,
+        tile_chunk=on_device([chunk for chunk, _ in tiles]),
+        tile_offset=on_device([at for _, at in tiles]),
+        tile_queries=ANY_LAYERS_QUERIES,
+        long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
+        deep_chunks=max(layout.starts[num_single:], default=0) > LONG_CONTEXT,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PagedGPUStep(StepAttention):
-    batch: PagedBatch
+    batch: PagedLayout
     storage: KVStorage
     backend: PagedGPUAttention
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, RaggedLayout, UpProjection
+from chairlift.attention.batch import RaggedLayout
+from chairlift.attention.interface import AttentionLayer, UpProjection
 from chairlift.attention.storage import KVStorage
 
 EXPANDED_NUMBERS = 2**24  # keys and values that are in memory at a time: 64 MiB of float32

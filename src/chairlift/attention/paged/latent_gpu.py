@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.interface import AttentionLayer, LatentProjection, PagedBatch
+from chairlift.attention.batch import PagedLayout
+from chairlift.attention.interface import AttentionLayer, LatentProjection
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
 from chairlift.kernels.triton.latent.expanded import attend_within_chunks
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # it imports Gluon, which only Hopper needs
 def attend_to_batch(
     layer: AttentionLayer,
     projection: LatentProjection,
-    batch: PagedBatch,
+    batch: PagedLayout,
     storage: KVStorage,
     scratch: LatentScratch,
     hopper: HopperScratch | None,

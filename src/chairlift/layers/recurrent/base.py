@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from chairlift.attention.recurrent import RecurrentBatch, StateSpec
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part, Targets
-from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 
 
 class RecurrentMixer(ABC):

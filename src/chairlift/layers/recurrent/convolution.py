@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from chairlift.attention.recurrent import RecurrentBatch, StateSpec
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.parts import Targets
-from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 
 
 def inputs_spec(channels: int, width: int) -> StateSpec:

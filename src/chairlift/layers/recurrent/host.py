@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chairlift.layers.recurrent.interface import RecurrentBatch
+from chairlift.attention.recurrent import RecurrentBatch
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.recurrence import Sequences

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chairlift.attention.recurrent import RecurrentBatch, StateSpec
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part, Targets
 from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
 from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
 from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
-from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.attention.recurrent import RecurrentBatch, StateSpec
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.parts import Targets
 from chairlift.layers.recurrent.host import on_host
-from chairlift.layers.recurrent.interface import RecurrentBatch, StateSpec
 from chairlift.layers.rows import one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU

@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention
+from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.recurrent.interface import RecurrentLayer, RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.fallback.adapters.base import AttentionAdapter
 from chairlift.models.fallback.linears import (
@@ -180,13 +181,12 @@ class TransformersModel:
 
     def hidden_states(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         rows: Tensor | None = None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        assert recurrent is None, "models with recurrent layers do not run by the fallback"
+        assert batch.recurrent is None, "models with recurrent layers do not run by the fallback"
+        assert batch.embeddings is None, "models that run by the fallback read tokens only"
         layers = self.attention_layers
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
@@ -195,8 +195,8 @@ class TransformersModel:
             output = attention.attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
             return output[None, ..., :value_dim].contiguous()
 
-        with _one_thread_for_few(tokens):
-            hidden = self._plugged.hidden_states(tokens, positions, handler)
+        with _one_thread_for_few(batch.tokens):
+            hidden = self._plugged.hidden_states(batch.tokens, batch.positions, handler)
         return HiddenStates(hidden if rows is None else hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -265,10 +265,10 @@ def can_be_captured(model: TransformersModel) -> bool:
     """Whether a CUDA graph can capture the forward pass, found out by trying: some read values back to the host."""
     rows = torch.arange(4, device=model.device)
     stream = torch.cuda.current_stream()
-    model.logits(model.hidden_states(rows, rows, _NoNeighbours()).last)  # what is made on first use
+    model.logits(model.hidden_states(StepBatch(rows, rows), _NoNeighbours()).last)  # what is made on first use
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            model.logits(model.hidden_states(rows, rows, _NoNeighbours()).last)
+            model.logits(model.hidden_states(StepBatch(rows, rows), _NoNeighbours()).last)
     except RuntimeError:
         return False
     finally:
@@ -286,7 +286,7 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
     def run(tokens: list[int], positions: list[int]) -> Tensor:
         rows = torch.tensor(tokens, device=model.device) % model.vocab_size
         where = torch.tensor(positions, device=model.device) % model.max_len
-        return model.hidden_states(rows, where, _NoNeighbours()).last.float()
+        return model.hidden_states(StepBatch(rows, where), _NoNeighbours()).last.float()
 
     forward = run([5, 6, 7, 8, 9], [0, 3, 1, 4, 2])[1:]
     backward = run([9, 8, 7, 6, 5], [2, 4, 1, 3, 1])[:-1].flip(0)

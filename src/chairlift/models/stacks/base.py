@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import Norm
 from chairlift.layers.per_layer_input import PerLayerEmbedding
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
@@ -73,12 +73,10 @@ class LayerStack(ABC):
     @abstractmethod
     def __call__(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
         """As `CausalLM.hidden_states`, with the inputs of the layers `taps`."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import HostWork, StepAttention
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
@@ -21,7 +22,6 @@ from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import LayerNorm, Norm
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.layers.rope import HostRotary
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import WeightStore
@@ -105,18 +105,19 @@ class FusedCPUStack(LayerStack):
 
     def __call__(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        assert recurrent is None, "layers with states are not fused"
+        assert batch.recurrent is None, "layers with states are not fused"
         work = None if self._fused is None else attention.work(self._fused.layer)
         if self._fused is None or work is None:
-            return self._plain(tokens, positions, attention, taps, rows)
-        return HiddenStates(*self._fused(self.parts.embedding(tokens), positions, work, taps, rows))
+            return self._plain(batch, attention, taps, rows)
+        x = self.parts.embedding(batch.tokens)
+        if batch.embeddings is not None:
+            x = batch.embeddings.put_into(x)
+        return HiddenStates(*self._fused(x, batch.positions, work, taps, rows))
 
 
 class LayerTiles:

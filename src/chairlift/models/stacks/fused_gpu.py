@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import Projection, StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
-from chairlift.layers.recurrent.interface import RecurrentStep
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -98,17 +98,16 @@ class FusedGPUStack(LayerStack):
 
     def __call__(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        batch: StepBatch,
         attention: StepAttention,
         taps: Sequence[int],
         rows: Tensor | None,
-        recurrent: RecurrentStep | None = None,
     ) -> HiddenStates:
-        assert recurrent is None, "layers with states are not fused"
-        stream = self._stream(tokens)
+        assert batch.recurrent is None, "layers with states are not fused"
+        positions = batch.positions
+        stream = self._stream(batch)
         if stream is None:
-            return self._plain(tokens, positions, attention, taps, rows)
+            return self._plain(batch, attention, taps, rows)
         rotations = self.parts.rotations(positions)
         inputs = {}
         for index, layer in enumerate(self.parts.layers):
@@ -136,7 +135,10 @@ class FusedGPUStack(LayerStack):
         """The norm that follows a layer; of the last layer any, since the final norm reads the stream itself."""
         return self.parts.layers[min(index + 1, len(self.parts.layers) - 1)].before_attention
 
-    def _stream(self, tokens: Tensor) -> Stream | None:
+    def _stream(self, batch: StepBatch) -> Stream | None:
+        if batch.embeddings is not None:  # their squares are not known
+            return None
+        tokens = batch.tokens
         if len(tokens) <= self._most_fused_rows:
             x, squares = self.parts.embedding.with_squares(tokens)
             if self._norms_are_moved:

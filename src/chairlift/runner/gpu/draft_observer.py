@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
-from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
 from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.speculation.draft_network import ComputedBatch, ModelProposer
@@ -26,12 +23,9 @@ class DraftObserver:
         self,
         drafter: ModelProposer,
         storage: KVStorage,
-        inputs: Callable[[BatchShape], tuple[dict[str, Tensor], StepAttention]],
     ) -> None:
-        """`inputs`: the device's views of a step's inputs, and its attention."""
         self._drafter = drafter
         self._storage = storage
-        self._inputs = inputs
 
     def observe(self, launched: LaunchedStep, step: ComputedStep) -> None:
         """Waits for a step with drafts: the network must not read what followed a wrong one."""
@@ -39,13 +33,15 @@ class DraftObserver:
         accepted = launched.result().accepted if plan.num_drafts else {}
         order = np.argsort(packed.first_rows).tolist()
         plan = replace(plan, chunks=tuple(plan.chunks[index] for index in order))
-        self._observe(plan, packed.first_rows[order].tolist(), packed.shape, step, accepted)
+        self._observe(plan, packed.first_rows[order].tolist(), step, accepted)
 
-    def observe_padding(self, shape: BatchShape, step: ComputedStep) -> None:
+    def observe_padding(self, step: ComputedStep) -> None:
         """Observe a step of padding as if it were a prompt: what that takes is part of the step's memory."""
-        request = Request("padding", [0] * shape.tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
-        chunk = Chunk(request, start=0, count=shape.tokens, table=[], samples=False)
-        self._observe(StepPlan(step=0, chunks=(chunk,)), [0], shape, step, {})
+        assert step.output is not None
+        count = len(step.output.batch.tokens)
+        request = Request("padding", [0] * count, SamplingParams(), max_new_tokens=1, arrival=0.0)
+        chunk = Chunk(request, start=0, count=count, table=[], samples=False)
+        self._observe(StepPlan(step=0, chunks=(chunk,)), [0], step, {})
         self._drafter.forget(request.id)
 
     def bytes_kept(self, num_requests: int) -> int:
@@ -56,15 +52,13 @@ class DraftObserver:
         self,
         plan: StepPlan,
         offsets: Sequence[int],
-        shape: BatchShape,
         step: ComputedStep,
         accepted: Mapping[str, int],
     ) -> None:
         """`offsets`: the first row of each chunk."""
         assert step.output is not None
-        view, attention = self._inputs(shape)
-        batch = step.output.batch(plan, offsets, view)
+        output = step.output
         with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
             self._drafter.observe_step(
-                ComputedBatch(plan, batch, attention, step.output.hidden, accepted, self._storage)
+                ComputedBatch(plan, output.batch, offsets, output.attention, output.hidden, accepted, self._storage)
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import PagedBatch
+from chairlift.attention.batch import PagedLayout, StepBatch
 from chairlift.attention.storage import KVStorage
 from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.draft_inputs import DraftInputs, DraftShape
@@ -129,23 +129,30 @@ class DraftPasses:
         found = torch.empty(2, shape.places, shape.padded_requests, dtype=torch.int32, device=self._device)
         states = torch.zeros(1, 0, device=self._device) if self._recent is None else self._recent.ring
         features = states.index_select(0, view["state_row"])
-        batch = self._batch(view["slot"], view["position"], view["start"], view["count"])
-        attention = self._attention.attend(batch, self._storage)
-        one = network.first_pass(tokens, features, view["position"], view["last_row"], attention)
+        batch = self._batch(tokens, view["slot"], view["position"], view["start"], view["count"])
+        attention = self._attention.begin(batch, self._storage)
+        one = network.first_pass(batch, features, view["last_row"], attention)
         for place in range(shape.places):
             if place:
                 where = [view[f"next_{name}"][place - 1, :size] for name in ("position", "start", "count")]
-                batch = self._batch(view["next_slot"], *where, one_per_request=True)
-                attention = self._attention.attend(batch, self._storage)
-                one = network.next_pass(found[0, place - 1, :size], one.states, where[0], attention)
+                batch = self._batch(found[0, place - 1, :size], view["next_slot"], *where, one_per_request=True)
+                attention = self._attention.begin(batch, self._storage)
+                one = network.next_pass(batch, one.states, attention)
             likeliest(one.scores, network.token_ids, found[0, place, :size], found[1, place, :size], LEVELS)
         return ComputedDrafts(found)
 
     def _batch(
-        self, slots: Tensor, positions: Tensor, starts: Tensor, counts: Tensor, *, one_per_request: bool = False
-    ) -> PagedBatch:
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        *,
+        one_per_request: bool = False,
+    ) -> StepBatch:
         """A batch of single tokens."""
-        return PagedBatch(
+        layout = PagedLayout(
             slots=slots,
             positions=positions,
             tables=self._tables,
@@ -159,6 +166,7 @@ class DraftPasses:
             tile_queries=1,
             one_per_request=one_per_request,
         )
+        return StepBatch(tokens, positions, paged=layout)
 
     # ---- between steps ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
@@ -42,14 +43,14 @@ class RecentStates(HeadStates):
 
     # ---- on the device: part of a step's graph ----------------------------------------------------------------------
 
-    def store(self, tokens: Tensor, view: dict[str, Tensor], attention: StepAttention, hidden: HiddenStates) -> None:
+    def store(self, batch: StepBatch, view: dict[str, Tensor], attention: StepAttention, hidden: HiddenStates) -> None:
         """Store the states of a step, and the head's keys and values if the step has prompts."""
         from chairlift.kernels.triton.drafts.recent_states import store_states
 
         parts = self._head.feature_parts(hidden)
         if len(view["state_row"]):
             previous = self._previous(torch.cat(parts, dim=-1), view)
-            self._head.store_keys(tokens, self._head.join(previous), view["position"], attention)
+            self._head.store_keys(batch.tokens, self._head.join(previous), batch.positions, attention)
         store_states(parts, view["slot"], view["position"], self.ring, LENGTH)
 
     def _previous(self, features: Tensor, view: dict[str, Tensor]) -> Tensor:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.recurrent import RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.core.plan import NO_SLOT, StepPlan
-from chairlift.layers.recurrent.interface import RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.runner.gpu.packing import PackedStep
 from chairlift.runner.gpu.shapes import BatchShape
 

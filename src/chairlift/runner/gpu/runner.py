@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.interface import AttentionLayer, PagedBatch, StepAttention
+from chairlift.attention.batch import PagedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.recurrent import StateStorage
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.layers.recurrent.interface import StateStorage
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.device_memory import memory_taken
@@ -112,7 +113,7 @@ class GPURunner(ModelRunner):
         self._host_sampling = HostSampling(self.slots, self.sampler, self.last_token, structured, drafter)
         self.draft_observer: DraftObserver | None = None
         if drafter is not None and self._recent is None:
-            self.draft_observer = DraftObserver(drafter, storage, self._inputs_of)
+            self.draft_observer = DraftObserver(drafter, storage)
         self._recurrent: RecurrentInputs | None = None
         if states is not None:
             largest, rows = self.largest_shape, 1 + drafts_per_request
@@ -235,19 +236,19 @@ class GPURunner(ModelRunner):
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import sample
 
-        view, attention = self._inputs_of(shape)
+        view = shape.device_views(self._inputs)
         tokens = begin_step(
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
-        recurrent = None if self._recurrent is None else self._recurrent.step(shape)
-        rows = view["sample_row"]
+        batch, rows = self._batch(shape, view, tokens), view["sample_row"]
+        attention = self.attention.begin(batch, self.storage)
         if not self._keeps_all_rows and not all_rows:
-            output, kept = None, self.model.hidden_states(tokens, view["position"], attention, rows, recurrent).last
+            output, kept = None, self.model.hidden_states(batch, attention, rows).last
         else:
-            hidden = self.model.hidden_states(tokens, view["position"], attention, recurrent=recurrent)
-            output = ModelOutput(tokens, hidden)
+            hidden = self.model.hidden_states(batch, attention)
+            output = ModelOutput(batch, attention, hidden)
             if self._recent is not None:
-                self._recent.store(tokens, view, attention, hidden)
+                self._recent.store(batch, view, attention, hidden)
             kept = picked_rows(output.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
@@ -264,10 +265,9 @@ class GPURunner(ModelRunner):
         )
         return ComputedStep(logits, sampled, output)
 
-    def _inputs_of(self, shape: BatchShape) -> tuple[dict[str, Tensor], StepAttention]:
-        """The inputs of a step of this shape on the device, and its attention."""
-        view = shape.device_views(self._inputs)
-        batch = PagedBatch(
+    def _batch(self, shape: BatchShape, view: dict[str, Tensor], tokens: Tensor) -> StepBatch:
+        """The batch of a step of this shape, whose inputs `view` lie on the device."""
+        layout = PagedLayout(
             slots=view["slot"],
             positions=view["position"],
             tables=self.tables,
@@ -283,7 +283,9 @@ class GPURunner(ModelRunner):
             long_contexts=shape.long,
             deep_chunks=shape.deep,
         )
-        return view, self.attention.attend(batch, self.storage)
+        recurrent = None if self._recurrent is None else self._recurrent.step(shape)
+        rows = view["sample_row"]
+        return StepBatch(tokens, view["position"], paged=layout, sampled_rows=rows, recurrent=recurrent)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -336,7 +338,7 @@ class GPURunner(ModelRunner):
             with kernels_for(tuned=False):
                 step = self.preparation.forward_padding(shape)
             if self.draft_observer is not None:
-                self.draft_observer.observe_padding(shape, step)
+                self.draft_observer.observe_padding(step)
 
         taken = memory_taken(compute, self.device)
         return taken + self._bytes_kept() + HOST_COPIES * largest.samples * self.model.vocab_size * 4

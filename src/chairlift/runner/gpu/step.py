@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from chairlift.attention.input_batch import InputBatch
-from chairlift.attention.interface import RaggedLayout
+from chairlift.attention.batch import StepBatch
+from chairlift.attention.interface import StepAttention
 from chairlift.core.beam.search import Candidates
 from chairlift.core.plan import Chunk, PromptOutputs, StepPlan, StepResult, StepTiming
 from chairlift.core.sampling.logprobs import TokenLogprobs
@@ -19,23 +19,11 @@ from chairlift.runner.gpu.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The tokens of a step and what the model computed for all of them: for a draft network, or for prompt outputs."""
+    """A step's batch and what the model computed for all its tokens: for a draft network, or for prompt outputs."""
 
-    tokens: Tensor  # [T] int32
+    batch: StepBatch
+    attention: StepAttention
     hidden: HiddenStates
-
-    def batch(self, plan: StepPlan, offsets: Sequence[int], view: Mapping[str, Tensor]) -> InputBatch:
-        """The step as an input batch; `offsets`: the first row of each chunk, `view`: its inputs on the device."""
-        empty = view["slot"][:0]
-        layout = RaggedLayout(
-            offsets=[*offsets, plan.num_tokens],
-            starts=[chunk.start for chunk in plan.chunks],
-            ends=[chunk.end for chunk in plan.chunks],
-            tables=empty[:, None],  # the attention backend reads its own tables, by slot
-            slot_mapping=empty,
-        )
-        padding = len(self.tokens) - plan.num_tokens
-        return InputBatch(self.tokens, view["position"], view["sample_row"], empty, layout, num_padding=padding)
 
 
 @dataclass(frozen=True, slots=True)

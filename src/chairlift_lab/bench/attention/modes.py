@@ -10,8 +10,8 @@ import torch
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.batch import build_batch
 from chairlift.attention.choose import choose_backend
-from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
@@ -140,7 +140,7 @@ def _time_backend(shape: AttentionShape, name: str, plan: StepPlan, storage: KVS
     backend = shape.backend(name)
     batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
     # Planned once for all layers of a model, so planning is not part of a layer's cost.
-    attend = backend.plan(batch.layout, storage)
+    attend = backend.begin(batch, storage)
     rows = len(batch.tokens)
     q = shape.random(rows, shape.heads, shape.head_dim)
     k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))

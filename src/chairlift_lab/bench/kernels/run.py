@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.batch import build_batch
 from chairlift.attention.choose import choose_backend
-from chairlift.attention.input_batch import build_batch
 from chairlift.attention.interface import (
     AttentionLayer,
     HostWork,
@@ -213,7 +213,7 @@ def attention_case(
     for tensor in storage.tensors:
         tensor.copy_(narrowed(random(*tensor.shape[:-1], first.head_dim, dtype=torch.float32), kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
-    attention = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
+    attention = _with_tiles_of_a_step(backend.begin(batch, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     which = [replace(first, index=index) for index in range(count)]
     if first.latent_dim is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.input_batch import build_batch
+from chairlift.attention.batch import build_batch
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -26,7 +26,7 @@ from chairlift.loading.resolve import resolve_model
 from chairlift.options.config_file import read_text
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
-from chairlift.runner.state_storage import build_recurrent
+from chairlift.runner.state_storage import with_states
 from chairlift_lab.bench.quality.texts import TEXTS
 
 FLOAT32 = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
@@ -179,9 +179,8 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
     rectangular = runner.attention.capabilities.rectangular
     batch = build_batch(plan, runner.storage, runner.model.device, rectangular=rectangular)
-    attend = runner.attention.plan(batch.layout, runner.storage)
-    recurrent = build_recurrent(plan, batch.layout.offsets, runner.states, runner.model.device)
-    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend, recurrent=recurrent).last
+    batch = with_states(batch, plan, runner.states)
+    hidden = runner.model.hidden_states(batch, runner.attention.begin(batch, runner.storage)).last
     losses, likeliest = [], []
     following = torch.tensor(tokens[1:], device=hidden.device)
     for rows, actual in zip(hidden[:-1].split(LOGIT_ROWS), following.split(LOGIT_ROWS), strict=True):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.bursted import BurstedAttention
-from chairlift.attention.input_batch import build_batch
+from chairlift.attention.batch import build_batch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
-from chairlift.runner.state_storage import allocate_states, build_recurrent
+from chairlift.runner.state_storage import allocate_states, with_states
 
 BLOCK_SIZE = 16
 
@@ -40,10 +40,8 @@ def greedy_gaps(
         used, row = used + blocks, row + len(tokens)
     storage = _storage(model, used + 1, cache_dtype or model.dtype)
     plan, states = StepPlan(0, tuple(chunks)), allocate_states(model.recurrent_layers, 1, model.device)
-    batch = build_batch(plan, storage, model.device)
-    attend = BurstedAttention().plan(batch.layout, storage)
-    recurrent = build_recurrent(plan, batch.layout.offsets, states, model.device)
-    hidden = model.hidden_states(batch.tokens, batch.positions, attend, recurrent=recurrent).last
+    batch = with_states(build_batch(plan, storage, model.device), plan, states)
+    hidden = model.hidden_states(batch, BurstedAttention().begin(batch, storage)).last
     scores = model.logits(hidden[torch.tensor(rows, device=model.device)]).double()
     chosen = torch.tensor([token for _, output in sequences for token in output], device=model.device)
     return (scores.max(dim=-1).values - scores.gather(-1, chosen[:, None])[:, 0]).cpu()

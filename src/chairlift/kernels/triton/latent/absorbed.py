@@ -215,7 +215,7 @@ class LatentTiling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks of a batch and their tiles of queries, all int32; as in `PagedBatch`."""
+    """The chunks of a batch and their tiles of queries, all int32; as in `PagedLayout`."""
 
     slot: Tensor
     row: Tensor

@@ -16,7 +16,7 @@ from chairlift.kernels.triton.launch import cdiv, next_power_of_2
 
 
 class SlotBatch(Protocol):
-    """`layers.recurrent.interface.RecurrentBatch`."""
+    """`attention.recurrent.RecurrentBatch`."""
 
     @property
     def starts(self) -> Tensor: ...

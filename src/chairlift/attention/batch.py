@@ -1,0 +1,186 @@
+"""One step as tensors: many sequences, one ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.attention.recurrent import RecurrentStep
+from chairlift.attention.storage import KVStorage
+from chairlift.core.plan import StepPlan
+
+PADDING_TOKEN = 0  # any token will do: its results are not read
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedLayout:
+    """Which rows of the batch belong to which sequence, and where each sequence's cache is. S sequences, T tokens.
+
+    Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]). In a
+    rectangle all sequences own equally many rows; those behind a sequence's tokens are padding.
+
+    Other engines call `offsets` query_start_loc and `ends` seq_lens.
+    """
+
+    offsets: Sequence[int]  # S + 1, from 0 to T
+    starts: Sequence[int]  # S: the tokens of each sequence whose keys and values are already in the cache
+    ends: Sequence[int]  # S: each sequence's length after the step
+    tables: Tensor  # [S, longest table] int32: logical -> physical block, zero-padded
+    slot_mapping: Tensor  # [T] int64: where each token's key and value go: block * block_size + offset
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """The same in device memory, as kernels read it: T tokens of C chunks, all int32.
+
+    A slot is a request's place in the runner's batch, and its row of `tables`. Chunks of a single token come first, so
+    that chunk i of them is row i of the batch.
+    """
+
+    slots: Tensor  # [T]: the slot of each token's request
+    positions: Tensor  # [T]: each token's place in its sequence; -1 in padding rows
+    tables: Tensor  # [slots, blocks]
+    chunk_slot: Tensor  # [C]
+    chunk_row: Tensor  # [C]: the batch row of the chunk's first token
+    chunk_start: Tensor  # [C]: that token's position
+    chunk_count: Tensor  # [C]: 0 for padding
+    num_single: int  # only the first `num_single` chunks may be single tokens
+    tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
+    tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
+    tile_queries: int  # tokens in a tile
+    one_per_request: bool = False  # no request has two rows: no row reads what another writes in the same step
+    long_contexts: bool = False  # some single token has a long context
+    deep_chunks: bool = False  # some longer chunk has a long context
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Rows of a batch that are given as vectors: these replace the lookup of their tokens."""
+
+    rows: Tensor  # [n] int64
+    vectors: Tensor  # [n, hidden]: inputs of the first layer
+
+    def put_into(self, x: Tensor) -> Tensor:
+        """Overwrite these rows of the embedded tokens x [T, hidden]."""
+        return x.index_copy_(0, self.rows, self.vectors.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """T tokens of all chunks, one after the other.
+
+    chunks      a: prefill 4 | b: decode | c: decode | d: prefill 3
+    tokens      a0 a1 a2 a3  | b17       | c5        | d8 d9 d10
+    positions    0  1  2  3  |  17       |  5        |  8  9  10
+
+    There is no padding, with three exceptions. A static batch keeps the slots of finished requests: each is a sequence
+    of one padding token. Padded attention needs a rectangle, in which every sequence is padded to the longest chunk:
+
+    tokens      a0 a1 a2 a3  | b17 _ _ _ | c5 _ _ _  | d8 d9 d10 _
+
+    And a step that is captured on a GPU has rows of padding, whose position is -1.
+
+    Which rows belong to which sequence is described where it is read: in host memory (`build_batch`), or in device
+    memory (the packer of the GPU runner), whose buffers a captured step reads again and again.
+    """
+
+    tokens: Tensor  # [T] int64, or int32 on a GPU
+    positions: Tensor  # [T]: each token's place in its own sequence
+    ragged: RaggedLayout | None = None  # in host memory
+    paged: PagedLayout | None = None  # in device memory
+    sampled_rows: Tensor | None = None  # [scored tokens + idle rows]: rows whose logits are computed
+    read_rows: Tensor | None = None  # [read positions]: rows of prompts whose hidden states are needed, none sampled
+    embeddings: Embeddings | None = None
+    recurrent: RecurrentStep | None = None  # needed by models with recurrent layers
+    num_padding: int = 0  # how many of the T tokens are padding, where the host knows
+
+    @property
+    def layout(self) -> RaggedLayout:
+        """Where the sequences are, for a reader in host memory."""
+        assert self.ragged is not None, "the batch is described in device memory only"
+        return self.ragged
+
+    @property
+    def needed_rows(self) -> Tensor | None:
+        """Rows whose hidden states are needed: sampled ones, then read ones. None: all rows, in order."""
+        assert self.sampled_rows is not None
+        assert self.read_rows is not None
+        if len(self.sampled_rows) == len(self.tokens):
+            return None
+        return torch.cat([self.sampled_rows, self.read_rows])
+
+
+def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rectangular: bool = False) -> StepBatch:
+    if not plan.idle_rows and all(chunk.count == 1 and chunk.samples for chunk in plan.chunks):
+        return _single_tokens(plan, storage, device)
+    chunks, idle, block_size, scratch = plan.chunks, plan.idle_rows, storage.block_size, storage.scratch_block
+    starts = np.array([chunk.start for chunk in chunks] + [0] * idle)
+    counts = np.array([chunk.count for chunk in chunks] + [1] * idle)
+    num_rows = np.full_like(counts, counts.max()) if rectangular else counts
+    offsets = [0, *accumulate(num_rows.tolist())]
+    sequences = np.repeat(np.arange(len(counts)), num_rows)  # which sequence each row belongs to
+    places = np.arange(offsets[-1]) - np.array(offsets)[sequences]
+    filled = places < counts[sequences]
+    positions = np.where(filled, starts[sequences] + places, 0)
+    tables = np.zeros((len(counts), max(len(chunk.table) for chunk in chunks)), dtype=np.int32)
+    for row, chunk in zip(tables, chunks, strict=False):
+        row[: len(chunk.table)] = chunk.table
+    tables[len(chunks) :, 0] = scratch
+    blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
+    tokens = np.full(offsets[-1], PADDING_TOKEN, dtype=np.int64)
+    tokens[filled & (sequences < len(chunks))] = [token for chunk in chunks for token in chunk.tokens]
+    sampled = [
+        offsets[i] + chunk.count - behind for i, chunk in enumerate(chunks) for behind in range(chunk.num_scored, 0, -1)
+    ]
+    read = [offsets[i] + position - chunk.start for i, chunk in enumerate(chunks) for position in chunk.read]
+    return StepBatch(
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        sampled_rows=torch.tensor(sampled + offsets[len(chunks) : -1], dtype=torch.int64, device=device),
+        read_rows=torch.tensor(read, dtype=torch.int64, device=device),
+        ragged=RaggedLayout(
+            offsets=offsets,
+            starts=starts.tolist(),
+            ends=(starts + counts).tolist(),
+            tables=torch.from_numpy(tables).to(device),
+            slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
+        ),
+        num_padding=len(tokens) - plan.num_tokens,
+    )
+
+
+def _single_tokens(plan: StepPlan, storage: KVStorage, device: torch.device) -> StepBatch:
+    """The batch of a plan whose chunks are single tokens that are sampled: most steps, built in a few operations."""
+    chunks, size = plan.chunks, storage.block_size
+    starts = [chunk.start for chunk in chunks]
+    tables = np.zeros((len(chunks), max([len(chunk.table) for chunk in chunks])), dtype=np.int32)
+    for row, chunk in zip(tables, chunks, strict=True):
+        row[: len(chunk.table)] = chunk.table
+    numbers = np.array(
+        [
+            [chunk.request.tokens[chunk.start] for chunk in chunks],
+            starts,
+            [chunk.table[chunk.start // size] * size + chunk.start % size for chunk in chunks],
+            range(len(chunks)),
+        ]
+    )
+    tokens, positions, slots, rows = torch.from_numpy(numbers).to(device)
+    return StepBatch(
+        tokens=tokens,
+        positions=positions,
+        sampled_rows=rows,
+        read_rows=rows[:0],
+        ragged=RaggedLayout(
+            offsets=range(len(chunks) + 1),
+            starts=starts,
+            ends=[start + 1 for start in starts],
+            tables=torch.from_numpy(tables).to(device),
+            slot_mapping=slots,
+        ),
+        num_padding=0,
+    )

@@ -14,7 +14,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift_lab.bench.quality.run import score
+from chairlift_lab.bench.quality import score
 from tests.engine.invariance import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, save

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.attention import choose
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
@@ -18,8 +19,8 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift_lab.bench.kernels import run as kernel_speed
-from chairlift_lab.bench.long_context.run import LongContextSettings, measure_long_contexts
+from chairlift_lab.bench import kernels as kernel_speed
+from chairlift_lab.bench.long_context import LongContextSettings, measure_long_contexts
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.step_work import GEMM
 from chairlift_lab.profile.gpu import FIRST_KERNEL, make_profile
@@ -82,7 +83,7 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     model: Decoder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernel_speed, "choose_backend", lambda *_: PagedGPUAttention())
+    monkeypatch.setattr(choose, "choose_backend", lambda *_: PagedGPUAttention())
     settings = kernel_speed.KernelSettings(batches=[2], contexts=[40])
     prompts: list[dict[str, Any]] = []
     monkeypatch.setattr(

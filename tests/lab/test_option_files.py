@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.quality.run import text_to_score
+from chairlift_lab.bench.quality import text_to_score
 from chairlift_lab.common.model_shapes import read_json_config
 from chairlift_lab.common.workload import load_workload
 from chairlift_lab.load.traces import load_trace

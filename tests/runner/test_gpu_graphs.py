@@ -30,7 +30,7 @@ from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead
-from chairlift_lab.bench.speculation.run import SpeculationSettings, compare_speculation
+from chairlift_lab.bench.speculation import SpeculationSettings, compare_speculation
 from chairlift_lab.common.engines import EngineMaker
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.running import assert_same_output, often_right, run

@@ -8,10 +8,10 @@ from chairlift.core.events import TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation.head_config import MAX_LENGTH
-from chairlift_lab.bench.speculation.record import record
-from chairlift_lab.bench.speculation.run import encode_prompt
-from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.bench.speculation import encode_prompt
 from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.speculation_record import record
+from chairlift_lab.common.texts import SCENARIOS
 
 ANSWERS, TOKENS = 2, 12
 

@@ -11,7 +11,7 @@ import torch
 from chairlift.attention.batch import StepBatch
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
-from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.common.texts import SCENARIOS
 from chairlift_lab.training.conversation import REPEATED_TOKENS, RepetitionDetector, TurnMarkers
 from chairlift_lab.training.objective import evaluate
 from chairlift_lab.training.prompts import HELD_OUT, OPENINGS, QUESTIONS, SUBJECTS, QuestionSource

@@ -135,6 +135,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def option_of(config: type, name: str, **changes: Any) -> Any:
+    """A dataclass field that is an option of another dataclass, with another default or help where `changes` say so."""
+    declared = next(replace(each, **changes) for each in options_of(config) if each.name == name)
+    return field(default=declared.default, metadata={_METADATA_KEY: declared})
+
+
 def options_of(config: type) -> tuple[Option, ...]:
     """The options that a dataclass declares, in the order of its fields."""
     hints = get_type_hints(config)

@@ -1,6 +1,6 @@
-"""The seam of `chairlift bench`: a bench is a folder of this package, or a plugin, that registers a command.
+"""The seam of `chairlift bench`: a bench is a module of this package, or a plugin, that registers a command.
 
-The module `cli` of the folder `long_context` registers `chairlift bench long-context`:
+The module `long_context` registers `chairlift bench long-context`:
 
     @bench("long-context", "chairlift bench long-context --lengths 1024,4096")
     def bench_long_context(engine: EngineOptions, note: Note, ...) -> BenchResult: ...
@@ -67,7 +67,7 @@ class Bench:
     examples: Sequence[str]
 
 
-BENCHES: Registry[Bench] = Registry("bench", "chairlift_lab.bench", module="cli")
+BENCHES: Registry[Bench] = Registry("bench", "chairlift_lab.bench")
 
 Measure = Callable[..., BenchResult]
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.request import FinishReason
-from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift_lab.common.measure import EngineFigures, Measurement, TokenProgress
-from chairlift_lab.common.workload import BenchRequest, Workload
+from chairlift_lab.common.workload import BenchRequest, Workload, full_length
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -29,6 +28,44 @@ class Session:
     @property
     def longest(self) -> int:
         return sum(len(turn.prompt_ids) + turn.n_out for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequests:
+    """Requests that were sent at once and have ended; times are seconds since they were sent."""
+
+    seconds: float
+    token_times: Sequence[Sequence[float]]
+    """When each token of each request came: at the end of its step."""
+    steps: Sequence[StepDone]
+
+    @property
+    def firsts(self) -> list[float]:
+        return [times[0] for times in self.token_times]
+
+    @property
+    def lasts(self) -> list[float]:
+        return [times[-1] for times in self.token_times]
+
+
+def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Iterable[int]) -> ServedRequests:
+    """Send all requests at once, each for exactly so many tokens, and run the engine until it has no work."""
+    requests = [(prompt, full_length(count)) for prompt, count in zip(prompts, outputs, strict=True)]
+    steps: list[StepDone] = []
+    begun = time.perf_counter()
+    token_times: dict[str, list[float]] = {engine.submit(prompt, params)[0]: [] for prompt, params in requests}
+    engine.expect_no_more()
+    while engine.has_work:
+        events = engine.step()
+        now = time.perf_counter() - begun
+        for event in events:
+            if isinstance(event, StepDone):
+                steps.append(event)
+            elif isinstance(event, TokenProduced) and event.request_id in token_times:
+                token_times[event.request_id].append(now)
+    seconds = time.perf_counter() - begun
+    engine.check_alive()
+    return ServedRequests(seconds, list(token_times.values()), steps)
 
 
 def measure_engine(
@@ -130,9 +167,7 @@ class _Run:
     def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
         turn = session.turns[index]
         prompt = [*said, *turn.prompt_ids]
-        # Token ids only, no text, as for other engines.
-        params = SamplingParams(temperature=0.0, max_tokens=turn.n_out, ignore_eos=True, detokenize=False)
-        (request_id,) = self._engine.submit(prompt, params)
+        (request_id,) = self._engine.submit(prompt, full_length(turn.n_out))
         self._open[request_id] = _Turn(session, index, prompt, came, [], [])
         self._turns.append(self._open[request_id])
 
@@ -157,7 +192,7 @@ class _Inside:
 
     def __init__(self) -> None:
         self._preemptions = 0
-        self._cached: dict[str, int] = {}  # at first admission; after a preemption a request finds its own blocks
+        self._cached: dict[str, int] = {}  # Only the first admission counts: later a request finds its own blocks.
         self._steps: list[StepDone] = []
 
     def record(self, event: Event) -> None:

@@ -7,17 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
-from chairlift.engine.memory_plan import bytes_per_token
-from chairlift.engine.settings import kv_dtype, resolve_machine
-from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.progress import Note
 
 if TYPE_CHECKING:
+    from chairlift.attention.storage import KVStorage
     from chairlift.engine.engine import Engine
+    from chairlift.engine.startup import LoadedModel, StartedEngine
     from chairlift.terminal.options import EngineOptions
 
 
@@ -26,6 +22,8 @@ def touch_cache(storage: KVStorage, num_blocks: int | None = None) -> None:
 
     The system allocates pages on first write; this moves that cost out of the first measured request.
     """
+    import torch
+
     for side in (*storage.keys, *storage.values):
         side[:num_blocks].view(torch.uint8).zero_()
 
@@ -39,6 +37,8 @@ class EngineMaker:
 
     @classmethod
     def load(cls, model: str, options: Mapping[str, Any], *, progress: bool = False) -> EngineMaker:
+        from chairlift.engine.startup import load_model
+
         return cls(load_model(model, EngineConfig(**options), progress=progress), options)
 
     @classmethod
@@ -49,6 +49,8 @@ class EngineMaker:
 
     def start(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> StartedEngine:
         """Start an engine; `changes` override `options`."""
+        from chairlift.engine.startup import start_engine
+
         return start_engine(self.loaded, self.config(**changes), clock=clock)
 
     def engine(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> Engine:
@@ -59,6 +61,9 @@ class EngineMaker:
 
     def kv_memory(self, num_blocks: int) -> int:
         """The size of `num_blocks` blocks in bytes."""
+        from chairlift.engine.memory_plan import bytes_per_token
+        from chairlift.engine.settings import kv_dtype
+
         model, config = self.loaded.model, self.config()
         return num_blocks * config.block_size * bytes_per_token(model.attention_layers, kv_dtype(config, model))
 
@@ -69,6 +74,7 @@ class EngineMaker:
 
     def num_parameters(self) -> int:
         """The number of weights, from the checkpoint's config."""
+        from chairlift.engine.settings import resolve_machine
         from chairlift.loading.checkpoint import open_checkpoint
         from chairlift.loading.resolve import resolve_model
         from chairlift.models import describe
@@ -81,6 +87,8 @@ class EngineMaker:
 
     def settings(self) -> dict[str, Any]:
         """The settings that all engines share, for a report."""
+        from chairlift.engine.settings import kv_dtype, resolve_machine
+
         config = self.config()
         settings = resolve_machine(config)
         return {

@@ -12,25 +12,31 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from chairlift.layers.formats import FORMATS
-from chairlift.layers.linear import Linear
-from chairlift.models.base import CausalLM
 from chairlift_lab.common.timing import best_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from chairlift.models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """The measured bandwidth and arithmetic of a device."""
 
-    bytes_per_second: float  # of a large copy, both ways, or of reading alone where measured
-    flops_per_second: float  # in a large matrix product
+    bytes_per_second: float  # A large copy, both ways, or reading alone where measured.
+    flops_per_second: float  # A large matrix product.
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ceilings:
         """With a large copy and a large product in the format of the model's weights."""
+        import torch
+
+        from chairlift.layers.formats import FORMATS
+        from chairlift.layers.linear import Linear
+
         count, size = (2**31, 8192) if device.type == "cuda" else (2**26, 1024)
         source = torch.empty(count, dtype=torch.int8, device=device)
         target = torch.empty_like(source)
@@ -45,7 +51,7 @@ def ceilings_for(model: CausalLM) -> Ceilings:
     """The ceilings of the model's device in the model's precision."""
     quantization = getattr(model, "quantization", "none")
     if model.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-        from chairlift_lab.common.cpu_ceilings import cpu_ceilings
+        from chairlift_lab.common.cpu_kernels import cpu_ceilings
 
         return cpu_ceilings(model.dtype, quantization)
     return Ceilings.measure(model.device, model.dtype, quantization)
@@ -70,12 +76,10 @@ class ModelCost:
     """What the tokens of a model cost."""
 
     step_bytes: int  # weights that every step reads, experts aside
-    token_flops: int  # of a prompt token through the layers; the last layer only stores its keys and values
+    token_flops: int  # A prompt token; the last layer only stores keys and values.
     kv_bytes: int  # keys and values of one token
-    window_bytes: Mapping[int, int] = field(
-        default_factory=dict
-    )  # of these, those of layers with a window, by its size
-    state_bytes: int = 0  # of recurrent layers, for one sequence
+    window_bytes: Mapping[int, int] = field(default_factory=dict)  # those of layers with a window, by its size
+    state_bytes: int = 0  # The states of recurrent layers, for one sequence.
     mixtures: Sequence[Mixture] = ()
 
     def weight_bytes(self, tokens: int) -> float:

@@ -32,9 +32,9 @@ class Measurement:
 
     seconds: float
     input_tokens: int
-    token_times: Sequence[Sequence[float]]  # for each request, when each of its tokens arrived
+    token_times: Sequence[Sequence[float]]  # When each token of each request arrived.
     inside: EngineFigures | None = None
-    arrivals: Sequence[float] | None = None  # for each request; None: all at the start
+    arrivals: Sequence[float] | None = None  # When each request arrived; None: all at the start.
 
     def row(self, name: str) -> dict[str, Any]:
         """The figures, with the keys of docs/bench-json.md."""

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import option_of
 from chairlift.terminal.options import EngineOptions, given
 
 if TYPE_CHECKING:
-    from chairlift.config import EngineConfig
+    from chairlift.engine.settings import MachineSettings
     from chairlift.models.base import CausalLM
     from chairlift_lab.common.floor import Ceilings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    """Where to compute, and in what type."""
+
+    device: str = option_of(EngineConfig, "device")
+    dtype: str = option_of(EngineConfig, "dtype")
+
+    def resolve(self) -> MachineSettings:
+        from chairlift.engine.settings import resolve_machine
+
+        return resolve_machine(EngineConfig(**asdict(self)))
+
+
+TokenizerModel = Annotated[str, typer.Option("--model", "-m", help="Model whose tokenizer is loaded.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +53,6 @@ class ShapeOptions:
         self, context: typer.Context, engine: EngineOptions, argument: str | None
     ) -> Iterator[tuple[str, EngineConfig, str]]:
         """The path to load, the config and a display name; `argument` is a model typed without --model."""
-        from chairlift.config import EngineConfig
         from chairlift_lab.common.model_shapes import config_file
 
         if argument is not None and given(context, "model"):

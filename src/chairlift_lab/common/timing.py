@@ -1,4 +1,4 @@
-"""Time and peak memory of a function, and how they grow with its input."""
+"""Time and peak memory of a function, and how they grow with its input; torch is imported when they are measured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 TimedCall = Callable[[], object]
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # what Linux wants written to clear_refs
+
+
+def in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: run the function without gradients."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        import torch
+
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def best_seconds(run: TimedCall, device: torch.device, *, least: float = 0.25, repeats: int = 7) -> float:
@@ -38,12 +56,16 @@ def _timed(run: TimedCall, device: torch.device) -> float:
 
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(run: TimedCall, device: torch.device) -> int | None:
     """Peak memory during `run` beyond what was in use before; None if the system cannot measure it."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import read_text
 
@@ -48,6 +49,11 @@ class Workload:
         return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in some))
 
 
+def full_length(count: int) -> SamplingParams:
+    """Greedy decoding of exactly so many tokens: ids only, no text, as for other engines."""
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
 class TokenSource:
     """Random tokens of a vocabulary; the same seed gives the same tokens."""
 
@@ -84,6 +90,30 @@ class LengthRange:
 
     def __str__(self) -> str:
         return f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadLengths:
+    """Gamma-distributed lengths; `variation` is their standard deviation divided by their mean.
+
+    0: all equal; 1: an exponential distribution; above 1: a few very long ones among many short ones.
+    """
+
+    mean: int
+    variation: float
+    longest: int  # longer draws are cut to this
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean <= self.longest:
+            raise InvalidParameter("mean", f"must be between 1 and {self.longest}, got {self.mean}")
+        if not 0 <= self.variation < float("inf"):
+            raise InvalidParameter("variation", f"must be at least 0, got {self.variation}")
+
+    def draw(self, source: random.Random) -> int:
+        if self.variation == 0:
+            return self.mean
+        shape = self.variation**-2
+        return min(max(1, round(source.gammavariate(shape, self.mean / shape))), self.longest)
 
 
 @dataclass(frozen=True, slots=True)

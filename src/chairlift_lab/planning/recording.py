@@ -126,7 +126,7 @@ class RunRecorder:
             self._num_run += 1
 
     def _run(self, part: Part) -> None:
-        from chairlift_lab.bench.profile.run import watch_steps
+        from chairlift_lab.bench.profile import watch_steps
         from chairlift_lab.common.engine_run import Session, run_sessions
 
         engine, rng = self._engine, self._rng

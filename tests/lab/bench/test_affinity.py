@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift_lab.bench.affinity.run import AffinitySettings
+from chairlift_lab.bench.affinity import AffinitySettings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 
@@ -22,7 +22,9 @@ def test_bad_numbers_are_refused(option: str) -> None:
 
 
 def test_requests_of_a_group_share_exactly_their_prefix() -> None:
-    settings = AffinitySettings(3, 4, prefix_tokens=50, own_tokens=5, output_tokens=2, rate=1.0, replicas=2, seed=1)
+    settings = AffinitySettings(
+        groups=3, per_group=4, prefix_tokens=50, own_tokens=5, output_tokens=2, rate=1.0, replicas=2, seed=1
+    )
     requests = settings.requests()
     prefixes = [request.prompt_ids[:50] for request in requests]
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [4, 4, 4]

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.attention.kernels import KV_MEMORY, materialised
-from chairlift_lab.bench.attention.options import AttentionSettings
-from chairlift_lab.bench.attention.run import EXPERIMENTS, run_attention
-from chairlift_lab.common.lengths import SpreadLengths
+from chairlift_lab.bench.attention import EXPERIMENTS, KV_MEMORY, AttentionSettings, materialised, run_attention
 from chairlift_lab.common.timing import growth, peak_bytes
+from chairlift_lab.common.workload import SpreadLengths
 from chairlift_lab.report.lists import parse_names
 
 CPU = torch.device("cpu")

@@ -17,21 +17,19 @@ from chairlift.core.executor import PendingStep
 from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.chunking.long_prompts import (
+from chairlift_lab.bench import claims
+from chairlift_lab.bench.chunking import (
+    ChunkingPoint,
     ChunkingRun,
     ChunkingSettings,
     TurnClock,
-    engine_for_long_prompts,
-    run_long_prompts,
-)
-from chairlift_lab.bench.chunking.run import (
-    ChunkingPoint,
     best_fixed,
     chunking_rows,
+    engine_for_long_prompts,
+    run_long_prompts,
     sweep_chunks,
 )
-from chairlift_lab.bench.claims import prompt_stall
-from chairlift_lab.bench.claims.prompt_stall import measure_stalls, random_maker
+from chairlift_lab.bench.claims import measure_stalls, random_maker
 from chairlift_lab.common.engines import EngineMaker
 from tests.tiny import write_tiny_checkpoint
 
@@ -156,7 +154,7 @@ def test_the_stall_of_a_long_prompt_shrinks_with_the_chunk(monkeypatch: pytest.M
         monkeypatch.setattr(engine, "_clock", lambda: computed)
         return run_long_prompts(engine, *arguments, **options)
 
-    monkeypatch.setattr(prompt_stall, "run_long_prompts", run)
+    monkeypatch.setattr(claims, "run_long_prompts", run)
     whole, small = measure_stalls(random_maker("cpu"), prompt_len=1000, chunks=[64], decodes=2)
     assert (whole.chunk, whole.worst_gap, whole.first_token) == (None, 1002, 1002)
     assert (small.chunk, small.worst_gap, small.first_token) == (64, 66, 1000 + 2 * 16)

@@ -12,19 +12,20 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.attention.kernels import SharingPoint, TilingPoint
-from chairlift_lab.bench.attention.kv_recompute import RecomputePoint
-from chairlift_lab.bench.attention.modes import ModesPoint
-from chairlift_lab.bench.attention.run import AttentionSettings
-from chairlift_lab.bench.claims import about_batching as claims_batching
-from chairlift_lab.bench.claims import about_chunking as claims_chunking
-from chairlift_lab.bench.claims import about_memory as claims_memory
-from chairlift_lab.bench.claims.batch_sizes import BatchSizePoint, ComputeShare
-from chairlift_lab.bench.claims.claim import Holds
-from chairlift_lab.bench.claims.kv_accounting import KVWaste, SharedPrefix
-from chairlift_lab.bench.claims.prompt_stall import StallPoint
-from chairlift_lab.bench.claims.run import GROUPS, ClaimsSettings, run_claims
-from chairlift_lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
+from chairlift_lab.bench import claims
+from chairlift_lab.bench.attention import AttentionSettings, ModesPoint, RecomputePoint, SharingPoint, TilingPoint
+from chairlift_lab.bench.claims import (
+    GROUPS,
+    BatchSizePoint,
+    ClaimsSettings,
+    ComputeShare,
+    Holds,
+    KVWaste,
+    SharedPrefix,
+    StallPoint,
+    run_claims,
+)
+from chairlift_lab.bench.policies import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.measure import EngineFigures, Measurement
 from chairlift_lab.report.lists import parse_names
@@ -80,11 +81,11 @@ def point(strategy: str, arrivals: str, variation: float, tokens_per_s: float, u
 
 
 def test_verdicts_about_compute_and_batching() -> None:
-    assert claims_batching.judge_compute_share(ComputeShare(5e9, 100e9)).holds is Holds.YES
-    assert claims_batching.judge_compute_share(ComputeShare(20e9, 100e9)).holds is Holds.NO
-    assert claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 70.0)]).holds is Holds.YES
-    assert claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 30.0)]).holds is Holds.PARTLY
-    found = claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 20.0), BatchSizePoint(64, 15.0)])
+    assert claims.judge_compute_share(ComputeShare(5e9, 100e9)).holds is Holds.YES
+    assert claims.judge_compute_share(ComputeShare(20e9, 100e9)).holds is Holds.NO
+    assert claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 70.0)]).holds is Holds.YES
+    assert claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 30.0)]).holds is Holds.PARTLY
+    found = claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 20.0), BatchSizePoint(64, 15.0)])
     assert found.holds is Holds.NO
     assert found.figures["ratio"] == pytest.approx(2.0)
 
@@ -98,15 +99,15 @@ def test_verdicts_about_policies() -> None:
         point("dynamic", POISSON, 1.0, 80.0, 0.7),
         point("static", POISSON, 1.0, 60.0, 0.6),
     ]
-    static = claims_batching.judge_continuous_vs_static(points)
+    static = claims.judge_continuous_vs_static(points)
     assert static.holds is Holds.YES
     assert static.figures == {"ratio_at_1": pytest.approx(12.0)}
-    dynamic = claims_batching.judge_continuous_vs_dynamic(points)
+    dynamic = claims.judge_continuous_vs_dynamic(points)
     assert dynamic.holds is Holds.YES
     assert "+25%" in dynamic.measured
-    assert claims_batching.judge_useful_tokens(points).holds is Holds.YES
+    assert claims.judge_useful_tokens(points).holds is Holds.YES
     slower = [point("continuous", AT_ONCE, 1.0, 11.0, 1.0), *points[1:]]
-    assert claims_batching.judge_continuous_vs_static(slower).holds is Holds.NO
+    assert claims.judge_continuous_vs_static(slower).holds is Holds.NO
 
 
 def test_verdict_about_chunking() -> None:
@@ -115,41 +116,41 @@ def test_verdict_about_chunking() -> None:
         StallPoint(4096, 2.0, 0.1, 6.0),
         StallPoint(128, 0.1, 0.1, 9.0),
     )
-    found = claims_chunking.judge_chunking([whole, large, small], 10_000)
+    found = claims.judge_chunking([whole, large, small], 10_000)
     assert found.holds is Holds.YES
     assert "50x less" in found.measured
-    hasty = claims_chunking.judge_chunking([whole, large, replace(small, first_token=4.0)], 10_000)
+    hasty = claims.judge_chunking([whole, large, replace(small, first_token=4.0)], 10_000)
     assert hasty.holds is Holds.PARTLY
-    assert claims_chunking.judge_chunking([whole, large, replace(small, worst_gap=4.0)], 10_000).holds is Holds.NO
+    assert claims.judge_chunking([whole, large, replace(small, worst_gap=4.0)], 10_000).holds is Holds.NO
 
 
 def test_verdicts_about_counted_figures() -> None:
     exact = {"padded": 693, "ragged": 0}
-    assert claims_batching.judge_joining_padding(exact, 100, 8).holds is Holds.YES
-    assert claims_batching.judge_joining_padding({"padded": 692, "ragged": 0}, 100, 8).holds is Holds.NO
-    assert claims_memory.judge_shared_prefix(SharedPrefix(62, 70, 194, 12, 3)).holds is Holds.YES
-    assert claims_memory.judge_shared_prefix(SharedPrefix(62, 71, 194, 12, 3)).holds is Holds.NO
-    assert claims_memory.judge_kv_waste(KVWaste(0.02, 0.8)).holds is Holds.YES
-    assert claims_memory.judge_kv_waste(KVWaste(0.02, 0.3)).holds is Holds.PARTLY
-    assert claims_memory.judge_kv_waste(KVWaste(0.1, 0.8)).holds is Holds.NO
+    assert claims.judge_joining_padding(exact, 100, 8).holds is Holds.YES
+    assert claims.judge_joining_padding({"padded": 692, "ragged": 0}, 100, 8).holds is Holds.NO
+    assert claims.judge_shared_prefix(SharedPrefix(62, 70, 194, 12, 3)).holds is Holds.YES
+    assert claims.judge_shared_prefix(SharedPrefix(62, 71, 194, 12, 3)).holds is Holds.NO
+    assert claims.judge_kv_waste(KVWaste(0.02, 0.8)).holds is Holds.YES
+    assert claims.judge_kv_waste(KVWaste(0.02, 0.3)).holds is Holds.PARTLY
+    assert claims.judge_kv_waste(KVWaste(0.1, 0.8)).holds is Holds.NO
 
 
 def test_verdicts_about_attention() -> None:
     sharing = [SharingPoint("MHA", 8, 400, 4.0, 10), SharingPoint("GQA", 2, 100, 1.0, 40), SharingPoint("", 1, 1, 1, 1)]
-    assert claims_memory.judge_head_sharing(sharing).holds is Holds.YES
+    assert claims.judge_head_sharing(sharing).holds is Holds.YES
     tiling = [TilingPoint(n, n / 10, n / 4, 1000 * n, n * n) for n in (1000, 2000, 4000)]
-    time, memory = claims_memory.judge_tiling(tiling)
+    time, memory = claims.judge_tiling(tiling)
     assert (time.holds, memory.holds) == (Holds.YES, Holds.YES)
     assert memory.figures == {"tiled_growth": pytest.approx(1.0), "full_growth": pytest.approx(2.0)}
     unmeasured = [TilingPoint(1000, 1.0, 1.5, None, None), TilingPoint(2000, 1.0, None, None, None)]
-    (time,) = claims_memory.judge_tiling(unmeasured)
+    (time,) = claims.judge_tiling(unmeasured)
     assert time.holds is Holds.NO
     modes = [ModesPoint("decode", 4, 0.0, 4, 0, 9, 9, {"ragged": 1.0, "bursted": 3.0, "padded": 0.9})]
-    assert claims_memory.judge_modes(modes).holds is Holds.YES
+    assert claims.judge_modes(modes).holds is Holds.YES
     cache = [RecomputePoint(n, n * 0.1, n * n * 0.01, n, n * (n + 1) // 2) for n in (10, 20, 40, 80)]
-    assert claims_memory.judge_cache(cache).holds is Holds.YES
+    assert claims.judge_cache(cache).holds is Holds.YES
     flat = [RecomputePoint(n, n * 0.1, n * 0.2, n, n * (n + 1) // 2) for n in (10, 20, 40, 80)]
-    assert claims_memory.judge_cache(flat).holds is Holds.NO
+    assert claims.judge_cache(flat).holds is Holds.NO
 
 
 def test_every_claim_is_measured_and_every_key_documented(folder: str) -> None:

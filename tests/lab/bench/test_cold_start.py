@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift_lab.bench.cold_start.cli import phase_table
-from chairlift_lab.bench.cold_start.run import (
+from chairlift_lab.bench.cold_start import (
     ColdStart,
     ColdStartSettings,
     figures,
     folder_with_tokenizer,
+    phase_table,
     start_phases,
 )
 from chairlift_lab.load.run import LoadRecord
@@ -60,9 +60,9 @@ chairlift_engine_up 1.0
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="streams"):
-        ColdStartSettings((1, 0), 1.0, "4", "4", 0)
+        ColdStartSettings(streams=(1, 0), seconds=1.0, prompt_len="4", output_len="4", seed=0)
     with pytest.raises(InvalidParameter, match="seconds"):
-        ColdStartSettings((1,), 0.0, "4", "4", 0)
+        ColdStartSettings(streams=(1,), seconds=0.0, prompt_len="4", output_len="4", seed=0)
 
 
 def test_servers_are_loaded_from_their_start_with_an_empty_cache(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_servers_are_loaded_from_their_start_with_an_empty_cache(tmp_path: Path)
     }
     with folder_with_tokenizer(str(config)) as folder:
         assert sorted(os.listdir(folder)) == ["config.json", "tokenizer.json"]
-        settings = ColdStartSettings((2,), 0.5, "4:8", "3", 1)
+        settings = ColdStartSettings(streams=(2,), seconds=0.5, prompt_len="4:8", output_len="3", seed=1)
         rows = ColdStart(folder, options, range(1, 50), settings).run(noted.append)
     assert [(row["start"], row["streams"]) for row in rows] == [("cold", 2), ("warm", 1)]
     assert noted == ["cold start, 2 streams", "warm start"]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.kernels.run import KernelSettings
-from chairlift_lab.bench.latency.run import LatencySettings
+from chairlift_lab.bench.kernels import KernelSettings
+from chairlift_lab.bench.latency import LatencySettings
 from chairlift_lab.common.cpu_time import process_age
 from tests.kernels.tiny_config import CONFIG
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.long_context.run import LongContextSettings
+from chairlift_lab.bench.long_context import LongContextSettings
 from tests.kernels.tiny_config import CONFIG
 from tests.tiny import write_tiny_checkpoint
 

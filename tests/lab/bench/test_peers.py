@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift_lab.bench.throughput.rounds import Rounds, median_row
-from chairlift_lab.bench.throughput.run import ThroughputComparison
+from chairlift_lab.bench.throughput import Rounds, ThroughputComparison, median_row
 from chairlift_lab.common.measure import TokenProgress
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers

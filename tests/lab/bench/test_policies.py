@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy, compare_policies
+from chairlift_lab.bench.policies import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy, compare_policies
 from chairlift_lab.common.engines import EngineMaker
 from tests.tiny import write_tiny_checkpoint
 

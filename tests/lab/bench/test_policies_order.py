@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from chairlift.cluster.routing.router import Router
-from chairlift_lab.bench.policies.run import PoliciesSettings
+from chairlift_lab.bench.policies import PoliciesSettings
 from chairlift_lab.planning.run import ReplicaSettings
 from chairlift_lab.simulator.measured import MeasuredCost
 from chairlift_lab.simulator.records import Arrival, SimulationOutcome

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.core.events import Event, RequestQueued
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.prefix.options import PrefixSettings
-from chairlift_lab.bench.prefix.run import SCENARIOS, compare_prefix_caching
+from chairlift_lab.bench.prefix import SCENARIOS, PrefixSettings, compare_prefix_caching
 from chairlift_lab.common.engine_run import Session, run_sessions
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.workload import BenchRequest, TokenSource

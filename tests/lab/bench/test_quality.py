@@ -12,7 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.runner.base import ModelRunner
-from chairlift_lab.bench.quality.run import (
+from chairlift_lab.bench.quality import (
     CPU_MODES,
     PIECE,
     Scores,

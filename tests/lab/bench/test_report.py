@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.throughput.run import ThroughputComparison
+from chairlift_lab.bench.throughput import ThroughputComparison
 from chairlift_lab.common.measure import Measurement, add_speedups
 from chairlift_lab.report.json_report import check_writable, machine, machine_line, write_report
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.serve.run import turns
+from chairlift_lab.bench.serve import turns
 from chairlift_lab.common.workload import LengthRange, SharedPrefixes, draw_requests
 from chairlift_lab.load.arrivals import Arrivals
 from chairlift_lab.load.figures import LatencyLimits, in_flight, load_row

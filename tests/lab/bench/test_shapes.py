@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
+from chairlift.layers import linear
+from chairlift.layers.formats import FORMATS
 from chairlift.models import describe
-from chairlift_lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
-from chairlift_lab.common import cpu_ceilings, floor
+from chairlift_lab.bench.shapes import VOCABULARY, make_cases, warm_up_of
+from chairlift_lab.common import cpu_kernels, floor
 from chairlift_lab.common.floor import Ceilings, Mixture, ModelCost, ceilings_for, floor_seconds
 from chairlift_lab.common.model_shapes import SHAPES, config_file
 from tests.kernels.tiny_config import CONFIG
@@ -50,7 +52,7 @@ def test_floor_counts_what_windows_leave_and_states_twice() -> None:
 
 def test_ceilings_are_measured_in_the_precision_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cpu_ceilings, "cpu_ceilings", lambda *how: asked.append(how))
+    monkeypatch.setattr(cpu_kernels, "cpu_ceilings", lambda *how: asked.append(how))
     monkeypatch.setattr(Ceilings, "measure", lambda *how: asked.append(how))
     rounded = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, quantization="int8")
     ceilings_for(rounded)
@@ -78,9 +80,9 @@ def test_ceilings_of_fp8_are_measured_with_fp8_products(monkeypatch: pytest.Monk
             return x
 
     monkeypatch.setattr(floor, "best_seconds", lambda run, device: 1.0 if run() is None else 0.5)
-    monkeypatch.setattr(floor, "Linear", RecordedLinear)
+    monkeypatch.setattr(linear, "Linear", RecordedLinear)
     assert Ceilings.measure(torch.device("cpu"), torch.bfloat16, "fp8").flops_per_second == 2 * 1024**3 / 0.5
-    assert formats == [floor.FORMATS.get("fp8")]
+    assert formats == [FORMATS.get("fp8")]
 
 
 def test_cases_have_the_lengths_of_their_names() -> None:

@@ -18,9 +18,8 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models import dummy
-from chairlift_lab.bench.shapes import peer as shapes_peer
-from chairlift_lab.bench.shapes.peer import ShapePeer, _finished, _only_this, _run_own
-from chairlift_lab.bench.shapes.run import CaseResult, ShapeRun, make_cases
+from chairlift_lab.bench import shapes as shapes_peer
+from chairlift_lab.bench.shapes import CaseResult, ShapePeer, ShapeRun, _finished, _only_this, _run_own, make_cases
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.peers.process import PROGRAMS, PeerProcess
 from tests.kernels.tiny_config import CONFIG

@@ -20,9 +20,17 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift_lab.bench.soak import run
-from chairlift_lab.bench.soak.resources import ProcessSample, growth_problems, memory_growth
-from chairlift_lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
+from chairlift_lab.bench import soak
+from chairlift_lab.bench.soak import (
+    KINDS,
+    ProcessSample,
+    SoakRequest,
+    SoakTraffic,
+    answer_text,
+    expect_ok,
+    growth_problems,
+    memory_growth,
+)
 from chairlift_lab.common.cpu_time import children
 from chairlift_lab.load.local_server import LocalServer
 from tests.cluster.own_ray import own_ray
@@ -47,7 +55,7 @@ def find_request(kind: str) -> SoakRequest:
 
 
 def _questions() -> list[str]:
-    from chairlift_lab.bench.soak.traffic import QUESTIONS
+    from chairlift_lab.bench.soak import QUESTIONS
 
     return list(QUESTIONS)
 
@@ -111,7 +119,7 @@ def stub_server(answers: Callable[[int], bool]) -> Iterator[LocalServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._reply("".join(f"chairlift_{name} 0.0\n" for name in (*run.HELD, "kv_blocks_total")).encode())
+            self._reply("".join(f"chairlift_{name} 0.0\n" for name in (*soak.HELD, "kv_blocks_total")).encode())
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -139,18 +147,18 @@ def stub_server(answers: Callable[[int], bool]) -> Iterator[LocalServer]:
             serving.join()
 
 
-def soak_stub(monkeypatch: pytest.MonkeyPatch, answers: Callable[[int], bool]) -> run.SoakFigures:
-    monkeypatch.setattr(run, "REQUEST_SECONDS", 0.5)
-    plan = run.SoakPlan(1.0, 0.7, 0.2, 2, 100 * MIB, 0)
+def soak_stub(monkeypatch: pytest.MonkeyPatch, answers: Callable[[int], bool]) -> soak.SoakFigures:
+    monkeypatch.setattr(soak, "REQUEST_SECONDS", 0.5)
+    plan = soak.SoakPlan(1.0, 0.7, 0.2, 2, 100 * MIB, 0)
     with stub_server(answers) as server:
-        monkeypatch.setattr(run, "local_server", lambda *_, **__: nullcontext(server))
-        return run.soak("stub", {}, plan, lambda _: None)
+        monkeypatch.setattr(soak, "local_server", lambda *_, **__: nullcontext(server))
+        return soak.soak("stub", {}, plan, lambda _: None)
 
 
 def test_a_server_that_hangs_is_found_and_the_bench_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(run.SoakFailed, match="an idle server did not answer"):
+    with pytest.raises(soak.SoakFailed, match="an idle server did not answer"):
         soak_stub(monkeypatch, lambda number: False)
-    with pytest.raises(run.SoakFailed, match="no request ended"):
+    with pytest.raises(soak.SoakFailed, match="no request ended"):
         soak_stub(monkeypatch, lambda number: number < 6)
     figures = soak_stub(monkeypatch, lambda number: number < 40)
     assert any("no answer in 0.5 s" in problem for problem in figures.problems)
@@ -216,8 +224,6 @@ def test_a_short_soak_of_a_fleet(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_fleet_are_named_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chairlift_lab.bench.soak import resources
-
-    monkeypatch.setattr(resources, "server_processes", lambda pid: {"front end": pid, "engine": pid + 1})
-    found = resources.fleet_processes(1, [20, 10])
+    monkeypatch.setattr(soak, "server_processes", lambda pid: {"front end": pid, "engine": pid + 1})
+    found = soak.fleet_processes(1, [20, 10])
     assert found == {"ingress": 1, "front end 1": 10, "engine 1": 11, "front end 2": 20, "engine 2": 21}

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.speculation import run as speculation
-from chairlift_lab.bench.speculation.run import PLAIN, TWIN, SpeculationSettings, compare_speculation
-from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.bench import speculation
+from chairlift_lab.bench.speculation import PLAIN, TWIN, SpeculationSettings, compare_speculation
 from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.texts import SCENARIOS
 from tests.tiny import write_tiny_checkpoint
 
 

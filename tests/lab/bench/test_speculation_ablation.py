@@ -7,9 +7,16 @@ from dataclasses import fields, replace
 import pytest
 
 from chairlift.speculation.control.tuning import SpeculationTuning
-from chairlift_lab.bench.speculation.ablation import CHANGES, ablate
-from chairlift_lab.bench.speculation.replay import H200, RECORDED_HEAD, ReplayWorkload, load_recording, replay
-from chairlift_lab.bench.speculation.texts import SCENARIOS
+from chairlift_lab.common.speculation_replay import (
+    CHANGES,
+    H200,
+    RECORDED_HEAD,
+    ReplayWorkload,
+    ablate,
+    load_recording,
+    replay,
+)
+from chairlift_lab.common.texts import SCENARIOS
 
 SHORT = ReplayWorkload("short", (("quotes", 2, 4), ("chat", 1, 2)))
 
@@ -52,7 +59,7 @@ def test_every_constant_is_ablated() -> None:
 
 
 def test_an_ablation_compares_every_workload_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "chairlift_lab.bench.speculation.ablation"
+    module = "chairlift_lab.common.speculation_replay"
     monkeypatch.setattr(f"{module}.WORKLOADS", (SHORT,))
     monkeypatch.setattr(f"{module}.CHANGES", {"nothing": {}, "drafts": {"first_pause": 10**6, "trial_chance": 1.0}})
     nothing, drafts = ablate()

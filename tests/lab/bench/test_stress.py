@@ -13,16 +13,14 @@ from chairlift.attention.storage import KVStorage
 from chairlift.cli.main import app
 from chairlift.engine.startup import LoadedModel
 from chairlift.runner.host_blocks import HostBlocks
-from chairlift_lab.bench.stress.greedy_check import greedy_gaps
-from chairlift_lab.bench.stress.model import stress_model
-from chairlift_lab.bench.stress.run import StressFailed, stress, stress_config
+from chairlift_lab.bench.stress import StressFailed, greedy_gaps, stress, stress_config, stress_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return stress_model("llama", torch.device("cpu"))
+    return stress_model("llama", torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

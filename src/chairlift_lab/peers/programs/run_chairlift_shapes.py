@@ -12,7 +12,7 @@ from closed_loop import ReplyWriter, main
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     from chairlift.config import EngineConfig
     from chairlift.errors import ChairliftError, InvalidParameter
-    from chairlift_lab.bench.shapes.run import run_shape
+    from chairlift_lab.bench.shapes import run_shape
 
     imported = time.time() - job["started"]
     try:

@@ -1,1 +1,0 @@
-"""How much of the prompts a fleet finds in its caches, beside the prediction of the simulator."""

@@ -1,0 +1,496 @@
+"""The cost of prompt chunks for decoding requests: fixed sizes against adaptive budgets.
+
+Throughput counts what was computed while long prompts arrived: prompt tokens and generated ones.
+
+Every setting has an engine of its own. The engines take turns prompt by prompt, each on a clock that stops between its
+turns, so that changes of the machine's speed affect all of them. On a GPU, a step that is in flight when a turn ends
+runs in the next turn: one step per turn is not counted, which only matters with few and long steps.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from chairlift.core.events import BudgetDecided, Event, RequestFinished, StepDone, TokenProduced
+from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import at_least
+from chairlift.progress import Note
+from chairlift.terminal.options import EngineOptions, refuse_given
+from chairlift.terminal.tables import Column, Table
+from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.measure import percentile
+from chairlift_lab.common.workload import full_length
+from chairlift_lab.report.lists import number_list
+from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.plots import PlotPanel, save_panels
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+
+_TRAFFIC = "Traffic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingSettings:
+    """Long prompts and the requests that decode beside them; lengths are in tokens."""
+
+    decodes: Annotated[int, typer.Option(help="Requests that decode all the time.", rich_help_panel=_TRAFFIC)] = 8
+    start: Annotated[int, typer.Option(help="Tokens of their prompts.", rich_help_panel=_TRAFFIC)] = 32
+    output: Annotated[
+        int, typer.Option(help="Tokens each of them generates before a new one replaces it.", rich_help_panel=_TRAFFIC)
+    ] = 512
+    prompts: Annotated[int, typer.Option(help="Long prompts per setting and round.", rich_help_panel=_TRAFFIC)] = 4
+    prompt_len: Annotated[int, typer.Option(help="Tokens of a long prompt.", rich_help_panel=_TRAFFIC)] = 1024
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything, with new engines.")] = 1
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_TRAFFIC)] = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            at_least(0 if name == "seed" else 1)(name, value)
+
+
+@dataclass(slots=True)
+class ChunkingRun:
+    """Measurements while long prompts were computed; times are seconds."""
+
+    seconds: float = 0.0
+    tokens: int = 0  # computed: prompt tokens and generated ones
+    gaps: list[float] = field(default_factory=list)  # between consecutive tokens of decoding requests
+    first_tokens: list[float] = field(default_factory=list)  # time to first token of the long prompts
+    steps: list[StepDone] = field(default_factory=list)
+    decisions: list[BudgetDecided] = field(default_factory=list)
+
+    def add(self, other: ChunkingRun) -> None:
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        self.gaps += other.gaps
+        self.first_tokens += other.first_tokens
+        self.steps += other.steps
+        self.decisions += other.decisions
+
+
+class TurnClock:
+    """A clock that only runs inside `with`, for an engine that takes turns with others."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = 0.0  # seconds of earlier turns
+        self._begun: float | None = None
+
+    def __call__(self) -> float:
+        return self._before + (0.0 if self._begun is None else self._clock() - self._begun)
+
+    def __enter__(self) -> None:
+        self._begun = self._clock()
+
+    def __exit__(self, *error: object) -> None:
+        self._before, self._begun = self(), None
+
+
+def engine_for_long_prompts(
+    maker: EngineMaker,
+    settings: ChunkingSettings,
+    *,
+    max_batch_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> Engine:
+    """An engine with slots and memory for all requests; `max_batch_tokens` is the room beside the decodes."""
+    slots, block_size = settings.decodes + 1, maker.config().block_size
+    blocks = settings.decodes * -(-(settings.start + settings.output) // block_size)
+    blocks += -(-(settings.prompt_len + 1) // block_size) + 2 * slots
+    return maker.engine(
+        max_batch_requests=slots,
+        max_batch_tokens=max_batch_tokens + slots,
+        kv_memory=maker.kv_memory(blocks),
+        prefix_caching=False,
+        clock=clock,
+        **options,
+    )
+
+
+def run_long_prompts(
+    engine: Engine, vocabulary: Sequence[int], settings: ChunkingSettings, *, warm_up: int | None = None
+) -> ChunkingRun:
+    """One prompt for warming up and learning (of `warm_up` tokens, or as long as the others), then those that count."""
+    traffic = LongPrompts(engine, vocabulary, settings)
+    traffic.warm_up(warm_up or settings.prompt_len)
+    for _ in range(settings.prompts):
+        traffic.measure_prompt()
+    traffic.stop()
+    return traffic.measured
+
+
+class LongPrompts:
+    """Keeps a fixed number of requests decoding and submits long prompts one by one."""
+
+    def __init__(self, engine: Engine, vocabulary: Sequence[int], settings: ChunkingSettings) -> None:
+        for parameter, needed in (
+            ("prompt_len", settings.prompt_len + 1),
+            ("output", settings.start + settings.output),
+        ):
+            if needed > engine.max_model_len:
+                problem = f"{needed} tokens do not fit into the {engine.max_model_len} of this model"
+                raise InvalidParameter(parameter, problem)
+        self._engine, self._vocabulary, self._settings = engine, vocabulary, settings
+        self._source = random.Random(settings.seed)
+        self._last_token: dict[str, float | None] = {}  # The time of each decoding request's last token.
+        self.measured = ChunkingRun()
+
+    def warm_up(self, length: int) -> None:
+        """Start the decoding requests, and compute one prompt that does not count."""
+        for _ in range(self._settings.decodes):
+            self._begin_decoding()
+        while None in self._last_token.values():
+            self._step()
+        self._serve_prompt(length)
+        self.measured = ChunkingRun()
+
+    def measure_prompt(self) -> None:
+        self.measured.seconds += self._serve_prompt(self._settings.prompt_len)
+
+    def _serve_prompt(self, length: int) -> float:
+        """Submit a prompt, wait for its first token, and return the seconds."""
+        engine = self._engine
+        begun = engine.now()
+        (long_id,) = engine.submit(self._words(length), full_length(1))
+        while True:
+            done = [event for event in self._step() if isinstance(event, TokenProduced) and event.request_id == long_id]
+            if done:
+                self.measured.first_tokens.append(done[0].time - begun)
+                return engine.now() - begun
+
+    def stop(self) -> None:
+        for request_id in self._last_token:
+            self._engine.cancel(request_id)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _begin_decoding(self) -> None:
+        words = self._words(self._settings.start)
+        (request_id,) = self._engine.submit(words, full_length(self._settings.output))
+        self._last_token[request_id] = None
+
+    def _words(self, count: int) -> list[int]:
+        return self._source.choices(self._vocabulary, k=count)
+
+    def _step(self) -> list[Event]:
+        events = self._engine.step()
+        self._engine.check_alive()
+        for event in events:
+            match event:
+                case TokenProduced() if event.request_id in self._last_token:
+                    before = self._last_token[event.request_id]
+                    if before is not None:
+                        self.measured.gaps.append(event.time - before)
+                    self._last_token[event.request_id] = event.time
+                case RequestFinished() if event.request_id in self._last_token:
+                    del self._last_token[event.request_id]
+                    self._begin_decoding()
+                case StepDone():
+                    self.measured.steps.append(event)
+                    self.measured.tokens += event.decode_tokens + event.prefill_tokens
+                case BudgetDecided():
+                    self.measured.decisions.append(event)
+                case _:
+                    pass
+        return events
+
+
+# A target is met if the median of the inter-token times is inside it and their 99th percentile within this much of it.
+ALLOWANCE = 1.2
+CHUNKS = {"cpu": (16, 32, 64, 128, 256, 512), "cuda": (128, 256, 512, 1024, 2048, 4096)}
+
+
+@dataclass(frozen=True)
+class ChunkingPoint:
+    """One setting and its runs: a fixed `chunk`, a `target` for the time per output token, or the knee."""
+
+    name: str
+    rounds: list[ChunkingRun] = field(default_factory=list)
+    chunk: int | None = None
+    target: float | None = None  # seconds
+
+    @cached_property
+    def run(self) -> ChunkingRun:
+        """All rounds together."""
+        whole = ChunkingRun()
+        for one in self.rounds:
+            whole.add(one)
+        return whole
+
+    @property
+    def p99(self) -> float:
+        return percentile(self.run.gaps, 99)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.run.tokens / self.run.seconds
+
+    def meets(self, target: float) -> bool:
+        return percentile(self.run.gaps, 50) <= target and self.p99 <= ALLOWANCE * target
+
+    def row(self, best: ChunkingPoint | None = None) -> dict[str, Any]:
+        """`best`: the fixed chunk with the highest throughput among those that meet this point's target."""
+        run, steps = self.run, self.run.steps
+        errors = [abs(s.predicted_seconds - s.seconds) / s.seconds for s in steps if s.predicted_seconds and s.seconds]
+        return {
+            "name": self.name,
+            "chunk": self.chunk,
+            "target_ms": self.target and self.target * 1e3,
+            "itl_p50_ms": percentile(run.gaps, 50) * 1e3,
+            "itl_p99_ms": self.p99 * 1e3,
+            "itl_p99_ms_rounds": [percentile(one.gaps, 99) * 1e3 for one in self.rounds],
+            "itl_max_ms": max(run.gaps) * 1e3,
+            "ttft_p50_ms": percentile(run.first_tokens, 50) * 1e3,
+            "ttft_max_ms": max(run.first_tokens) * 1e3,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_rounds": [one.tokens / one.seconds for one in self.rounds],
+            "steps": len(steps),
+            "mean_chunk": sum(step.prefill_tokens for step in steps) / len(steps),
+            "prediction_error_p50": percentile(errors, 50) if errors else None,
+            "decisions": len(run.decisions),
+            "meets_target": None if self.target is None else self.meets(self.target),
+            "best_fixed": best and best.chunk,
+            "throughput_vs_best_fixed": best and self.tokens_per_s / best.tokens_per_s,
+        }
+
+
+def sweep_chunks(
+    maker: EngineMaker,
+    settings: ChunkingSettings,
+    *,
+    chunks: Sequence[int],
+    targets: Sequence[float] | None = None,
+    note: Note = lambda text: None,
+) -> list[ChunkingPoint]:
+    """Every fixed chunk, every target (in seconds; two are suggested if there are none), and the knee, in turns."""
+    _check_chunks(chunks)
+    largest = max(chunks)
+    if not targets:
+        note("finding two targets")
+        targets = suggest_targets(maker, replace(settings, prompts=1), chunks)
+    points = [ChunkingPoint(f"chunk {chunk}", chunk=chunk) for chunk in chunks]
+    points += [ChunkingPoint(f"target {target * 1e3:g} ms", target=target) for target in targets]
+    points.append(ChunkingPoint("knee"))
+    for round_number in range(settings.rounds):
+        _run_round(maker, settings, points, largest, note, f"round {round_number + 1} of {settings.rounds}")
+    return points
+
+
+def _run_round(
+    maker: EngineMaker,
+    settings: ChunkingSettings,
+    points: Sequence[ChunkingPoint],
+    largest: int,
+    note: Note,
+    which: str,
+) -> None:
+    """One prompt of each setting, then the next of each."""
+    note(f"{which}: warming up")
+    turns = [_begin(maker, settings, point, largest) for point in points]
+    for prompt in range(settings.prompts):
+        for point, turn in zip(points, turns, strict=True):
+            note(f"{which}: prompt {prompt + 1} of {settings.prompts}, {point.name}")
+            with turn.clock:
+                turn.traffic.measure_prompt()
+    for point, turn in zip(points, turns, strict=True):
+        turn.traffic.stop()
+        point.rounds.append(turn.traffic.measured)
+
+
+def suggest_targets(maker: EngineMaker, settings: ChunkingSettings, chunks: Sequence[int]) -> list[float]:
+    """What a smaller and a larger chunk need in the median, as round numbers: neither easy nor hopeless."""
+    ordered = sorted(chunks)
+    chosen = ordered[len(ordered) // 3], ordered[2 * len(ordered) // 3]
+    points = [ChunkingPoint("", chunk=chunk) for chunk in chosen]
+    _run_round(maker, settings, points, max(chunks), lambda text: None, "")
+    return sorted({float(f"{percentile(point.run.gaps, 50):.2g}") for point in points})
+
+
+class _Turn(NamedTuple):
+    clock: TurnClock
+    traffic: LongPrompts
+
+
+def _begin(maker: EngineMaker, settings: ChunkingSettings, point: ChunkingPoint, largest: int) -> _Turn:
+    options: dict[str, Any] = {"max_prefill_tokens": point.chunk or largest}
+    if point.target is not None:
+        options["target_tpot_ms"] = point.target * 1e3
+    elif point.chunk is None:
+        options["budget"] = "knee"
+    clock = TurnClock()
+    engine = engine_for_long_prompts(maker, settings, max_batch_tokens=largest, clock=clock, **options)
+    traffic = LongPrompts(engine, maker.vocabulary(), settings)
+    with clock:
+        traffic.warm_up(settings.prompt_len)
+    return _Turn(clock, traffic)
+
+
+def best_fixed(points: Sequence[ChunkingPoint], target: float) -> ChunkingPoint | None:
+    """The fixed chunk with the highest throughput among those that meet the target by the rule that adaptive ones
+    are held to; None if there is none."""
+    valid = [point for point in points if point.chunk is not None and point.meets(target)]
+    return max(valid, key=lambda point: point.tokens_per_s, default=None)
+
+
+def chunking_rows(points: Sequence[ChunkingPoint]) -> list[dict[str, Any]]:
+    return [point.row(None if point.target is None else best_fixed(points, point.target)) for point in points]
+
+
+def _check_chunks(chunks: Sequence[int]) -> None:
+    if not chunks or min(chunks) < 1 or len(set(chunks)) < len(chunks):
+        raise InvalidParameter("chunks", f"must be different numbers of at least 1, got {list(chunks)}")
+
+
+_FIXED, _KNEE, _TARGETS = "tab:grey", "tab:green", ("tab:blue", "tab:red", "tab:purple", "tab:orange")
+
+
+def plot_chunking(path: Path, points: Sequence[ChunkingPoint], footnote: str) -> None:
+    rows = chunking_rows(points)
+    fixed = sorted((row for row in rows if row["chunk"] is not None), key=lambda row: row["chunk"])
+    adaptive = [row for row in rows if row["chunk"] is None]
+    targets = [row for row in adaptive if row["target_ms"] is not None]
+    colours = {row["name"]: _TARGETS[index % len(_TARGETS)] for index, row in enumerate(targets)}
+
+    def scatter(axes: Any, key: str, scale: float) -> None:
+        """Every setting by its inter-token time; fixed chunks are joined by a line."""
+        x, y = [row["itl_p99_ms"] for row in fixed], [row[key] * scale for row in fixed]
+        axes.plot(x, y, "o-", color=_FIXED, label="fixed chunks")
+        for row, one_x, one_y in zip(fixed, x, y, strict=True):
+            axes.annotate(str(row["chunk"]), (one_x, one_y), (3, 5), textcoords="offset points", fontsize=7)
+        for row in adaptive:
+            place = [row["itl_p99_ms"]], [row[key] * scale]
+            axes.plot(*place, "*", markersize=13, color=colours.get(row["name"], _KNEE), label=row["name"])
+        for row in targets:
+            axes.axvline(ALLOWANCE * row["target_ms"], color=colours[row["name"]], linestyle=":", linewidth=1)
+        _plain_logarithm(axes)
+        axes.set_xlabel(f"inter-token time, 99th percentile, ms (dotted: {ALLOWANCE:g} x target)")
+        axes.legend(fontsize=8)
+
+    def throughput(axes: Any) -> None:
+        axes.set_title("Throughput")
+        axes.set_ylabel("tokens/s, prompts and outputs")
+        scatter(axes, "tokens_per_s", 1.0)
+        axes.set_ylim(bottom=0)
+
+    def first_token(axes: Any) -> None:
+        axes.set_title("Time to first token of the long prompts")
+        axes.set_ylabel("seconds, median")
+        scatter(axes, "ttft_p50_ms", 1e-3)
+        axes.set_ylim(bottom=0)
+
+    def distribution(axes: Any) -> None:
+        axes.set_title("Inter-token times of running requests")
+        for point in points:
+            gaps = sorted(point.run.gaps)
+            shares = [(index + 1) / len(gaps) for index in range(len(gaps))]
+            kind = {"color": _FIXED, "linewidth": 0.8} if point.chunk else {"color": colours.get(point.name, _KNEE)}
+            axes.plot([gap * 1e3 for gap in gaps], shares, **kind, label=None if point.chunk else point.name)
+        _plain_logarithm(axes)
+        axes.set_xlabel("ms (grey: fixed chunks)")
+        axes.set_ylabel("share of tokens that came faster")
+        axes.legend(fontsize=8)
+
+    def decisions(axes: Any) -> None:
+        axes.set_title("Prompt tokens of each step")
+        for point in points:
+            if point.chunk is None:
+                chunks = [step.prefill_tokens for step in point.run.steps]
+                colour = colours.get(point.name, _KNEE)
+                axes.plot(chunks, ".-", color=colour, linewidth=0.7, markersize=3, label=point.name)
+        axes.set_xlabel("step")
+        axes.legend(fontsize=8)
+
+    panels: list[PlotPanel] = [throughput, first_token, distribution, decisions]
+    save_panels(path, "Prompt chunks beside decoding requests", footnote, panels)
+
+
+def _plain_logarithm(axes: Any) -> None:
+    """Numbers such as 20, 50 and 100 below a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+CHOSEN_HERE = (
+    *("budget", "target_tpot_ms", "target_ttft_ms", "max_batch_tokens", "max_prefill_tokens"),
+    *("max_batch_requests", "kv_memory", "memory_share", "prefix_caching"),
+)
+COLUMNS = (
+    Column("", "name"),
+    Column("ITL\np50 ms", "itl_p50_ms", ".3g"),
+    Column("ITL\np99 ms", "itl_p99_ms", ".3g"),
+    Column("TTFT\np50 s", "ttft_p50_ms", ".2f", factor=1e-3),
+    Column("Tokens\nper s", "tokens_per_s", ",.0f"),
+    Column("Mean\nchunk", "mean_chunk", ".0f"),
+    Column("Target met?\nOf best fixed", lambda row: _verdict(row)),
+)
+CAPTION = (
+    "ITL: between tokens of decoding requests. TTFT: of the long prompts.\nTokens: prompts and outputs. Best "
+    "fixed: the highest throughput\nof all fixed chunks that meet the same target"
+)
+
+
+@bench(
+    "chunking",
+    "chairlift bench chunking",
+    "chairlift bench chunking --targets-ms 100,200 --plot chunking.png",
+    report=ReportOptions,
+)
+def bench_chunking(
+    context: typer.Context,
+    engine: EngineOptions,
+    settings: ChunkingSettings,
+    note: Note,
+    chunks: Annotated[
+        Sequence[int] | None,
+        number_list("Fixed chunk sizes, in tokens.", default="16 to 512 on a CPU, 128 to 4096 on a GPU"),
+    ] = None,
+    targets_ms: Annotated[
+        Sequence[float] | None,
+        number_list("Targets for the time per output token.", kind=float, default="two, from the machine's speed"),
+    ] = None,
+) -> BenchResult:
+    """Long prompts that arrive beside decoding requests: fixed chunks against adaptive token budgets.
+
+    A target is met if the median inter-token time of the decoding requests is
+    within it and the 99th percentile within 1.2 x of it. The throughput of an
+    adaptive budget is compared with the highest of all fixed chunks that meet
+    the same target by the same rule.
+    """
+    from chairlift.engine.settings import resolve_machine
+    from chairlift_lab.common.engines import EngineMaker
+
+    refuse_given(context, CHOSEN_HERE, "is chosen by this bench")
+    targets = None if targets_ms is None else [ms / 1e3 for ms in targets_ms]
+    maker = EngineMaker.from_options(engine, note)
+    sizes = chunks or CHUNKS[resolve_machine(maker.config()).device.type]
+    points = sweep_chunks(maker, settings, chunks=sizes, targets=targets, note=note)
+    rows = chunking_rows(points)
+    used = [row["target_ms"] for row in rows if row["target_ms"] is not None]
+    return BenchResult(
+        maker.settings() | asdict(settings) | {"chunks": sizes, "targets_ms": used},
+        rows,
+        [Table("Prompt chunks beside decoding requests", COLUMNS, rows, CAPTION)],
+        lambda path, footnote: plot_chunking(path, points, footnote),
+    )
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["meets_target"] is None:
+        return ""
+    met = "yes" if row["meets_target"] else "no"
+    return f"{met}, {row['throughput_vs_best_fixed']:.0%} of {row['best_fixed']}" if row["best_fixed"] else met

@@ -1,1 +1,0 @@
-"""`chairlift bench chunking`."""

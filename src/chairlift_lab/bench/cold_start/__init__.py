@@ -1,1 +1,0 @@
-"""The first minute of a server whose kernels are not compiled yet."""

@@ -1,1 +1,0 @@
-"""How many tokens per second the HTTP front end can stream."""

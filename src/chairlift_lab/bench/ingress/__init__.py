@@ -1,1 +1,0 @@
-"""What the ingress of a fleet costs, with a stub engine."""

@@ -1,0 +1,202 @@
+"""Prefix caching on and off, on three kinds of traffic with common prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from chairlift.options.declaration import at_least
+from chairlift.progress import Note
+from chairlift.terminal.options import EngineOptions, refuse_given
+from chairlift.terminal.tables import Column, Table
+from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.engine_run import Session, run_sessions
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.measure import Measurement
+from chairlift_lab.common.plot import Plot, picture
+from chairlift_lab.common.workload import BenchRequest, TokenSource
+from chairlift_lab.report.lists import parse_names
+from chairlift_lab.report.options import ReportOptions
+
+_CHAT, _RAG, _AGENTS = "Chat", "RAG", "Agents"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """Lengths are in tokens. The defaults take a minute or two on two cores with the default model."""
+
+    answer: Annotated[int, typer.Option(help="Tokens generated per request.")] = 16
+    message: Annotated[int, typer.Option(help="Tokens of a message, a question or a tool result.")] = 24
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0
+    users: Annotated[int, typer.Option(help="Number of conversations.", rich_help_panel=_CHAT)] = 8
+    turns: Annotated[int, typer.Option(help="Messages per conversation.", rich_help_panel=_CHAT)] = 4
+    system: Annotated[int, typer.Option(help="Tokens of the shared system prompt.", rich_help_panel=_CHAT)] = 48
+    documents: Annotated[int, typer.Option(help="Number of documents.", rich_help_panel=_RAG)] = 4
+    document: Annotated[int, typer.Option(help="Tokens per document.", rich_help_panel=_RAG)] = 256
+    questions: Annotated[int, typer.Option(help="Questions, each about one document.", rich_help_panel=_RAG)] = 16
+    agents: Annotated[int, typer.Option(help="Number of agents.", rich_help_panel=_AGENTS)] = 8
+    tools: Annotated[int, typer.Option(help="Tokens of the shared tool list.", rich_help_panel=_AGENTS)] = 384
+    steps: Annotated[int, typer.Option(help="Successive calls per agent.", rich_help_panel=_AGENTS)] = 3
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            at_least(0 if name == "seed" else 1)(name, value)
+
+
+MEMORY_SHARE = 0.5  # A share of what all sessions need: memory limits the batch.
+
+
+def chat(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """Conversations in which every turn repeats all turns before it."""
+    return _sessions(settings.users, tokens.draw(settings.system), settings.turns, settings, tokens)
+
+
+def rag(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """Single questions, several of them about the same document."""
+    documents = [tokens.draw(settings.document) for _ in range(settings.documents)]
+    return [
+        Session((BenchRequest(documents[index % len(documents)] + tokens.draw(settings.message), settings.answer),))
+        for index in range(settings.questions)
+    ]
+
+
+def agents(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """A long tool list that never changes, then a task, then tool results one after the other."""
+    return _sessions(settings.agents, tokens.draw(settings.tools), settings.steps, settings, tokens)
+
+
+def _sessions(
+    count: int, common: tuple[int, ...], turns: int, settings: PrefixSettings, tokens: TokenSource
+) -> list[Session]:
+    def session() -> Session:
+        messages = [tokens.draw(settings.message) for _ in range(turns)]
+        prompts = [common + messages[0], *messages[1:]]
+        return Session(tuple(BenchRequest(prompt, settings.answer) for prompt in prompts))
+
+    return [session() for _ in range(count)]
+
+
+SCENARIOS: dict[str, Callable[[PrefixSettings, TokenSource], list[Session]]] = {
+    "chat": chat,
+    "rag": rag,
+    "agents": agents,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPoint:
+    """One kind of traffic, with or without prefix caching."""
+
+    scenario: str
+    caching: bool
+    kv_blocks: int  # blocks of the KV cache
+    measured: Measurement
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt tokens that were found in the cache."""
+        assert self.measured.inside is not None
+        return self.measured.inside.cached_tokens / self.measured.input_tokens
+
+    def row(self) -> dict[str, Any]:
+        name = f"{self.scenario}, {'with' if self.caching else 'without'} prefix caching"
+        extra = {"scenario": self.scenario, "prefix_caching": self.caching, "hit_rate": self.hit_rate}
+        return self.measured.row(name) | extra | {"kv_blocks": self.kv_blocks}
+
+
+def compare_prefix_caching(
+    maker: EngineMaker,
+    settings: PrefixSettings,
+    *,
+    scenarios: Sequence[str] = tuple(SCENARIOS),
+    note: Note = lambda text: None,
+) -> list[PrefixPoint]:
+    """Without caching first, then with it: the same sessions, the same memory, a slot for each session."""
+    points = []
+    vocabulary = maker.vocabulary()
+    for scenario in scenarios:
+        sessions = SCENARIOS[scenario](settings, TokenSource(vocabulary, f"{scenario} {settings.seed}"))
+        block_size = maker.config().block_size
+        needs = [-(-session.longest // block_size) for session in sessions]
+        num_blocks = max(int(sum(needs) * MEMORY_SHARE), max(needs) + 1)
+        for caching in (False, True):
+            note(f"{scenario}, {'with' if caching else 'without'} prefix caching")
+            engine = maker.engine(
+                prefix_caching=caching, kv_memory=maker.kv_memory(num_blocks), max_batch_requests=len(sessions)
+            )
+            points.append(PrefixPoint(scenario, caching, num_blocks, run_sessions(engine, sessions)))
+    return points
+
+
+def prefix_panels(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
+    figures = (
+        ("Prompt tokens found in the cache", "%", "hit_rate", 100.0),
+        ("Time to first token, median", "seconds", "ttft_p50_ms", 1e-3),
+        ("Requests in a step", "mean", "mean_batch_requests", 1.0),
+        ("Output tokens per second", "", "output_tokens_per_s", 1.0),
+    )
+    return [
+        Plot(
+            title=title,
+            rows=rows,
+            x="scenario",
+            y=key,
+            series=lambda row: "with prefix caching" if row["prefix_caching"] else "without",
+            factor=factor,
+            y_label=unit,
+            colours=("tab:orange", "tab:blue"),
+        )
+        for title, unit, key, factor in figures
+    ]
+
+
+COLUMNS = (
+    Column("", "scenario"),
+    Column("Caching", lambda row: "on" if row["prefix_caching"] else "off"),
+    Column("Hit rate", "hit_rate", ".0%"),
+    Column("TTFT\np50 ms", "ttft_p50_ms", ",.0f"),
+    Column("TTFT\np95 ms", "ttft_p95_ms", ",.0f"),
+    Column("Batch\nmean", "mean_batch_requests", ".1f"),
+    Column("Batch\nmost", "peak_batch_requests"),
+    Column("Output\ntokens/s", "output_tokens_per_s", ",.1f"),
+)
+CAPTION = "Hit rate: share of the prompt tokens found in the cache. Batch: requests per step"
+
+
+@bench(
+    "prefix",
+    "chairlift bench prefix",
+    "chairlift bench prefix --scenarios agents --tools 1000 -q",
+    report=ReportOptions,
+)
+def bench_prefix(
+    context: typer.Context,
+    engine: EngineOptions,
+    settings: PrefixSettings,
+    note: Note,
+    scenarios: Annotated[str, typer.Option(help="Traffic to measure, separated by commas.")] = "chat,rag,agents",
+) -> BenchResult:
+    """Prefix caching on traffic with common prefixes: multi-turn chat, RAG documents and agents' tool lists.
+
+    All conversations start at once and send the next message as soon as the
+    previous answer is complete. The KV cache holds half of what all of them
+    would need without sharing.
+    """
+    from chairlift_lab.common.engines import EngineMaker
+
+    refuse_given(
+        context, ("kv_memory", "memory_share", "max_batch_requests", "prefix_caching"), "is chosen by this bench"
+    )
+    chosen = parse_names("scenarios", scenarios, SCENARIOS)
+    maker = EngineMaker.from_options(engine, note)
+    points = compare_prefix_caching(maker, settings, scenarios=chosen, note=note)
+    rows = [point.row() for point in points]
+    return BenchResult(
+        maker.settings() | asdict(settings) | {"scenarios": chosen},
+        rows,
+        [Table("Prefix caching", COLUMNS, rows, CAPTION)],
+        picture("Prefix caching", prefix_panels(rows)),
+    )

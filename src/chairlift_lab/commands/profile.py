@@ -72,23 +72,24 @@ def profile(
     ):
         note("loading")
         started = load_engine(path, settings.with_slots(config), progress=not engine.quiet)
-        found = profile_engine(started, settings, resolve_machine(config).max_prefill_tokens, note)
-    _show(found, name)
+        profiled = profile_engine(started, settings, resolve_machine(config).max_prefill_tokens, note)
+    _show(profiled, name)
     parameters = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
-    parameters |= model_settings(name, started.runner.model, found.ceilings)
+    parameters |= model_settings(name, started.runner.model, profiled.ceilings)
     if out is not None:
-        write_trace(out, found.trace, parameters | {"machine": machine()})
+        write_trace(out, profiled.trace, parameters | {"machine": machine()})
         Console().print(f"Trace written to {out}: open it in ui.perfetto.dev", highlight=False)
-    report.write("profile", parameters, [one.row() for one in found.batches])
+    report.write("profile", parameters, [each.row() for each in profiled.batches])
 
 
-def _show(found: Profiled, name: str) -> None:
-    for one in found.batches:
+def _show(profiled: Profiled, name: str) -> None:
+    for batch in profiled.batches:
+        requests = f"{batch.batch} requests, {batch.context:.0f} tokens each"
         show_table(
-            f"{name}: {one.batch} requests, {one.context:.0f} tokens each: {1e3 * one.step_seconds:.3f} ms per step",
+            f"{name}: {requests}: {1e3 * batch.step_seconds:.3f} ms per step",
             ["Part", "ms", "Share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling"],
-            [_cells(part, one, found.ceilings) for part in one.parts],
-            _caption(one, found.ceilings),
+            [_cells(part, batch, profiled.ceilings) for part in batch.parts],
+            _caption(batch, profiled.ceilings),
         )
 
 
@@ -106,13 +107,13 @@ def _rate(value: float | None, ceiling: float) -> tuple[str, str]:
     return ("", "") if value is None else (f"{value / 1e9:,.1f}", f"{value / ceiling:.0%}")
 
 
-def _caption(one: BatchProfile, ceilings: Ceilings) -> str:
+def _caption(batch: BatchProfile, ceilings: Ceilings) -> str:
     lines = [
-        f"{one.steps} steps. Ceilings here: {ceilings.flops_per_second / 1e9:,.0f} GFLOP/s, "
+        f"{batch.steps} steps. Ceilings here: {ceilings.flops_per_second / 1e9:,.0f} GFLOP/s, "
         f"{ceilings.bytes_per_second / 1e9:,.1f} GB/s"
     ]
-    if "idle_share" in one.more:
-        lines.append(_gpu_line(one.more))
+    if "idle_share" in batch.more:
+        lines.append(_gpu_line(batch.more))
     return "\n".join(lines)
 
 

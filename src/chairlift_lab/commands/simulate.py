@@ -305,7 +305,7 @@ def plan(
     parameters: dict[str, Any] = {"model": machine.model, "device": device.name}
     parameters |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
     parameters |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
-    found = {
+    row = {
         "name": machine.model,
         "weight_bytes": model.weight_bytes,
         "kv_bytes_per_token": model.kv_bytes_per_token,
@@ -318,7 +318,7 @@ def plan(
         "replicas": replicas,
     }
     title = f"{machine.model} on {device.name}"
-    report.write("plan", parameters, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
+    report.write("plan", parameters, [row], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
 
 
 def _state_rows(model: ModelShape, memory: MemoryBudget) -> list[list[str]]:

@@ -53,7 +53,7 @@ class LatencyLimits:
             (latency.tpot, self.max_tpot_ms),
             (latency.e2e, self.max_e2e_ms),
         )
-        return all(limit is None or found is None or found * 1e3 <= limit for found, limit in pairs)
+        return all(limit is None or value is None or value * 1e3 <= limit for value, limit in pairs)
 
 
 def answered(run: LoadRun) -> list[LoadRecord]:
@@ -113,8 +113,8 @@ def _total(records: Sequence[LoadRecord], name: str) -> int:
 
 
 def _spread(name: str, seconds: list[float]) -> dict[str, float | None]:
-    found = {f"{name}_mean_ms": sum(seconds) / len(seconds) * 1e3 if seconds else None}
-    return found | {f"{name}_p{percent}_ms": _percentile_ms(seconds, percent) for percent in (50, 95, 99)}
+    spread = {f"{name}_mean_ms": sum(seconds) / len(seconds) * 1e3 if seconds else None}
+    return spread | {f"{name}_p{percent}_ms": _percentile_ms(seconds, percent) for percent in (50, 95, 99)}
 
 
 def _percentile_ms(seconds: list[float], percent: float) -> float | None:

@@ -39,10 +39,10 @@ class LocalServer:
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds of the front end and of the engine so far; empty without /proc."""
-        found = {"front_end": cpu_seconds(self.process.pid)}
+        by_role = {"front_end": cpu_seconds(self.process.pid)}
         for child in children(self.process.pid):
-            found["engine"] = cpu_seconds(child)
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
+            by_role["engine"] = cpu_seconds(child)
+        return {name: seconds for name, seconds in by_role.items() if seconds is not None}
 
 
 @contextmanager

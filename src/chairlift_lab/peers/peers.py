@@ -95,14 +95,14 @@ class Peer:
     def version(self) -> str:
         """The version of its package; raises PeerFailed if it cannot run here."""
         kind = _KINDS[self.name]
-        found = self._process(min(self.timeout, CHECK_SECONDS)).ask("--check")
-        if "version" not in found:
-            problem = f"{self.python} has no package {found.get('missing')}: {kind.install}"
+        answer = self._process(min(self.timeout, CHECK_SECONDS)).ask("--check")
+        if "version" not in answer:
+            problem = f"{self.python} has no package {answer.get('missing')}: {kind.install}"
             raise PeerFailed(f"{problem}, there or elsewhere with --peer-python {self.name}=PYTHON")
         model = kind.find_model(self.model)
         if isinstance(model, Lacking):
             raise PeerFailed(model.reason)
-        return str(found["version"])
+        return str(answer["version"])
 
     def why_not(self) -> str | None:
         """Why it cannot run here, or None if it can."""

@@ -122,7 +122,7 @@ class FleetOptions:
 
         if self.max_replicas is None:
             return None
-        found = AutoscalingSettings(
+        settings = AutoscalingSettings(
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
             target_used=self.target_used,
@@ -130,7 +130,7 @@ class FleetOptions:
             cold_start=self.cold_start,
             down_delay=self.down_delay,
         )
-        return found if targets.ttft is None else replace(found, target_ttft=targets.ttft)
+        return settings if targets.ttft is None else replace(settings, target_ttft=targets.ttft)
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -94,14 +94,14 @@ class GPUTimeline:
 
 def device_activities(events: Iterable[Mapping[str, Any]]) -> list[Activity]:
     """The device activities of a Chrome trace, by start."""
-    found = [
+    activities = [
         Activity(
             event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6, is_copy=event["cat"] != "kernel"
         )
         for event in events
         if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES
     ]
-    return sorted(found, key=lambda activity: activity.begin)
+    return sorted(activities, key=lambda activity: activity.begin)
 
 
 def launch_seconds(events: Iterable[Mapping[str, Any]]) -> float:

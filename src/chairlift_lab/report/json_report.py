@@ -60,15 +60,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_line(found: Mapping[str, Any]) -> str:
+def machine_line(facts: Mapping[str, Any]) -> str:
     """The machine in one line."""
     parts = [
-        f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB",
-        found["gpu"] or "no GPU",
-        f"Python {found['python']}",
-        f"torch {found['torch']}",
-        f"transformers {found['transformers']}",
-        f"chairlift {found['chairlift']}",
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB",
+        facts["gpu"] or "no GPU",
+        f"Python {facts['python']}",
+        f"torch {facts['torch']}",
+        f"transformers {facts['transformers']}",
+        f"chairlift {facts['chairlift']}",
     ]
     return " · ".join(parts)
 

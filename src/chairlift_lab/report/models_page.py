@@ -57,10 +57,10 @@ def models_page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page for results by model type."""
     parts = [INTRODUCTION]
     for path, title in (("native", "Native families"), ("fallback", "By the fallback")):
-        found = {name: each for name, each in results.items() if each["path"] == path}
+        families = {name: each for name, each in results.items() if each["path"] == path}
         lines = [["family", "names", "tested", "weights", "KV bytes per token", "state"], ["---"] * 6]
-        lines += [_line(name, each) for name, each in found.items()]
-        parts.append(f"## {title}\n\n{len(found)} families.\n\n{_table(lines)}")
+        lines += [_line(name, each) for name, each in families.items()]
+        parts.append(f"## {title}\n\n{len(families)} families.\n\n{_table(lines)}")
     refused = {name: each["reason"] for name, each in results.items() if each["path"] == "refused"}
     reasons: dict[str, list[str]] = {}
     for name, reason in refused.items():

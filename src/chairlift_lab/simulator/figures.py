@@ -25,7 +25,7 @@ class Targets:
 
     def met_by(self, record: RequestRecord) -> bool:
         pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
-        return all(limit is None or found is None or found <= limit for found, limit in pairs)
+        return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -37,20 +37,20 @@ def weighted_percentiles(values: Iterable[tuple[float, int]], shares: Sequence[f
     """Percentiles of (value, count) pairs for several shares, in rising order."""
     ordered = sorted(values)
     total = sum(count for _, count in ordered)
-    found: list[float] = []
+    percentiles: list[float] = []
     seen = 0
     for value, count in ordered:
         seen += count
-        while len(found) < len(shares) and seen >= shares[len(found)] / 100 * total:
-            found.append(value)
-    return found + [ordered[-1][0]] * (len(shares) - len(found))
+        while len(percentiles) < len(shares) and seen >= shares[len(percentiles)] / 100 * total:
+            percentiles.append(value)
+    return percentiles + [ordered[-1][0]] * (len(shares) - len(percentiles))
 
 
 def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
     records = outcome.records
     tokens = sum(record.n_out for record in records)
     good = sum(targets.met_by(record) for record in records)
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "requests": len(records),
         "seconds": outcome.seconds,
         "requests_per_s": len(records) / outcome.seconds,
@@ -74,5 +74,5 @@ def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
             [1e3 * value for value in weighted_percentiles(values, SHARES)] if values else [None] * len(SHARES)
         )
         for share, value in zip(SHARES, milliseconds, strict=True):
-            found[f"{name}_p{share}_ms"] = value
-    return found
+            row[f"{name}_p{share}_ms"] = value
+    return row

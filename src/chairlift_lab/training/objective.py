@@ -82,15 +82,15 @@ class DraftObjective:
             hidden, taps = self._target.hidden_states(StepBatch(flat, positions), WholeTextAttention(length))
             # Scaled to one size, because the residual stream grows from layer to layer.
             features = hidden if not taps else torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
-            found = hidden, features, self._target.embed(flat)
-        hidden, features, embedded = (copied(states).view(texts, length, -1) for states in found)
+            states = hidden, features, self._target.embed(flat)
+        hidden, features, embedded = (copied(state).view(texts, length, -1) for state in states)
         return hidden, features, embedded
 
     def _target_choice(self, hidden: Tensor) -> Tensor:
         """The target's likeliest next token, from its whole vocabulary."""
         with torch.inference_mode():
-            found = [self._target.logits(part).argmax(dim=-1) for part in hidden.split(4096)]
-        return copied(torch.cat(found))
+            choices = [self._target.logits(part).argmax(dim=-1) for part in hidden.split(4096)]
+        return copied(torch.cat(choices))
 
 
 def _shifted(states: Tensor) -> Tensor:
@@ -135,13 +135,13 @@ def evaluate(answers: Sequence[tuple[Tensor, Tensor]], draft_length: int = USUAL
         begins = torch.zeros(len(written), dtype=torch.long)  # the position where the next step of each text begins
         for position in range(written.shape[1]):
             now = written[:, position] & (begins <= position)
-            found = accepted[now, position]
-            steps += len(found)
-            tokens += int((found + 1).sum())
+            lengths = accepted[now, position]
+            steps += len(lengths)
+            tokens += int((lengths + 1).sum())
             for depth in range(draft_length):
-                drafted[depth] += (found >= depth).sum()
-                right[depth] += (found > depth).sum()
-            begins[now] = position + 1 + found
+                drafted[depth] += (lengths >= depth).sum()
+                right[depth] += (lengths > depth).sum()
+            begins[now] = position + 1 + lengths
     shares = (right / drafted.clamp(min=1)).tolist()
     return DraftAccuracy(float(everywhere[0] / everywhere[1].clamp(min=1)), tuple(shares), tokens / max(1, steps))
 

@@ -50,9 +50,9 @@ class HeadOptimizer:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter, state in self._states():
-            found = {path.partition("/")[2]: value for path, value in tensors.items() if path.startswith(f"{name}/")}
+            own = {path.partition("/")[2]: value for path, value in tensors.items() if path.startswith(f"{name}/")}
             # Adam keeps its step count on the CPU.
-            state[parameter] = {kind: value if kind == "step" else value.to(parameter) for kind, value in found.items()}
+            state[parameter] = {kind: value if kind == "step" else value.to(parameter) for kind, value in own.items()}
 
     def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[nn.Parameter, dict[str, Tensor]]]]:
         for name, parameter in self._head.named_parameters():
@@ -76,12 +76,12 @@ class TrainingProgress:
     @classmethod
     def open(cls, folder: Path, fingerprint: str) -> TrainingProgress:
         file = folder / "progress.json"
-        found = json.loads(file.read_text()) if file.exists() else {}
-        same = found.get("settings") == fingerprint
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        same = saved.get("settings") == fingerprint
         if not same:  # files of other settings must not be resumed from
             for name in ("texts.safetensors", "checkpoint.safetensors"):
                 (folder / name).unlink(missing_ok=True)
-        progress = cls(folder, fingerprint, found.get("steps_done", 0) if same else 0, same)
+        progress = cls(folder, fingerprint, saved.get("steps_done", 0) if same else 0, same)
         progress._write()
         return progress
 

@@ -66,16 +66,16 @@ def write_texts(
     begun = time.monotonic()
     rows = min(count, max_rows(target, length))
     writer = TextWriter(target, rows, length, seed)
-    found: list[TrainingTexts] = []
+    rounds: list[TrainingTexts] = []
     done, slowest = 0, 0.0
-    while done < count and (not found or time.monotonic() - begun + slowest < seconds):
+    while done < count and (not rounds or time.monotonic() - begun + slowest < seconds):
         started = time.monotonic()
         conversations = Conversations(loaded, rows, length, prompts, seed, first=done)
         for column in range(1, length):
             conversations.add_column(
                 column, writer.next(conversations.tokens[:, column - 1], column - 1, conversations.temperatures)
             )
-        found.append(
+        rounds.append(
             TrainingTexts(*map(torch.from_numpy, (conversations.tokens, conversations.written, conversations.held_out)))
         )
         done += rows
@@ -83,7 +83,7 @@ def write_texts(
         slowest = max(slowest, took)
         pace, share = rows * length / took, np.mean(conversations.written)
         report(f"texts      {done:,} of {count:,}, {pace:,.0f} tokens/s, {share:.0%} of them in answers")
-    parts = zip(*((some.tokens, some.written, some.held_out) for some in found), strict=True)
+    parts = zip(*((some.tokens, some.written, some.held_out) for some in rounds), strict=True)
     return TrainingTexts(*(torch.cat(part)[:count] for part in parts))
 
 
@@ -105,8 +105,8 @@ class TextWriter:
         temperature = torch.from_numpy(temperatures).float().to(device)
         parts = zip(hidden.split(SCORED_AT_ONCE), temperature.split(SCORED_AT_ONCE), strict=True)
         chosen = [self._choose(*part) for part in parts]
-        found: np.ndarray = torch.cat(chosen).cpu().numpy()
-        return found
+        following: np.ndarray = torch.cat(chosen).cpu().numpy()
+        return following
 
     def _choose(self, hidden: Tensor, temperatures: Tensor) -> Tensor:
         scores = self._target.logits(hidden)

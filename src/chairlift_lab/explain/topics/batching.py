@@ -74,7 +74,7 @@ def run(engines: TopicEngines) -> BatchingData:
         for name, options in WAYS.items()
     }
     return BatchingData(
-        {request.name: request.turn for request in requests}, runs, {name: timeline(one) for name, one in runs.items()}
+        {request.name: request.turn for request in requests}, runs, {name: timeline(run) for name, run in runs.items()}
     )
 
 
@@ -115,9 +115,9 @@ def timeline(run: Run) -> SlotTimeline:
 
 def draw(data: BatchingData) -> Sheet:
     sheet = Sheet("The same eight requests, three ways to batch them", size=(11, 8.6))
-    turns = max(one.turns for one in data.timelines.values())
+    turns = max(line.turns for line in data.timelines.values())
     most = max(
-        map(sum, (pair for one in data.timelines.values() for pair in zip(one.useful, one.padding, strict=True)))
+        map(sum, (pair for line in data.timelines.values() for pair in zip(line.useful, line.padding, strict=True)))
     )
     grid = sheet.grid(6, 1, height_ratios=[4, 1.3] * 3)
     for index, (name, line) in enumerate(data.timelines.items()):

@@ -45,7 +45,7 @@ def longest_gap(data: ChunkingData, name: str) -> float:
     for event in data.runs[name].events:
         if isinstance(event, TokenProduced) and event.request_id != data.long:
             times.setdefault(event.request_id, []).append(event.time)
-    return max(b - a for found in times.values() for a, b in pairwise(found))
+    return max(b - a for moments in times.values() for a, b in pairwise(moments))
 
 
 def first_token(data: ChunkingData, name: str) -> float:

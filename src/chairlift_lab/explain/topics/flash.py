@@ -82,9 +82,9 @@ class _Watched:
         self.array, self.name, self.loads, self.stores = array, name, loads, stores
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        found: np.ndarray = self.array[index]
-        self.loads[self.name] += found.size
-        return found
+        numbers: np.ndarray = self.array[index]
+        self.loads[self.name] += numbers.size
+        return numbers
 
     def __setitem__(self, index: Any, values: np.ndarray) -> None:
         self.stores[self.name] += values.size
@@ -181,8 +181,8 @@ class _Rows:
         self.sums[rows] = self.sums[rows] * shrink[:, None] + weights @ values
 
     def output(self) -> np.ndarray:
-        found: np.ndarray = self.sums / self.totals[:, None]
-        return found
+        numbers: np.ndarray = self.sums / self.totals[:, None]
+        return numbers
 
     def stop(self, row: int, final: np.ndarray) -> Stop:
         import numpy as np

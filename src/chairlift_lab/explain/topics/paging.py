@@ -48,12 +48,12 @@ def run(engines: TopicEngines) -> PagingData:
 
 def contents(data: PagingData) -> dict[int, tuple[str, tuple[str, ...]]]:
     """Of each block in use: whose it is, and its words."""
-    found = {}
+    blocks = {}
     for memory in data.requests:
         for place, block in enumerate(memory.table):
             start = place * data.block_size
-            found[block] = memory.request, memory.words[start : start + data.block_size]
-    return found
+            blocks[block] = memory.request, memory.words[start : start + data.block_size]
+    return blocks
 
 
 def draw(data: PagingData) -> Sheet:

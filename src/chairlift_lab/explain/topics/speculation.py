@@ -59,7 +59,7 @@ def run(engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> 
                 row = Row(tuple(engines.labels(chunk.drafts)), len(right), engines.labels([own])[0])
                 rows[chunk.request].append(row)
     same = all(_output(drafted, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
-    return SpeculationData({name: tuple(found) for name, found in rows.items()}, DRAFTS, same, drafted, plain)
+    return SpeculationData({name: tuple(steps) for name, steps in rows.items()}, DRAFTS, same, drafted, plain)
 
 
 def _output(run: Run, name: str) -> list[int]:

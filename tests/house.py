@@ -193,8 +193,15 @@ class Trace:
             return
         self._seen.add(id(frame))  # A coroutine that resumes is not entered again.
         self._frames.append(frame)  # The frame is kept, so that no other frame has its id.
-        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
-        self.calls.append((file, caller))
+        self.calls.append((file, self._caller(frame)))
+
+    @staticmethod
+    def _caller(frame: FrameType) -> str:
+        """Return the file of this project that called, perhaps through a library such as contextlib."""
+        above = frame.f_back
+        while above is not None and not above.f_code.co_filename.startswith(str(SOURCE)):
+            above = above.f_back
+        return "" if above is None else above.f_code.co_filename
 
     def files(self) -> list[str]:
         return sorted({str(Path(file).relative_to(SOURCE)) for file, _ in self.calls})

@@ -33,14 +33,14 @@ class ServerConfig:
     uds: Path | None = None  # Unix socket to listen on instead
     certificate: Certificate | None = None  # None: HTTP without TLS
     access_log: Path | None = None  # "-" for standard output
-    traces_endpoint: str | None = None  # for OpenTelemetry; None: no traces
+    traces_endpoint: str | None = None  # OpenTelemetry's; None: no traces
     log_level: str = "info"
     chat_template: Path | None = None  # replaces the model's
     keys: KeySources = field(default_factory=KeySources)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
-    files_dir: Path | None = None  # of uploaded files and batches; None: there are none
+    files_dir: Path | None = None  # Uploaded files and batches are there; None: there are none
     files_quota: int = 10 * 2**30  # bytes of the files of one key
     drain_timeout: float = 30.0
     api_workers: int = 1  # HTTP processes; with more than one, a further process joins them with the engine

@@ -227,7 +227,7 @@ def check_device(device: str) -> None:
 
 
 LOGGERS = ("asyncio", "chairlift.cluster", "chairlift.server", "python_multipart.multipart", "uvicorn.error")
-MAX_LINES = 10  # of one statement of the program
+MAX_LINES = 10  # One statement of the program may log as many.
 PERIOD_SECONDS = 60.0
 
 

@@ -32,7 +32,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class APIKey:
-    name: str  # of the tenant; several keys may have the same
+    name: str  # The tenant's; several keys may have the same.
     digest: bytes  # SHA-256
     limits: KeyLimits = KeyLimits()
     is_proxy: bool = False  # whether its owner authenticates clients itself and sends the names of their keys

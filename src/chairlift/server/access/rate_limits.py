@@ -22,7 +22,7 @@ class Grant:
     """A request that was granted, until its end."""
 
     key: APIKey
-    headers: Headers  # of its response
+    headers: Headers  # Those of its response.
     number: int = 0  # distinguishes the grants of one process from each other where another one decides
 
 

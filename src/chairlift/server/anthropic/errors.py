@@ -24,8 +24,8 @@ _TYPES = {
 }
 # Codes of OpenAI's format that are Anthropic's too; clients look for them in `details`.
 _DETAILS = frozenset({THREAD_UNSUPPORTED})
-_PATH = re.compile(r"/+(v1/+)?messages")  # with what follows
-_VERSION_HEADER = b"anthropic-version"  # which all of Anthropic's clients send
+_PATH = re.compile(r"/+(v1/+)?messages")  # What follows may be anything.
+_VERSION_HEADER = b"anthropic-version"  # All of Anthropic's clients send it.
 
 
 def is_messages_path(path: str) -> bool:
@@ -62,7 +62,7 @@ class _ConvertingSend:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._start: Message | None = None  # of an error
+        self._start: Message | None = None  # An error's.
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
@@ -92,5 +92,5 @@ class _ConvertingSend:
 
 def _with_request_id(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Add Anthropic's name of the request's id."""
-    kept = [item for item in headers if item[0].lower() != b"request-id"]  # of a server behind an ingress
+    kept = [item for item in headers if item[0].lower() != b"request-id"]  # A server behind an ingress has added one.
     return [*kept, *((b"request-id", value) for name, value in kept if name.lower() == b"x-request-id")]

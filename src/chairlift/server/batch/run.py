@@ -18,9 +18,9 @@ from chairlift.server.batch.shards import shard_files, shard_folder
 
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
-SHARD_LOCK_SECONDS = 30.0  # for the workers of a run that was killed to end, too
+SHARD_LOCK_SECONDS = 30.0  # Workers of a run that was killed end in this time, too.
 MAX_HELD_BYTES = 64 * 2**20  # requests of a run that are in memory; one more line is read beyond it
-MAX_ATTEMPTS = 3  # for a request whose engine died, since the request may be the cause
+MAX_ATTEMPTS = 3  # A request whose engine died may be the cause.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,6 @@ async def call(app: ASGIApp, path: str, body: bytes, state: dict[str, Any] | Non
     start, *parts = sent
     headers = {name.lower(): value for name, value in start["headers"]}
     request_id, content = headers.get(b"x-request-id", b"").decode(), b"".join(part.get("body", b"") for part in parts)
-    usage = state.get("usage")  # that the handler has counted
+    usage = state.get("usage")  # The handler has counted it.
     tokens = 0 if usage is None else usage.completion_tokens
     return BatchResponse(start["status"], request_id, content, b"retry-after" in headers, tokens)

@@ -27,9 +27,9 @@ log = logging.getLogger("chairlift")
 
 FRAME_SECONDS = 0.1  # between frames: short enough to look live
 IDLE_FRAME_SECONDS = 1.0  # between frames while no steps run
-MAX_FRAME_SHARE = 0.003  # of the engine's time; large frames are sent less often, down to one per second
+MAX_FRAME_SHARE = 0.003  # Share of the engine's time; large frames are sent less often, down to one per second
 MIN_KEYFRAME_SECONDS = 0.5  # between keyframes
-MAX_KEYFRAME_SHARE = 0.01  # of the engine's time; large keyframes are sent less often
+MAX_KEYFRAME_SHARE = 0.01  # Share of the engine's time; large keyframes are sent less often
 MAX_FAULTS = 3  # within FAULT_SECONDS; then the recorder is switched off
 FAULT_SECONDS = 60.0
 

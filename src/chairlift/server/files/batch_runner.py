@@ -32,7 +32,7 @@ log = logging.getLogger("chairlift.server")
 
 POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
 WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
-FREE_SHARE = 0.25  # of the engine's slots stay free for interactive requests
+FREE_SHARE = 0.25  # This share of the engine's slots stays free for interactive requests.
 PAUSE_SECONDS = 60.0  # before a batch is continued that could not be written
 SWEEP_SECONDS = 600.0  # between removals of what has expired
 MIN_FREE_BYTES = 16 * 2**20  # of the disk, for a batch to begin

@@ -18,12 +18,12 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.files.records import RecordFolder, locked
 from chairlift.server.wire.errors import too_busy
 
-PURPOSES = ("batch",)  # that a client may upload for
+PURPOSES = ("batch",)  # A client may upload for these.
 OUTPUT_PURPOSE = "batch_output"
 PIECE = 2**20
 STEP = 8 * 2**20  # bytes that an upload of unknown length reserves at a time
-MAX_FILES = 10_000  # of one owner; each list reads all descriptions
-MAX_UPLOADS = 16  # of one owner at a time
+MAX_FILES = 10_000  # One owner's; each list reads all descriptions.
+MAX_UPLOADS = 16  # One owner's, at a time.
 OUTPUT_SECONDS = 30 * 86_400  # after which a finished batch and its output files are deleted, as in OpenAI's API
 LEFTOVER_SECONDS = 3600.0
 _CONTENT, _UPLOAD = ".content", ".upload-"

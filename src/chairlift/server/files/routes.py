@@ -25,10 +25,10 @@ from chairlift.server.generation.endpoint import RequestBody, StrictModel
 from chairlift.server.wire.errors import APIError, too_busy
 
 MAX_FILENAME = 255
-MAX_OPEN_BATCHES = 100  # of one owner
-MAX_BATCHES = 5_000  # of one owner, finished ones too
+MAX_OPEN_BATCHES = 100  # One owner's.
+MAX_BATCHES = 5_000  # One owner's, finished ones too.
 MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 86_400  # seconds
-FORM_BYTES = 2**16  # of an upload beside its file
+FORM_BYTES = 2**16  # An upload's, beside its file.
 WINDOW_SECONDS = 24 * 3600
 FORM_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 

@@ -90,7 +90,7 @@ class AdmissionControl(Admission):
     def __init__(self, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
         super().__init__(metrics, limits)
         self._engine = engine
-        self._reservations: dict[Reservation, None] = {}  # in order of arrival
+        self._reservations: dict[Reservation, None] = {}  # The order is that of arrival.
 
     @property
     def num_preparing(self) -> int:

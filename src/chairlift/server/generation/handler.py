@@ -68,7 +68,7 @@ class Submitted:
     tokenized: TokenizedPrompts
     deadline: Deadline
     response_id: str
-    updates: UpdateStream  # of the prompts submitted last
+    updates: UpdateStream  # Those of the prompts that were submitted last.
     num_submitted: int = 0
 
     @property
@@ -103,7 +103,7 @@ class GenerationHandler:
         self._admission = admission
         self._tokenizer_pool = tokenizer_pool
         self._metrics = metrics
-        self._watched_texts = watched_texts  # of requests, for open dashboard pages; None while there are none
+        self._watched_texts = watched_texts  # Open dashboard pages show them; None while there are none.
         self._default_timeout = default_timeout
         self._isolate_keys = isolate_keys
 

@@ -19,8 +19,8 @@ PING = b": waiting\n\n"
 
 LARGE_BODY = 20_000  # values or characters of a response that is encoded in a thread
 PIECE = 1000  # values that are encoded at a time
-MAX_DEPTH = 5  # of the lists that are encoded in pieces: the log-probabilities in a message of a choice
-LOGPROB_VALUES = 20  # of one token, about
+MAX_DEPTH = 5  # Lists down to this depth are encoded in pieces: the log-probabilities in a message of a choice.
+LOGPROB_VALUES = 20  # About as many as one token has.
 
 _encode = msgspec.json.Encoder().encode
 

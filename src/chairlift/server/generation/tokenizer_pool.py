@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 LONG_TEXT = 20_000  # characters or token ids
-JOB_SIZE = 1000  # that a job costs beside its text
+JOB_SIZE = 1000  # A job costs as much beside its text.
 
 T = TypeVar("T")
 

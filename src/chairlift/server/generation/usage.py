@@ -35,7 +35,7 @@ class Usage:
     engine_died: bool = False  # while it worked on the request
     # Creates the tracker of a completion's reasoning; None for endpoints and models without reasoning.
     new_tracker: Callable[[], ReasoningTracker | None] | None = None
-    _trackers: dict[str, ReasoningTracker | None] = field(default_factory=dict)  # by completion
+    _trackers: dict[str, ReasoningTracker | None] = field(default_factory=dict)  # The key is the completion.
     _admitted: set[str] = field(default_factory=set)  # completions whose cached tokens are counted
 
     def add(self, update: Update) -> None:
@@ -209,7 +209,7 @@ class UsageReports:
     """The usage of the last requests that a proxy has given an id."""
 
     def __init__(self) -> None:
-        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # by id
+        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # The key is the id.
 
     def begin(self, report_id: str, state: Mapping[str, Any]) -> None:
         self._usages[report_id] = partial(state.get, "usage")

@@ -27,7 +27,7 @@ BACKLOG = 2048  # connections that wait in the kernel to be accepted
 ACCEPTS_AT_ONCE = 64  # between which no other event is handled
 SHARED_ACCEPTS_AT_ONCE = 1  # leaves the other connections to other processes
 RETRY_SECONDS = 1.0  # until the next attempt to accept when no file descriptor can be freed
-ADDRESS_SHARE = 0.75  # of the connections that one address may have
+ADDRESS_SHARE = 0.75  # One address may have this share of the connections.
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 

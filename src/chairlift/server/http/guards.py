@@ -37,7 +37,7 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UPLOAD_PATH = "/v1/files"
 # Sent by a proxy that authenticates clients itself: the name of the client's key, quoted, and its digest.
 CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-client-key"
-CLOSE = {"Connection": "close"}  # for requests whose end is not certain
+CLOSE = {"Connection": "close"}  # Where a request ends is not certain.
 
 
 class RequestMeter:

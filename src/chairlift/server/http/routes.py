@@ -45,7 +45,7 @@ from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError, unavailable
 
-MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its limit is unknown
+MAX_COUNTED_TOKENS = 2**31  # The limit of a prompt while the engine is loading and its own is unknown.
 
 CHARACTERS_PER_TOKEN = 4  # about
 TextJobResult = tuple[bytes, int]  # JSON, and how many tokens it is about
@@ -210,7 +210,7 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> TextJobResult:
     text = model.tokenizer.decode(check_token_ids("tokens", body.tokens))
-    content = msgspec.json.encode({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
+    content = msgspec.json.encode({"prompt": text, "content": text})  # vLLM's name and llama.cpp's.
     return content, len(body.tokens)
 
 

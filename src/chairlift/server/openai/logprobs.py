@@ -88,7 +88,7 @@ def _top(item: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
     """Return the top log-probabilities and that of the token itself by text. Of tokens with the same text (a special
     token and its spelling), the token itself or else the most probable one is kept."""
     top = {_key(tokenizer.token_bytes(item.token_id)): item.logprob}
-    for token, logprob in item.top:  # in order of probability
+    for token, logprob in item.top:  # The order is that of probability.
         top.setdefault(_key(tokenizer.token_bytes(token)), logprob)
     return top
 

@@ -124,7 +124,7 @@ class Echo:
 @dataclass(slots=True)
 class TextChoiceFormat:
     top_logprobs: int | None  # alternatives of each token; None: no logprobs
-    echoes: list[Echo]  # for each choice
+    echoes: list[Echo]  # One for each choice.
     object: str = "text_completion"
     stream_object: str = "text_completion"
 

@@ -32,7 +32,7 @@ class TextFormat(StrictModel):
 
 class JSONObjectFormat(StrictModel):
     type: Literal["json_object"]
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None  # as llama.cpp has it
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None  # llama.cpp has it here.
 
     def structure(self) -> Structure | None:
         if self.schema_ is not None:

@@ -270,7 +270,7 @@ class ChatRequest(WithLabels, CompletionBody):
     thinking: bool | ThinkingSwitch | None = None
     enable_thinking: bool | None = None
     thinking_budget: Integer | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # for templates that read it
+    verbosity: Literal["low", "medium", "high"] | None = None  # Only some templates read it.
     modalities: list[Literal["text"]] | None = None
     prediction: Prediction | None = None
     include_reasoning: bool | None = None  # false leaves the reasoning out of the response
@@ -329,7 +329,7 @@ class TokenizeRequest(RequestBody):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None  # llama.cpp's name of add_special_tokens, false by default
-    with_pieces: bool | None = None  # as in llama.cpp, the text or the bytes of each token
+    with_pieces: bool | None = None  # llama.cpp's: the text or the bytes of each token.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -59,7 +59,7 @@ class PooledResponseBuilder(ResponseBuilder):
         raise NotImplementedError
 
 
-PROMPTS_AT_ONCE = 128  # of one request; a long list must not fill the queue
+PROMPTS_AT_ONCE = 128  # A long list of one request must not fill the queue.
 
 
 class EmbeddingGeneration(GenerationRequest):

@@ -98,7 +98,7 @@ class EngineClient:
         self._state_changed = asyncio.Event()
         self._spawned = asyncio.Event()  # whether a process was started
         self._supervisor: asyncio.Task[None] | None = None
-        self._exit_status: int | None = None  # of the last process
+        self._exit_status: int | None = None  # The last process's.
 
     @property
     def num_open(self) -> int:
@@ -143,7 +143,7 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # encode all before sending any: encoding may fail
-        prints: dict[str, bytes] = {}  # by completion
+        prints: dict[str, bytes] = {}  # The key is the completion.
         for request in requests:
             one = fingerprint(request)
             self._quarantine.check(one)

@@ -76,7 +76,7 @@ class EngineHandle:
     reports: zmq.asyncio.Socket
     close: Callable[[], None]  # closes the sockets and removes their folder
     last_message: float = field(default_factory=time.monotonic)
-    turn_seconds: float = 0.0  # as of the last heartbeat
+    turn_seconds: float = 0.0  # The last heartbeat said so.
     ready_at: float | None = None
 
 
@@ -131,7 +131,7 @@ def make_socket_folder(opened: ExitStack) -> Path:
 def remove_stale_folders() -> None:
     """Remove the folders of front ends that were killed: the kernel has released their locks."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # of another user, or just removed
+        with suppress(OSError):  # It is another user's, or was just removed.
             _remove_if_stale(folder)
 
 

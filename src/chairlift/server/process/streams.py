@@ -42,11 +42,11 @@ class UpdateStream:
     ) -> None:
         """`sequences` is the number of sequences that the engine runs for a completion, where that is more than one:
         beams, or the candidates of `best_of`. `fingerprints` are those of the prompts, by completion."""
-        self.ids = list(ids)  # in the order of the choices
+        self.ids = list(ids)  # The order is that of the choices.
         self.sequences = dict.fromkeys(self.ids, 1) | dict(sequences or {})
         self.tenant = tenant
         self.fingerprints = fingerprints or {}
-        self.is_waiting = True  # in the engine's queue: no update has arrived
+        self.is_waiting = True  # It is in the engine's queue: no update has arrived.
         self._observer = observer
         self._open = set(self.ids)
         self._pending: dict[str, list[Update]] = {}
@@ -119,8 +119,8 @@ class OpenRequests:
     """The streams of open completions, and how many sequences the engine has for each tenant."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, UpdateStream] = {}  # by completion id, in order of submission
-        self._sequences: Counter[str] = Counter()  # by tenant
+        self._streams: dict[str, UpdateStream] = {}  # The key is the completion's id; the order is that of submission.
+        self._sequences: Counter[str] = Counter()  # The key is the tenant.
 
     @property
     def num_sequences(self) -> int:
@@ -190,7 +190,7 @@ class _Suspect:
 class Quarantine:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._suspects: dict[bytes, _Suspect] = {}  # by fingerprint, in order of the last death
+        self._suspects: dict[bytes, _Suspect] = {}  # The key is the fingerprint; the order is that of the last death.
 
     def __bool__(self) -> bool:
         """Whether any request is suspected."""

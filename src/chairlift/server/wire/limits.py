@@ -12,15 +12,15 @@ class Limits:
     """Limits on requests, bodies, headers and connections."""
 
     max_waiting: int = 256  # sequences beyond max_batch_requests; more are answered with 429
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of their shares; 1 for others
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # The weights of their shares; 1 for others.
     max_text_jobs: int = 64  # concurrent tokenize and detokenize requests; more are answered with 429
-    max_completions: int = 256  # per request: prompts x n
+    max_completions: int = 256  # A request's: prompts x n.
     max_body_bytes: int = 8 * 2**20
-    max_file_bytes: int = 512 * 2**20  # of an uploaded file
+    max_file_bytes: int = 512 * 2**20  # An uploaded file's.
     file_seconds: float = 600.0  # time limit for an upload
     max_body_values: int = 2**18  # JSON values in a body; parsing them blocks the event loop
     max_held_bytes: int = 512 * 2**20  # bodies of all requests in flight; more are answered with 429
-    max_connections: int | None = None  # of a process; None: as many as its limit on open files allows
+    max_connections: int | None = None  # A process's; None: as many as its limit on open files allows.
     max_headers: int = 128
     max_header_bytes: int = 32 * 2**10  # including the path and the query
     header_seconds: float = 10.0  # time limit for the headers of a request

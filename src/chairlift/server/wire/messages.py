@@ -54,8 +54,8 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
 
     limits: RequestLimits
     max_batch_requests: int
-    total_blocks: int = 0  # of the KV cache
-    start_seconds: dict[str, float] = {}  # by phase of the start, in order
+    total_blocks: int = 0  # Those of the KV cache.
+    start_seconds: dict[str, float] = {}  # The key is the phase of the start; they are in order.
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
@@ -79,14 +79,14 @@ class Update(msgspec.Struct):
     request_id: str
     text: str = ""
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []  # of `tokens`, if requested
-    prompt_logprobs: list[TokenLogprobs] = []  # of further prompt tokens, if requested
+    logprobs: list[TokenLogprobs] = []  # Those of `tokens`, if requested.
+    prompt_logprobs: list[TokenLogprobs] = []  # Those of further prompt tokens, if requested.
     vector: bytes = b""  # float32, of the whole prompt; with pooling
     cached_tokens: int | None = None  # set at every admission, also after a preemption
     admitted: float | None = None  # time of the admission, on the monotonic clock that all processes share
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    score: float | None = None  # with beam search or best_of
+    score: float | None = None  # Only beam search and best_of have it.
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -98,12 +98,12 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     used_blocks: int
     total_blocks: int
     preemptions: int
-    states: StateUsage | None = None  # of recurrent layers, if there are any
-    requests: int = 0  # in the step; 0 if only endings are reported
+    states: StateUsage | None = None  # Those of recurrent layers, if there are any.
+    requests: int = 0  # The number in the step; 0 if only endings are reported.
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
-    part_seconds: dict[str, float] = {}  # by part of the step; overlapping steps may sum to more than `seconds`
+    part_seconds: dict[str, float] = {}  # By part; overlapping steps may sum to more than `seconds`.
     wait_reasons: dict[str, int] = {}  # waiting requests by reason
     lookups: dict[str, int] = {}  # prefix cache lookups by result
     predicted_seconds: float | None = None

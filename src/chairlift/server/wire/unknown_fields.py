@@ -35,7 +35,7 @@ class UnknownFields:
 
     def __init__(self, rule: UnknownFieldsRule) -> None:
         self._refuses = rule == "refuse"
-        self._paths: dict[str, str] = {}  # of the ignored fields, by the path without indices
+        self._paths: dict[str, str] = {}  # Those of the ignored fields; the key is the path without indices.
 
     def add(self, path: str, name: str, known: Collection[str]) -> None:
         """Ignore the field `name`, or refuse it if it resembles one of the `known`."""

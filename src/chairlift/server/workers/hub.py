@@ -125,9 +125,9 @@ class WorkerLink:
         self.samples: list[MetricSample] = []
         self._hub = hub
         self._channel = channel
-        self._streams: dict[str, UpdateStream] = {}  # by the first request of each
-        self._reservations: dict[int, Reservation] = {}  # by the number of the call
-        self._grants: dict[int, Grant] = {}  # by the number of the call
+        self._streams: dict[str, UpdateStream] = {}  # The key is the first request of each.
+        self._reservations: dict[int, Reservation] = {}  # The key is the number of the call.
+        self._grants: dict[int, Grant] = {}  # The key is the number of the call.
         self._unsent: list[Update] = []
         self._samples_wanted: asyncio.Future[None] | None = None
         self._text_calls: dict[int, asyncio.Future[dict[str, str | bool] | None]] = {}

@@ -78,10 +78,10 @@ class RemoteEngine:
     def __init__(self, channel: HubChannel) -> None:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
-        self.num_open = 0  # of the whole server, as of the last Totals
+        self.num_open = 0  # The whole server's, when the last Totals were sent.
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._channel = channel
-        self._streams: dict[str, UpdateStream] = {}  # by completion id
+        self._streams: dict[str, UpdateStream] = {}  # The key is the completion's id.
 
     async def start(self) -> None:
         """The hub has started the engine."""
@@ -141,7 +141,7 @@ class RemoteAdmission(Admission):
         super().__init__(metrics, limits)
         self._hub = hub
         self._engine = engine
-        self._scopes: dict[int, asyncio.Timeout] = {}  # by the number of the call
+        self._scopes: dict[int, asyncio.Timeout] = {}  # The key is the number of the call.
 
     @asynccontextmanager
     async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:

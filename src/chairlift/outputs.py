@@ -16,7 +16,7 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, InvalidParameter
 

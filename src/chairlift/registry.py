@@ -23,7 +23,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from traceback import extract_tb
 from types import ModuleType
-from typing import Generic, TypeVar, cast
+from typing import ClassVar, Generic, Protocol, TypeVar, cast
 
 from chairlift.errors import InvalidParameter
 
@@ -152,3 +152,26 @@ def _source_files(module: ModuleType) -> list[Path]:
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
     own = [] if module.__file__ is None else [Path(module.__file__)]
     return [file for folder in folders for file in sorted(folder.rglob("*.py"))] or own
+
+
+class TakesOptions(Protocol):
+    """A class that declares which options of the engine's config its constructor takes as keywords."""
+
+    options: ClassVar[frozenset[str]]
+
+
+C = TypeVar("C", bound=TakesOptions)
+
+
+def make_choice(registry: Registry[type[C]], name: str, given: Mapping[str, object], *arguments: object) -> C:
+    """Build the choice `name` from `arguments` and those options in `given` that are not None; raise for one that it
+    does not take."""
+    choice = registry.get(name)
+    wanted = {option: value for option, value in given.items() if value is not None}
+    for option in wanted:
+        if option not in choice.options:
+            takes_it = [other for other in registry.names() if option in registry.get(other).options]
+            problem = f"only goes with {registry.parameter} {' or '.join(takes_it)}, not {name!r}"
+            raise InvalidParameter(option, problem)
+    make: Callable[..., C] = choice
+    return make(*arguments, **wanted)

@@ -11,7 +11,7 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import PromptPooled, PromptScored, RequestAdmitted
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.engine.startup import LoadedModel, start_engine
 from tests.api.beam_reference import check_beams
 from tests.api.conftest import Run, run_greedy

@@ -6,8 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from chairlift.core.beam.search import Candidates
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import Candidates, StepPlan, StepResult
 from chairlift.core.request import Request, completion_ids
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.beam.group import beam_group
-from chairlift.core.beam.search import BeamSearch, Candidates
+from chairlift.core.beam import BeamSearch, beam_group
 from chairlift.core.events import RequestAdmitted
+from chairlift.core.plan import Candidates
 from chairlift.core.request import Ending, FinishReason
 from chairlift.core.sampling.params import SamplingParams
 from tests.beam.fake_model import run_plan, submit_beams

@@ -8,8 +8,7 @@ from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.orderings.fair import FairOrdering
-from chairlift.core.plan import BlockSwap
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import BlockSwap, PlanBuilder
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Status
 from chairlift.core.scheduler.scheduler import Scheduler

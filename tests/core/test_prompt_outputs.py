@@ -12,9 +12,8 @@ from chairlift.core.events import PromptPooled, PromptScored, RequestAdmitted, R
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.kv.swap import SwapSpace
-from chairlift.core.plan import PromptOutputs, StepPlan, StepResult
+from chairlift.core.plan import PromptOutputs, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import FinishReason, Request
-from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.pooling import Pooling, PoolingKind
 from chairlift.errors import InvalidParameter

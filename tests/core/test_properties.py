@@ -17,7 +17,7 @@ from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import PrefixMatch
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import BlockCopy, StepPlan
-from chairlift.core.policies._batch import BatchPolicy
+from chairlift.core.policies.base import BatchPolicy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.waiting_queue import WaitReason

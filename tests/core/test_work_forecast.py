@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.cost_model import FEATURES, CostModel, StepShape, chunk_kv
+from chairlift.core.cost_model import FEATURES, CostModel, StepShape, WorkForecast, chunk_kv
 from chairlift.core.request import Ending, FinishReason
 from chairlift.core.scheduler.scheduler import CANNOT_MEET_DEADLINE
-from chairlift.core.scheduler.work_forecast import WorkForecast
 from tests.core.driving import make_request
 from tests.core.timed import cpu_like, jitter, run_timed, timed_scheduler
 

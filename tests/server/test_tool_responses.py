@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.response_builder import CompletionResponseBuilder, ParsedChoiceFormat
 from chairlift.server.openai.types import ChatRequest

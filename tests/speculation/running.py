@@ -9,8 +9,8 @@ from typing import Any
 from chairlift.config import EngineConfig
 from chairlift.core.events import DraftsVerified, Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent, check_shared_prefixes
+from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import Ending, Request
-from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, start_engine

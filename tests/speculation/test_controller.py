@@ -10,8 +10,7 @@ import pytest
 
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import DraftsVerified
-from chairlift.core.plan import BlockCopy, Chunk, StepPlan, StepResult
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import BlockCopy, Chunk, PlanBuilder, StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure

@@ -1,4 +1,5 @@
-"""The interface between the engine and what computes a step: a model on a CPU or GPU, or a fake one."""
+"""What the engine needs besides its scheduler: what computes a step (a model on a CPU or GPU, or a fake one), and what
+proposes draft tokens for it, which `chairlift.speculation` implements."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import PlanBuilder, StepPlan, StepResult
+from chairlift.core.scheduler.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +67,30 @@ class Executor(ABC):
 
     def forget(self, request_id: str) -> None:  # noqa: B027 (most executors have no such state)
         """Drop all state of a request that has ended, or whose steps were abandoned."""
+
+
+class Speculation(Protocol):
+    """Adds draft tokens to step plans and learns from the results."""
+
+    drafting: bool  # whether upcoming steps carry drafts, so that each must be planned after the last one is read
+
+    @property
+    def speedup(self) -> float:
+        """Estimated tokens per second relative to decoding without drafts."""
+        ...
+
+    def add_drafts(self, state: SchedulerState, plan: PlanBuilder) -> None:
+        """Add draft tokens to the decodes of a plan, within the memory and token budget that is left."""
+        ...
+
+    def observe(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
+        """Record a step's result and duration; return the seconds that were not spent on proposing drafts.
+
+        `waited`: the step was planned late, after the result of the one before, for the sake of drafts.
+        `typical`: later steps of the same shape will take about as long (not so if a CUDA graph was captured).
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop all state of a finished request."""
+        ...

@@ -6,13 +6,12 @@ import logging
 
 from chairlift.byte_sizes import format_bytes
 from chairlift.core.budgets.base import make_budget
-from chairlift.core.cost_model import CostModel
+from chairlift.core.cost_model import CostModel, WorkForecast
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.kv.swap import SwapCost, SwapSpace
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
-from chairlift.core.scheduler.work_forecast import WorkForecast
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner
 from chairlift.engine.settings import MachineSettings

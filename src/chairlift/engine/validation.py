@@ -8,7 +8,7 @@ from operator import countOf
 
 import numpy as np
 
-from chairlift.core.beam.search import BeamSearch
+from chairlift.core.beam import BeamSearch
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling.params import SamplingParams

@@ -10,8 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, TokenLogprobs
 from chairlift.core.sampling.pooling import PoolingKind
 from chairlift.models.base import CausalLM
 from chairlift.sampling.logprobs import token_logprobs

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.core.beam.search import Candidates
-from chairlift.core.plan import Chunk
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import Candidates, Chunk, TokenLogprobs
 from chairlift.layers import rows
 
 

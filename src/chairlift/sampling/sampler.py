@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chairlift.core.plan import BAD_LOGITS
+from chairlift.core.plan import BAD_LOGITS, TokenLogprobs
 from chairlift.core.request import Request
-from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.sampling.params import MIN_TEMPERATURE, SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.errors import InvalidParameter

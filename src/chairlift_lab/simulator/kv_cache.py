@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from chairlift.core.kv.block_pool import BlockPool
-from chairlift.core.kv.eviction import EvictionQueue
+from chairlift.core.kv.block_pool import BlockPool, EvictionQueue
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch, TokenHolder
 from chairlift.core.request import Request

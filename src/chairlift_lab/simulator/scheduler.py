@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import PlanBuilder
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from chairlift.core.choices import make_choice
-from chairlift.core.cost_model import CostModel
+from chairlift.core.cost_model import CostModel, StepShape, chunk_kv
 from chairlift.core.request import Request
-from chairlift.core.step_limits import StepLimits
+from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
-from chairlift.registry import Registry
+from chairlift.registry import Registry, make_choice
 
 
 class BatchLoad:
@@ -74,3 +75,82 @@ def make_budget(
 def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms: float | None) -> None:
     """Raise InvalidParameter if the budget cannot be built."""
     make_budget(name, CostModel(), max_batch_tokens=1, target_tpot_ms=target_tpot_ms, target_ttft_ms=target_ttft_ms)
+
+
+_LEAST_CHUNK = 4  # the minimum for prompts, so that they do not starve
+_FIRST_CHUNK = 32  # before anything is measured; at most doubles with each observed step
+_KNEE = 0.95  # A share of the highest throughput.
+
+
+class StepForecast:
+    """Predicts the time of the next step, with all decodes, as a function of its prompt tokens."""
+
+    def __init__(self, cost: CostModel, load: BatchLoad) -> None:
+        self._cost = cost
+        self.decodes = len(load.decoding)
+        self._decode_kv = sum(request.num_expected for request in load.decoding)
+        prompts = load.prefilling
+        self._num_prompts = max(1, len(prompts))
+        self._context = sum(request.num_planned for request in prompts) // self._num_prompts
+
+    def seconds(self, chunk: int) -> float:
+        """The duration of a step with `chunk` prompt tokens, spread over the running prompts."""
+        return self._seconds(chunk, self._num_prompts * chunk_kv(self._context, chunk // self._num_prompts))
+
+    def tokens_per_second(self, chunk: int) -> float:
+        """The throughput of many such steps, without the KV reads within a chunk, which add up to the same for any
+        chunk size."""
+        return (self.decodes + chunk) / max(self._seconds(chunk, chunk * self._context), 1e-9)
+
+    def _seconds(self, chunk: int, kv: int) -> float:
+        prompts = self._num_prompts if chunk else 0
+        return self._cost.predict(StepShape(self.decodes, chunk, self._decode_kv, kv, self.decodes + prompts))
+
+
+class AdaptiveBudget(TokenBudget):
+    """A budget that chooses the prompt tokens of each step from its predicted time: every running request waits for the
+    whole step, so prompt tokens increase the inter-token time.
+
+    It chooses among chunk sizes, limited to twice the largest measured, and decides only while prompts wait.
+    """
+
+    def __init__(self, most: StepLimits, cost: CostModel) -> None:
+        super().__init__(most, cost)
+        self._sizes = chunk_sizes(most.prefill_tokens)
+        self._last = replace(most, reason=LimitReason.LEARNING)
+
+    def limits(self, load: BatchLoad) -> StepLimits:
+        if load.prefilling or load.waiting:  # without prompts the last decision stays
+            self._last = self._decide(load)
+        return self._last
+
+    @abstractmethod
+    def _decide(self, load: BatchLoad) -> StepLimits: ...
+
+    def _known_sizes(self) -> Sequence[int]:
+        """The sizes up to twice the largest measured chunk."""
+        known = max(_FIRST_CHUNK, 2 * self._cost.largest_prefill)
+        return self._sizes[: max(1, bisect_right(self._sizes, known))]
+
+    def _chosen(self, forecast: StepForecast, chunk: int, reason: LimitReason) -> StepLimits:
+        seconds = forecast.seconds(chunk) or None
+        return replace(self.most, prefill_tokens=chunk, reason=reason, predicted_seconds=seconds)
+
+
+def knee(forecast: StepForecast, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` whose predicted throughput is close to the highest of all."""
+    # Seconds are a convex function of tokens, so throughput has one peak.
+    peak = max((*sizes[::8], sizes[-1]), key=forecast.tokens_per_second)
+    rising = sizes[: sizes.index(peak) + 1]
+    enough = _KNEE * forecast.tokens_per_second(peak)
+    return rising[bisect_left(rising, enough, key=forecast.tokens_per_second)]
+
+
+def chunk_sizes(most: int) -> list[int]:
+    """The chunk sizes to choose from: all small ones, then sixteen per doubling, so that decisions are stable."""
+    sizes = list(range(min(_LEAST_CHUNK, most), min(most, 16)))
+    size = 16
+    while size < most:
+        sizes.append(size)
+        size += 1 << max(0, size.bit_length() - 5)
+    return [*sizes, most]

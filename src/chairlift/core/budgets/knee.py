@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.core.budgets._adaptive import AdaptiveBudget, StepForecast, knee
-from chairlift.core.budgets.base import BUDGETS, BatchLoad
+from chairlift.core.budgets.base import BUDGETS, AdaptiveBudget, BatchLoad, StepForecast, knee
 from chairlift.core.step_limits import LimitReason, StepLimits
 
 

@@ -7,8 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
-from chairlift.core.budgets._adaptive import AdaptiveBudget, StepForecast, knee
-from chairlift.core.budgets.base import BUDGETS, BatchLoad
+from chairlift.core.budgets.base import BUDGETS, AdaptiveBudget, BatchLoad, StepForecast, knee
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.request import Request
 from chairlift.core.step_limits import LimitReason, StepLimits

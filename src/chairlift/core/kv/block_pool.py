@@ -14,9 +14,8 @@ Blocks that were never used take no memory here: a simulation may have thousands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-from chairlift.core.kv.eviction import EvictionQueue
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class BlockPool:
@@ -146,3 +145,27 @@ class BlockPool:
         if self._changed:
             self._changed.clear()
         return changed
+
+
+class EvictionQueue:
+    """Free cached blocks in the order of eviction."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def append(self, block: int) -> None:
+        self._blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        """Remove a block that is used again."""
+        del self._blocks[block]
+
+    def evict(self, count: int) -> list[int]:
+        """Remove the first `count` blocks and return them."""
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]

@@ -1,8 +1,11 @@
-"""Snapshots of recurrent states: which state slot belongs to which cached block."""
+"""Who holds state slots: running requests, and the cached blocks that snapshots belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from chairlift.core.plan import NO_SLOT
 
 
 class Snapshots:
@@ -52,3 +55,38 @@ class Snapshots:
             block = self._block_of.pop(slot)
             del self._slot_of[block]
             self._reused.discard(block)
+
+
+@dataclass(slots=True)
+class ForkState:
+    """The state before the last token of a prompt, from which the other completions (n > 1) continue."""
+
+    num_tokens: int
+    slot: int
+    forks_left: int
+
+
+@dataclass(slots=True)
+class RequestStates:
+    """The slots that a request holds, with one reference each."""
+
+    current: int = NO_SLOT  # the state after its planned tokens; NO_SLOT before the first one
+    target: int = NO_SLOT  # reserved for the state after the step being planned; may be `current`
+    drafts: list[int] = field(default_factory=list)  # reserved for the states after draft tokens
+    drafted_from: int | None = None  # The number of tokens before the chunk of drafts in flight.
+    fork: ForkState | None = None
+    forked_from: str | None = None  # until its first chunk is planned: the request that keeps the state it starts with
+    pending: dict[int, int] = field(default_factory=dict)  # number of tokens -> slot of a snapshot not yet indexed
+    wanted: dict[int, bytes] = field(default_factory=dict)  # number of tokens -> digest, where to take a snapshot
+    newest: int | None = None  # tokens before the last snapshot of its output, which the next one replaces
+
+    def held(self) -> Iterator[int]:
+        """The slots, each as often as it is referenced."""
+        if self.current != NO_SLOT:
+            yield self.current
+        if self.target not in (NO_SLOT, self.current):
+            yield self.target
+        yield from self.drafts
+        if self.fork is not None and self.fork.slot != NO_SLOT:
+            yield self.fork.slot
+        yield from self.pending.values()

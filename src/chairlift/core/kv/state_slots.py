@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from chairlift.core.kv.block_pool import BlockPool
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
-from chairlift.core.kv.request_states import ForkState, RequestStates
 from chairlift.core.kv.resource import Resource
-from chairlift.core.kv.snapshots import Snapshots
+from chairlift.core.kv.snapshots import ForkState, RequestStates, Snapshots
 from chairlift.core.plan import NO_SLOT, Chunk, ChunkStates
 from chairlift.core.request import Request
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from chairlift.core.choices import make_choice
 from chairlift.core.request import Request
-from chairlift.registry import Registry
+from chairlift.registry import Registry, make_choice
 
 Rank = tuple[bool, float, int]
 """The sort key of a request: (not starved, claim, order of submission)."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.core.policies._batch import BatchPolicy
-from chairlift.core.policies.base import POLICIES
+from chairlift.core.policies.base import POLICIES, BatchPolicy
 
 
 @POLICIES.register("static")

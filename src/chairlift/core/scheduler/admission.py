@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import PlanBuilder
 from chairlift.core.policies.base import PolicyDecision
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.packing import share_rest_among_prompts
-from chairlift.core.scheduler.siblings import sibling_to_fork, waits_for_sibling
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.waiting_queue import WaitReason
 
@@ -143,7 +142,7 @@ class _StepAdmission:
         copies = None if restored is None else self.kv.reserve(request, count)
         if restored is None or copies is None:
             return WaitReason.MEMORY
-        self.builder.add(request, count, self.kv, copies)
+        self.builder.add(request, count, self.kv.table(request), copies)
         if self.state.swap.holds(request):
             self.builder.swap_ins += self.state.swap.swap_in(request, restored)
         return None
@@ -181,3 +180,28 @@ class _StepAdmission:
     def _why_full(self, running: Sequence[Request], slots: int) -> WaitReason:
         over = self.state.slots_with(running) + slots > self.state.max_batch_requests
         return WaitReason.SEATS if over else WaitReason.TARGET
+
+
+# ---- completions of one prompt (n > 1): the first one admitted computes it, the others share its blocks -------------
+
+
+def sibling_to_fork(request: Request, running: Sequence[Request]) -> Request | None:
+    """Find a running sibling whose prompt is computed, so that its prompt blocks can be shared."""
+    siblings = _running_siblings(request, running)
+    return next((other for other in siblings if other.num_computed >= other.num_prompt), None)
+
+
+def waits_for_sibling(request: Request, running: Sequence[Request]) -> bool:
+    """Whether `request` must wait until a sibling has computed the prompt that they share."""
+    leader = request.leader
+    if leader is None or request.num_output or sibling_to_fork(request, running) is not None:
+        return False
+    return leader.status is Status.WAITING or bool(_running_siblings(request, running))
+
+
+def _running_siblings(request: Request, running: Sequence[Request]) -> list[Request]:
+    """Running completions of the same prompt; none once `request` has output."""
+    leader = request.leader
+    if leader is None or request.num_output:
+        return []
+    return [other for other in running if other is leader or other.leader is leader]

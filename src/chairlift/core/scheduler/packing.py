@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.core.plan import BlockCopy
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import BlockCopy, PlanBuilder
 from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.state import SchedulerState, Urgency
 
@@ -49,7 +48,7 @@ def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before
             continue  # its tenant is limited; those of other requests may not be
         copies = state.kv.reserve(request, builder.count(request) + count)
         if copies is not None:
-            builder.add(request, count, state.kv, copies)
+            builder.add(request, count, state.kv.table(request), copies)
 
 
 def ensure_progress(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
@@ -69,7 +68,7 @@ def _plan_tokens(request: Request, count: int, state: SchedulerState, builder: P
     """Plan `count` tokens of a running request."""
     copies = _reserve(request, count, state, builder, now) if count > 0 else None
     if copies is not None:
-        builder.add(request, count, state.kv, copies)
+        builder.add(request, count, state.kv.table(request), copies)
 
 
 def _reserve(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from chairlift.core.beam.group import beam_group
+from chairlift.core.beam import beam_group
 from chairlift.core.events import DraftsVerified, PromptPooled, PromptScored, RequestFinished, TokenProduced
+from chairlift.core.executor import Speculation
 from chairlift.core.plan import BAD_LOGITS, Chunk, StepPlan, StepResult
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler.state import SchedulerState
-from chairlift.core.speculation import Speculation
 
 EndingCheck = Callable[[Request, int], Ending | None]
 """Returns the ending that a stop string or the grammar causes after a token was appended, if any. Also called with

@@ -10,26 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from chairlift.core.beam.group import BeamGroup
+from chairlift.core.beam import BeamGroup
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.events import BudgetDecided, Event, RequestQueued
+from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.orderings.fcfs import FcfsOrdering
-from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import PlanBuilder, StepPlan, StepResult
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import packing
-from chairlift.core.scheduler.admission import admit_waiting
+from chairlift.core.scheduler.admission import admit_waiting, waits_for_sibling
 from chairlift.core.scheduler.deadlines import Deadlines, Forecast
 from chairlift.core.scheduler.results import EndingCheck, ResultApplier
-from chairlift.core.scheduler.siblings import waits_for_sibling
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES, WaitingQueue, WaitReason
-from chairlift.core.speculation import Speculation
 from chairlift.core.step_limits import StepLimits
 from chairlift.errors import InvalidParameter
 

@@ -10,8 +10,7 @@ from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
-from chairlift.core.plan import BlockSwap
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import BlockSwap, PlanBuilder
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Request, RequestGroup, Status
 from chairlift.core.scheduler.waiting_queue import WaitingQueue

@@ -25,8 +25,7 @@ from typing import Protocol
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.orderings.fair import FairOrdering
-from chairlift.core.plan import Chunk
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import Chunk, PlanBuilder
 from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
 

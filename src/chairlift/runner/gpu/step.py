@@ -9,9 +9,7 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
-from chairlift.core.beam.search import Candidates
-from chairlift.core.plan import Chunk, PromptOutputs, StepPlan, StepResult, StepTiming
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import Candidates, Chunk, PromptOutputs, StepPlan, StepResult, StepTiming, TokenLogprobs
 from chairlift.models.base import HiddenStates
 from chairlift.runner.gpu.packing import PackedStep
 from chairlift.runner.gpu.staging import Staging

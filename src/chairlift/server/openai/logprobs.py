@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from chairlift.server.openai.types import ChatRequest, CompletionBody

@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from chairlift.core.plan import Chunk, StepResult
-from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.plan import Chunk, PlanBuilder, StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.errors import InvalidParameter

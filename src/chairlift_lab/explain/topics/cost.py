@@ -52,7 +52,7 @@ class _Watching(TokenBudget):
         self.decisions: list[Decision] = []
 
     def limits(self, load: BatchLoad) -> StepLimits:
-        from chairlift.core.budgets._adaptive import StepForecast, chunk_sizes
+        from chairlift.core.budgets.base import StepForecast, chunk_sizes
 
         limits = self.inner.limits(load)
         if load.decoding and (load.prefilling or load.waiting):

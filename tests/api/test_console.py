@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +15,7 @@ from chairlift.core.events import RequestFinished
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.terminal.answer_meter import AnswerMeter
-from chairlift.terminal.console import note, show_error, write_text
+from chairlift.terminal.console import note, show_error, show_log, write_text
 
 
 def test_a_model_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +39,19 @@ def test_an_error_message_cannot_control_the_terminal(show: Any, capsys: pytest.
     assert not {"\x1b", "\x07"} & set(shown)
 
 
+def test_a_full_disk_behind_the_log_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = logging.getLogger("chairlift")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "level", log.level)
+    show_log(quiet=True)
+    monkeypatch.setattr(sys, "stderr", Full())
+    log.warning("a request failed")
+
+
 def test_a_failed_answer_is_an_error() -> None:
     meter = AnswerMeter()
     meter([RequestFinished(1.0, "a", Ending(FinishReason.STOP))])
@@ -48,5 +63,6 @@ def test_a_failed_answer_is_an_error() -> None:
 
 def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    program = "from chairlift.cli import main; main.app = lambda **options: print('na\u00efve'); main.main()"
+    program = "import chairlift.__main__ as program; from chairlift.cli import main; "
+    program += "main.app = lambda **options: print('na\u00efve'); program.main()"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"na?ve\n"

@@ -31,7 +31,10 @@ def show_error(message: str) -> None:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        try:
+            note(record.getMessage())
+        except Exception:  # A log on a full disk must not fail what is logged.
+            self.handleError(record)
 
 
 def show_log(*, quiet: bool) -> None:

@@ -29,14 +29,16 @@ def plan(
     memory_share: float | None = None,
     step_bytes: int = 0,
     layers: Sequence[AttentionLayer] = SMOLLM2_LAYERS,
+    weight_bytes: int = 651_264_000,
+    dtype: torch.dtype = torch.float32,
     **states: Any,
 ) -> MemoryPlan:
     return plan_memory(
         layers,
-        weight_bytes=651_264_000,
+        weight_bytes=weight_bytes,
         kv_memory=kv_memory,
         memory_share=memory_share,
-        dtype=torch.float32,
+        dtype=dtype,
         device=CPU,
         block_size=16,
         max_model_len=2048,
@@ -47,9 +49,9 @@ def plan(
 
 
 def test_the_log_shows_the_arithmetic_as_documented() -> None:
-    lines = plan("2GiB").lines()
+    lines = plan("2GiB", weight_bytes=192_099_600, dtype=torch.bfloat16).lines()
     documented = (Path(__file__).parents[2] / "docs" / "kv-cache.md").read_text()
-    assert "46,080 bytes per token x 16 tokens per block" in lines[2]
+    assert "23,040 bytes per token x 16 tokens per block" in lines[2]
     for line in lines:
         assert line in documented
 

@@ -25,7 +25,7 @@ ON_GPU = (
     "layers.norm",
     "layers.per_layer_input",
     "layers.rope",
-    "models.decoder",
+    "models.decoder_layer",
     "models.stacks.base",
     "models.stacks.plain",
 )

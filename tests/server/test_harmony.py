@@ -126,7 +126,7 @@ def test_calls_of_a_message(harmony_server: RunningServer) -> None:
     jsonschema_rs.validate(PARAMETERS, message["content"][1]["input"])
     kinds = {event["delta"]["type"] for event in events_of(harmony_server.post("/v1/messages", body | {"stream": True}))
              if event["type"] == "content_block_delta"}  # fmt: skip
-    assert kinds == {"thinking_delta", "input_json_delta"}
+    assert kinds == {"thinking_delta", "signature_delta", "input_json_delta"}
 
 
 def test_earlier_channels_go_back_to_the_template(harmony_server: RunningServer) -> None:

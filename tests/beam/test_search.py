@@ -181,4 +181,4 @@ def test_a_search_that_has_not_joined_is_promised_a_spare_block_for_each_beam() 
     leader = submit_beams(scheduler, "search", range(6), 3)[0]
     scheduler.schedule(0.0)
     assert list(scheduler.running) == [leader]
-    assert scheduler.state.blocks_to_come(leader) == 1 + 2 * (2 - 1) + 3  # its own, those of the others, and the spare
+    assert scheduler.kv.to_come(leader) == 1 + 2 * (2 - 1) + 3  # its own, those of the others, and the spare

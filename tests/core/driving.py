@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
-from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.kv.state_slots import StateSlots
+from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.orderings.fair import FairOrdering
@@ -36,11 +35,16 @@ def with_states(
     num_slots: int,
     snapshot_interval: int | None = None,
     prefix_caching: bool = True,
-    kv_class: type[KVCache] = KVCache,
+    kv_class: type[HybridCache] = HybridCache,
 ) -> KVCache:
     """A KV cache for a model with recurrent layers."""
-    states = StateSlots(num_slots, block_size, prefix_caching=prefix_caching, snapshot_interval=snapshot_interval)
-    return kv_class(num_blocks, block_size, prefix_caching=prefix_caching, states=states)
+    return kv_class(
+        num_blocks,
+        block_size,
+        num_states=num_slots,
+        snapshot_interval=snapshot_interval,
+        prefix_caching=prefix_caching,
+    )
 
 
 def make_scheduler(

@@ -18,7 +18,7 @@ from chairlift.speculation.control.controller import SpeculationController
 from tests.core.driving import make_scheduler, run_pipelined, run_to_end, with_states
 from tests.core.memory_model import MemoryModel
 from tests.core.test_pipelined import outcome, submit_all
-from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
+from tests.core.test_properties import SCHEDULERS, FlakyHybridCache, Workload
 from tests.repeatable import examples
 from tests.speculation.drafting import RandomProposer, continue_deterministically
 
@@ -47,13 +47,13 @@ class HybridWorkload(Workload):
                 with_states,
                 num_slots=options["num_slots"],
                 snapshot_interval=options["interval"],
-                kv_class=FlakyKVCache,
+                kv_class=FlakyHybridCache,
             ),
             **options["strategy"],
             speculation=SpeculationController(proposer, draft_length=length) if length else None,
         )
         self.kv = self.scheduler.kv
-        assert isinstance(self.kv, FlakyKVCache)
+        assert isinstance(self.kv, FlakyHybridCache)
         self.kv.failures = random.Random(1)
         self.kv.on_attempt = self.check_starved_first
         self.memory = MemoryModel(options["block_size"])

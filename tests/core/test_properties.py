@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
-from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.prefix_index import PrefixMatch
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import BlockCopy, StepPlan
@@ -54,6 +54,10 @@ class FlakyKVCache(KVCache):
         if self.failing and self.failures.random() < 0.3:
             return None
         return super().reserve(request, count)
+
+
+class FlakyHybridCache(FlakyKVCache, HybridCache):
+    """The same for a model with recurrent layers."""
 
 
 # The options of random schedulers.

@@ -7,8 +7,7 @@ import logging
 from chairlift.byte_sizes import format_bytes
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, WorkForecast
-from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.kv.state_slots import StateSlots
+from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
@@ -51,15 +50,16 @@ def make_scheduler(
 
 
 def _make_cache(settings: MachineSettings, memory: MemoryPlan) -> KVCache:
-    config, states = settings.config, None
-    if memory.num_states:
-        states = StateSlots(
-            memory.num_states,
-            config.block_size,
-            prefix_caching=config.prefix_caching,
-            snapshot_interval=memory.snapshot_interval,
-        )
-    return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching, states=states)
+    config = settings.config
+    if not memory.num_states:
+        return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    return HybridCache(
+        memory.num_blocks,
+        config.block_size,
+        num_states=memory.num_states,
+        snapshot_interval=memory.snapshot_interval,
+        prefix_caching=config.prefix_caching,
+    )
 
 
 def _make_swap_space(settings: MachineSettings, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.kv.resource import Resource
 from chairlift.core.plan import PlanBuilder
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
@@ -25,8 +26,8 @@ class SimulatedState(SchedulerState):
     def slots_with(self, running: Sequence[Request]) -> int:
         return super().slots_with(running) + self.num_aside
 
-    def blocks_promised(self) -> int:
-        return super().blocks_promised() + self.num_aside
+    def promised(self, resource: Resource) -> int:
+        return super().promised(resource) + self.num_aside
 
     @property
     def batch_is_over(self) -> bool:

@@ -257,5 +257,5 @@ class SteadyDecodes:
 
     def leaves_room(self) -> bool:
         """Whether every running request gets the blocks it needs for the next step."""
-        needed = self.blocks_for_next + sum(self._kv.num_missing(request) for request in self.scheduler.running)
+        needed = self.blocks_for_next + sum(self._kv.need(request) for request in self.scheduler.running)
         return needed <= self._pool.num_free

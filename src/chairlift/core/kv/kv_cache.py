@@ -29,31 +29,24 @@ class KVChanges:
     rewritten: set[str]  # ids of requests whose tables changed other than at their end
 
 
-class KVCache:
-    """The block tables of all requests, over one pool and one prefix index.
+class KVCache(Resource):
+    """The block tables of all requests, over one pool and one prefix index."""
 
-    A model with recurrent layers has `states` beside them, which follow the tables.
-    """
+    states: StateSlots | None = None  # Only a `HybridCache` has them.
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int = 16,
-        *,
-        prefix_caching: bool = True,
-        states: StateSlots | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex(block_size)
         self.pool = BlockPool(num_blocks, on_evict=self._evicted)
-        self.states = states
-        self.resources: tuple[Resource, ...] = () if states is None else (states,)
-        for resource in self.resources:
-            resource.join(self.index)
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # number of a table's first blocks that are indexed
         self._rewritten: set[str] | None = None  # see `KVChanges`; None while changes are not tracked
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """What a request must have to run."""
+        return (self,)
 
     @property
     def num_blocks(self) -> int:
@@ -65,8 +58,6 @@ class KVCache:
 
     def _evicted(self, blocks: Sequence[int]) -> None:
         self.index.remove(blocks)
-        for resource in self.resources:
-            resource.evicted(blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -83,10 +74,7 @@ class KVCache:
             return PrefixMatch((), Miss.DISABLED)
         if request.needs_whole_prompt:
             return PrefixMatch((), Miss.WHOLE_PROMPT)
-        match = self.index.find(request)
-        for resource in self.resources:
-            match = resource.shorten(request, match)
-        return match
+        return self.index.find(request)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Start the table of `request` with the blocks of `match`; their tokens count as computed."""
@@ -95,8 +83,6 @@ class KVCache:
         self._tables[request.id] = list(match.blocks)
         self._num_indexed[request.id] = len(match.blocks)
         request.start_from(len(match.blocks) * self.block_size)
-        for resource in self.resources:
-            resource.attach(request, match)
 
     def claim(self, request: Request) -> None:
         """Announce the blocks that `request` will compute; requests with the same prefix then wait for them."""
@@ -104,13 +90,10 @@ class KVCache:
             self.index.claim(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`, or of fewer if a
-        resource needs that. The last block may be partly filled: the first write into a shared block copies it (see
-        `reserve`)."""
+        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`. The last one may be
+        partly filled: the first write into a shared block copies it (see `reserve`)."""
         assert child.id not in self._tables
         assert parent.num_computed >= num_tokens
-        for resource in self.resources:
-            num_tokens = resource.fork_point(parent, num_tokens)
         shared = self._tables[parent.id][: self.blocks_for(num_tokens)]
         self.pool.share(shared)
         self._tables[child.id] = list(shared)
@@ -118,8 +101,6 @@ class KVCache:
         child.start_from(num_tokens)
         if self._rewritten is not None:
             self._rewritten.add(child.id)  # A beam may have had a different table before.
-        for resource in self.resources:
-            resource.fork(parent, child, num_tokens)
 
     def restore(self, request: Request) -> list[int] | None:
         """Allocate the blocks of computed tokens that are in host memory; None (and no change) if memory is short."""
@@ -134,9 +115,6 @@ class KVCache:
 
         Returns the copies to make before writing, or None (and no change of the table) if memory is short.
         """
-        for resource in self.resources:
-            if not resource.reserve(request, count):
-                return None
         table = self._tables[request.id]
         planned, room = request.num_planned, len(table) * self.block_size
         if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
@@ -162,12 +140,14 @@ class KVCache:
         first = request.num_planned // self.block_size
         return [position for position in range(first, len(table)) if not self.pool.is_private(table[position])]
 
-    def num_missing(self, request: Request) -> int:
-        """The number of blocks that `request` still needs for its known tokens."""
-        return max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
+    def need(self, request: Request) -> int:
+        missing = max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
+        return missing if request.group is None else missing + request.group.blocks_to_join(self.block_size)
+
+    def to_come(self, request: Request) -> int:
+        return self.need(request) + request.num_slots
 
     def num_own(self, requests: Sequence[Request]) -> int:
-        """The number of blocks that only `requests` hold."""
         held = Counter(block for request in requests for block in self.table(request))
         return sum(self.pool.references(block) == count for block, count in held.items())
 
@@ -179,8 +159,6 @@ class KVCache:
                 table = self._tables[request.id]
                 self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
                 self._num_indexed[request.id] = num_full
-        for resource in self.resources:
-            resource.commit(request)
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Release the blocks after the first `num_tokens` tokens of `request` (they were reserved for drafts)."""
@@ -190,8 +168,6 @@ class KVCache:
         self.pool.release(reversed(spare))
         if spare and self._rewritten is not None:
             self._rewritten.add(request.id)
-        for resource in self.resources:
-            resource.trim(request, num_tokens)
 
     def release(self, request: Request) -> None:
         """Release every block that `request` holds, tail first."""
@@ -199,8 +175,6 @@ class KVCache:
         self._num_indexed.pop(request.id, None)
         self.index.drop_claims(request)
         self.pool.release(reversed(table))
-        for resource in self.resources:
-            resource.release(request)
 
     def track_changes(self, on: bool) -> None:
         """Start (with no changes) or stop to record changes for `take_changes`."""
@@ -213,3 +187,59 @@ class KVCache:
         if self._rewritten:
             self._rewritten = set()
         return KVChanges(self.pool.take_changes(), rewritten)
+
+
+class HybridCache(KVCache):
+    """The block tables of a model with recurrent layers, and its states, which follow them: a request has both."""
+
+    states: StateSlots
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        num_states: int,
+        snapshot_interval: int | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.states = StateSlots(
+            num_states, self.index, prefix_caching=prefix_caching, snapshot_interval=snapshot_interval
+        )
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        return self, self.states
+
+    def _evicted(self, blocks: Sequence[int]) -> None:
+        super()._evicted(blocks)
+        self.states.evicted(blocks)
+
+    def match(self, request: Request) -> PrefixMatch:
+        return self.states.shorten(request, super().match(request))
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        super().attach(request, match)
+        self.states.attach(request, match)
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Start `child` after `num_tokens` tokens of `parent`, or after fewer, where a state is kept."""
+        num_tokens = self.states.fork_point(parent, num_tokens)
+        super().fork(parent, child, num_tokens)
+        self.states.fork(parent, child, num_tokens)
+
+    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
+        return None if self.states.reserve(request, count) is None else super().reserve(request, count)
+
+    def commit(self, request: Request) -> None:
+        super().commit(request)
+        self.states.commit(request)
+
+    def trim(self, request: Request, num_tokens: int) -> None:
+        super().trim(request, num_tokens)
+        self.states.trim(request, num_tokens)
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self.states.release(request)

@@ -1,62 +1,47 @@
-"""What a request holds besides KV blocks, such as the states of recurrent layers."""
+"""The interface of what requests hold while they run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from chairlift.core.kv.prefix_index import PrefixIndex, PrefixMatch
+from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request
 
 
 class Resource(ABC):
-    """Memory of its own accounting that follows the block tables of a `KVCache`.
+    """Memory with its own accounting: the blocks of the KV cache, or the state slots of recurrent layers.
 
-    The cache asks it what a prefix hit may start with, and passes on everything that happens to a request. All of a
-    request's resources are reserved or none is missed: what is reserved stays reserved until the step is planned.
+    A request is admitted if every resource has what it needs. What is reserved stays reserved until the step is
+    planned, even if another resource is short.
     """
 
+    @property
     @abstractmethod
-    def join(self, index: PrefixIndex) -> None:
-        """Called once, by the cache that it belongs to, with the index of its blocks."""
+    def num_free(self) -> int:
+        """How much no request holds."""
 
     @abstractmethod
-    def spare(self, request: Request, staying: Sequence[Request], leaving: Sequence[Request]) -> int:
-        """How much would be free with `request` admitted beside the `staying` requests and without the `leaving` ones,
-        after all that the former may still need. Negative: it does not fit."""
+    def num_own(self, requests: Sequence[Request]) -> int:
+        """How much only `requests` hold."""
 
     @abstractmethod
-    def shorten(self, request: Request, match: PrefixMatch) -> PrefixMatch:
-        """The part of a prefix hit that the request can start with."""
+    def need(self, request: Request) -> int:
+        """How much a request, or all beams of a search, still needs for its known tokens."""
 
     @abstractmethod
-    def attach(self, request: Request, match: PrefixMatch) -> None:
-        """Called when the table of `request` has started with the blocks of `match`."""
+    def to_come(self, request: Request) -> int:
+        """How much a running request will still take: for its known tokens, and for the output of each of its slots."""
 
     @abstractmethod
-    def fork_point(self, parent: Request, num_tokens: int) -> int:
-        """The most tokens, up to `num_tokens`, after which another request can continue from `parent`."""
-
-    @abstractmethod
-    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Called when the table of `child` has started with `num_tokens` tokens of `parent`, a fork point."""
-
-    @abstractmethod
-    def reserve(self, request: Request, count: int) -> bool:
-        """Reserve what the next `count` tokens of `request` need; False if it is short."""
+    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
+        """Reserve what the next `count` tokens of `request` need; return the copies to make before they are written, or
+        None if it is short."""
 
     @abstractmethod
     def commit(self, request: Request) -> None:
-        """Called when the result of a step has been applied and its full blocks are indexed."""
-
-    @abstractmethod
-    def trim(self, request: Request, num_tokens: int) -> None:
-        """Continue after the first `num_tokens` tokens; the others were drafts."""
+        """Keep what later requests can share, now that the result of a step has been applied."""
 
     @abstractmethod
     def release(self, request: Request) -> None:
         """Release everything that `request` holds."""
-
-    @abstractmethod
-    def evicted(self, blocks: Sequence[int]) -> None:
-        """Called when cached blocks are evicted."""

@@ -24,7 +24,7 @@ from chairlift.core.kv.block_pool import BlockPool
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
 from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.snapshots import ForkState, RequestStates, Snapshots
-from chairlift.core.plan import NO_SLOT, Chunk, ChunkStates
+from chairlift.core.plan import NO_SLOT, BlockCopy, Chunk, ChunkStates
 from chairlift.core.request import Request
 
 MIN_SLOTS = 2  # one to read a snapshot from, one to write to
@@ -43,19 +43,14 @@ class StateUsage(NamedTuple):
 class StateSlots(Resource):
     """The state slots of all requests, and the snapshots that the prefix cache keeps."""
 
-    index: PrefixIndex
-
     def __init__(
-        self,
-        num_slots: int,
-        block_size: int = 16,
-        *,
-        prefix_caching: bool = True,
-        snapshot_interval: int | None = None,
+        self, num_slots: int, index: PrefixIndex, *, prefix_caching: bool = True, snapshot_interval: int | None = None
     ) -> None:
-        """`snapshot_interval`: tokens between snapshots taken while most slots are empty; None: no such ones."""
+        """`index`: that of the blocks. `snapshot_interval`: tokens between snapshots taken while most slots are empty;
+        None: no such ones."""
         assert num_slots >= MIN_SLOTS
-        self.block_size = block_size
+        self.index = index
+        self.block_size = block_size = index.block_size
         self.prefix_caching = prefix_caching
         self.snapshots = Snapshots()
         self.slots = BlockPool(num_slots, on_evict=self.snapshots.remove_slots)
@@ -63,9 +58,6 @@ class StateSlots(Resource):
         self._states: dict[str, RequestStates] = {}
         self._divergences: OrderedDict[bytes, None] = OrderedDict()  # digests of blocks that end where a snapshot pays
         self._expected: dict[bytes, str] = {}  # digest of a block -> the running request that will take a snapshot
-
-    def join(self, index: PrefixIndex) -> None:
-        self.index = index
 
     def by_request(self) -> dict[str, RequestStates]:
         return dict(self._states)
@@ -75,6 +67,7 @@ class StateSlots(Resource):
         return dict(self._expected)
 
     def evicted(self, blocks: Sequence[int]) -> None:
+        """Drop the snapshots of cached blocks that are evicted."""
         self.slots.uncache(self.snapshots.remove_blocks(blocks))
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -94,21 +87,19 @@ class StateSlots(Resource):
         reserved = (len(states.drafts) for states in self._states.values() if states.drafted_from is None)
         return self.slots.num_free + sum(reserved)
 
-    def spare(self, request: Request, staying: Sequence[Request], leaving: Sequence[Request]) -> int:
-        return self.slots.num_free + self._num_own(leaving) - self._promised(staying) - self._needed(request)
+    @property
+    def num_free(self) -> int:
+        return self.slots.num_free
 
-    def _needed(self, request: Request) -> int:
-        """Slots that a request, or all beams of a search, still need to be admitted."""
+    def need(self, request: Request) -> int:
         if request.group is None:
             return 1
         return 1 + SLOTS_PER_BEAM * request.num_slots - len(set(self._states[request.id].held()))
 
-    def _promised(self, running: Sequence[Request]) -> int:
-        """Free slots that running requests may still need."""
-        return sum(SLOTS_PER_BEAM * request.num_slots - 1 for request in running if request.group is not None)
+    def to_come(self, request: Request) -> int:
+        return 0 if request.group is None else SLOTS_PER_BEAM * request.num_slots - 1
 
-    def _num_own(self, requests: Sequence[Request]) -> int:
-        """The number of slots that only `requests` hold."""
+    def num_own(self, requests: Sequence[Request]) -> int:
         own = (self._states.get(request.id) for request in requests)
         held = Counter(slot for states in own if states is not None for slot in states.held())
         return sum(self.slots.references(slot) == count for slot, count in held.items())
@@ -139,6 +130,7 @@ class StateSlots(Resource):
             self._divergences.popitem(last=False)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
+        """Start `request` with the state at the end of `match`."""
         states = self._states[request.id] = RequestStates()
         if match.blocks:
             states.current = self.snapshots.reuse(match.blocks[-1])
@@ -172,6 +164,7 @@ class StateSlots(Resource):
         return self._state_at(parent, num_tokens)[0]
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Start `child` with the state of `parent` after `num_tokens` tokens, a fork point."""
         slot = self._state_at(parent, num_tokens)[1]
         self._states[child.id] = RequestStates(current=slot)
         if slot != NO_SLOT:
@@ -196,7 +189,7 @@ class StateSlots(Resource):
 
     # ---- planning a step ----------------------------------------------------------------------------------------
 
-    def reserve(self, request: Request, count: int) -> bool:
+    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
         states = self._states[request.id]
         if states.target == NO_SLOT:
             if states.current != NO_SLOT and self.slots.is_private(states.current):
@@ -204,13 +197,13 @@ class StateSlots(Resource):
             elif (taken := self.slots.take(1)) is not None:
                 states.target = taken[0]
             else:
-                return False
+                return None
         if count > 1 and request.decoding:  # All but the first token are drafts.
             taken = self.slots.take(max(0, count - 1 - len(states.drafts)))
             if taken is None:
-                return False
+                return None
             states.drafts += taken
-        return True
+        return ()
 
     def plan(self, chunks: Sequence[Chunk]) -> tuple[ChunkStates, ...]:
         """The slots that the chunks of a step read and write."""

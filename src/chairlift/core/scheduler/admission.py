@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from chairlift.core.kv.resource import Resource
 from chairlift.core.plan import PlanBuilder
 from chairlift.core.policies.base import PolicyDecision
 from chairlift.core.request import Request, Status
@@ -41,9 +42,9 @@ class _StepAdmission:
         self._newly_admitted: set[int] = set()
 
     @cached_property
-    def promised_blocks(self) -> int:
-        """Free blocks that running requests will still need; computed on first use, then kept up to date."""
-        return self.state.blocks_promised()
+    def promised(self) -> dict[Resource, int]:
+        """What running requests will still take of each resource; computed on first use, then kept up to date."""
+        return {resource: self.state.promised(resource) for resource in self.kv.resources}
 
     def offer_slots(self, decision: PolicyDecision) -> bool:
         """Try the candidates in order; return False if the order changed: a request became starved, or a starved one no
@@ -121,11 +122,15 @@ class _StepAdmission:
             self.kv.claim(request)
         self.state.admit(request, cached, match.miss, self.now)
         self._newly_admitted.add(request.order)
-        self.promised_blocks += self.state.blocks_to_come(request)
+        self._promise(request)
         return None
 
+    def _promise(self, request: Request, sign: int = 1) -> None:
+        for resource in self.promised:
+            self.promised[resource] += sign * resource.to_come(request)
+
     def _plan_first_tokens(self, request: Request) -> WaitReason | None:
-        promised = self.promised_blocks  # before running prompts take some of them below
+        promised = dict(self.promised)  # before running prompts take some of it below
         # Running prompts that are more urgent get their part of the prefill budget first.
         share_rest_among_prompts(self.state, self.builder, before=self.state.urgency(request, self.builder))
         if not self.builder.room_for(request):
@@ -134,8 +139,9 @@ class _StepAdmission:
         if isinstance(victims, WaitReason):
             return victims
         for victim in victims:
-            together = [other for other in self.state.running if other in victim.companions]
-            self.promised_blocks -= sum(map(self.state.blocks_to_come, together))
+            for other in self.state.running:
+                if other in victim.companions:
+                    self._promise(other, -1)
             self.state.preempt(victim, self.now, self.builder)
         restored = self.kv.restore(request)
         count = self.builder.room_for(request)
@@ -147,18 +153,14 @@ class _StepAdmission:
             self.builder.swap_ins += self.state.swap.swap_in(request, restored)
         return None
 
-    def _victims_for(self, request: Request, promised_blocks: int) -> list[Request] | WaitReason:
+    def _victims_for(self, request: Request, promised: Mapping[Resource, int]) -> list[Request] | WaitReason:
         """The running requests to preempt so that `request` fits, if the ordering allows it; usually none.
 
         All its known tokens must fit beside what running requests still need, so that it is not preempted soon.
         """
-        staying, leaving, victims = self.state.running, list[Request](), list[Request]()
-        spare = self.kv.num_free - promised_blocks - self.state.blocks_needed(request)
-        while (
-            self._full(staying, request.num_slots)
-            or spare < 0
-            or any(resource.spare(request, staying, leaving) < 0 for resource in self.kv.resources)
-        ):
+        staying, victims = self.state.running, list[Request]()
+        spare = {each: each.num_free - promised[each] - each.need(request) for each in promised}
+        while self._full(staying, request.num_slots) or any(left < 0 for left in spare.values()):
             victim = self.state.ordering.slot_to_take(request, staying)
             if victim is None or victim.order in self._newly_admitted:
                 no_slot = self._full(staying, request.num_slots)
@@ -166,8 +168,8 @@ class _StepAdmission:
             together = [other for other in staying if other in victim.companions]
             staying = [other for other in staying if other not in together]
             victims.append(victim)
-            leaving += together
-            spare += self.kv.num_own(together) + sum(map(self.state.blocks_to_come, together))
+            for each in spare:
+                spare[each] += each.num_own(together) + sum(map(each.to_come, together))
         return victims
 
     def _full(self, running: Sequence[Request], slots: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss
+from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.plan import BlockSwap, PlanBuilder
@@ -54,19 +55,9 @@ class SchedulerState:
         """The slots in use with these requests running."""
         return slots_of(running) + len(self.idle)
 
-    def blocks_promised(self) -> int:
-        """Free blocks that running requests will still need."""
-        return sum(map(self.blocks_to_come, self.running))
-
-    def blocks_to_come(self, request: Request) -> int:
-        """Blocks that a running request still needs for its known tokens, plus one for the output of each of its
-        slots."""
-        return self.blocks_needed(request) + request.num_slots
-
-    def blocks_needed(self, request: Request) -> int:
-        """Blocks that a request, or all beams of a search, still need for their known tokens."""
-        others = request.group.blocks_to_join(self.kv.block_size) if request.group is not None else 0
-        return self.kv.num_missing(request) + others
+    def promised(self, resource: Resource) -> int:
+        """How much of a resource running requests will still take."""
+        return sum(map(resource.to_come, self.running))
 
     # ---- admission and preemption -------------------------------------------------------------------------------
 

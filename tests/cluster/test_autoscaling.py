@@ -12,11 +12,9 @@ from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, Fleet
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
-from chairlift_lab.planning.run import ReplicaSettings
-from chairlift_lab.simulator.figures import Targets, figures
-from chairlift_lab.simulator.fleet import AutoscaledSize
-from chairlift_lab.simulator.records import Arrival, SimulationOutcome
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome, Targets, figures
+from chairlift_lab.simulator.simulation import AutoscaledSize, simulate
 
 SETTINGS = AutoscalingSettings(max_replicas=10, cold_start=10, down_delay=60)
 

@@ -21,7 +21,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift_lab.simulator.measured import MeasuredCost
+from chairlift_lab.simulator.step_cost import MeasuredCost
 
 NextToken = Callable[[Request], int]
 

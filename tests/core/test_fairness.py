@@ -15,7 +15,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from chairlift_lab.simulator.measured import MeasuredCost
+from chairlift_lab.simulator.step_cost import MeasuredCost
 from tests.core.driving import make_request, step
 from tests.core.flooding import CPU_LIKE, GPU_LIKE, LIGHT_REQUESTS, Machine, heavy_alone, serve
 

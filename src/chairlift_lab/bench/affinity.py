@@ -30,11 +30,10 @@ from chairlift_lab.common.workload import BenchRequest
 from chairlift_lab.load.arrivals import Arrivals
 from chairlift_lab.load.client import LoadClient, RequestFormat
 from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadLoop, LoadRecord, OpenLoop
-from chairlift_lab.planning.run import ReplicaSettings, load_profile
-from chairlift_lab.simulator.figures import Targets, figures, percentile
-from chairlift_lab.simulator.records import Arrival
-from chairlift_lab.simulator.roofline import StepCost
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.simulator.outcome import Arrival, Targets, figures, percentile
+from chairlift_lab.simulator.simulation import simulate
+from chairlift_lab.simulator.step_cost import MeasuredCost, StepCost
 
 FLEET = "chairlift-bench"
 LONE_REQUESTS = 13  # before the run, of one shared prefix: what a request takes that the simulator does not know
@@ -100,7 +99,7 @@ def measure_affinity(
     address: str,
     note: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    cost = None if profile is None else load_profile(profile)
+    cost = None if profile is None else MeasuredCost.load(profile)
     connect(address, log_to_driver=False)
     hot = replace(settings, groups=1, per_group=settings.groups * settings.per_group)
     open_loop = OpenLoop(lambda: iter(settings.times()))
@@ -180,11 +179,10 @@ def _predict(
     The simulator has engines only. What clients, ingress, servers and waking an idle engine add is known from the lone
     requests.
     """
-    from chairlift_lab.planning.model_shape import model_shape, read_config
-    from chairlift_lab.simulator.devices import device_named
-    from chairlift_lab.simulator.roofline import Roofline
+    from chairlift_lab.planning.machine import model_shape, read_config
+    from chairlift_lab.simulator.step_cost import Roofline, device_named
 
-    prices = cost or Roofline(model_shape(read_config("smollm2-135m"), "int8", "bfloat16")[0], device_named("cpu"))
+    prices = cost or Roofline(model_shape(read_config("smollm2-135m"), "int8", "bfloat16"), device_named("cpu"))
     block_size = engine.block_size
     replica = ReplicaSettings(
         num_blocks=measured.loads[0]["num_tokens"] // block_size,

@@ -21,9 +21,9 @@ from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table, comparison_table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.workload import LengthRange, full_length
-from chairlift_lab.planning.run import ReplicaSettings
+from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.report.json_report import check_writable, machine
-from chairlift_lab.simulator.measured import MeasuredCost, Steps
+from chairlift_lab.simulator.step_cost import MeasuredCost, Steps
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -220,7 +220,7 @@ def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     """A simulated engine that schedules as this one does."""
     from chairlift.engine.settings import resolve_machine
-    from chairlift_lab.planning.run import ReplicaSettings
+    from chairlift_lab.planning.prediction import ReplicaSettings
 
     scheduler = engine.scheduler
     return ReplicaSettings(

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,17 +19,105 @@ from chairlift.errors import InvalidParameter
 from chairlift.progress import watch
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import comparison_table, show_table
-from chairlift_lab.planning.options import FleetOptions, MachineOptions, TargetOptions, machine_option
+from chairlift_lab.planning.machine import MachineOptions, machine_option, times
 from chairlift_lab.report.options import ReportOptions
 
 if TYPE_CHECKING:
-    from chairlift_lab.planning.run import MemoryBudget
-    from chairlift_lab.simulator.figures import Targets
-    from chairlift_lab.simulator.roofline import ModelShape
-
-_traffic = partial(typer.Option, rich_help_panel="Traffic")
+    from chairlift.cluster.autoscaling import AutoscalingSettings
+    from chairlift.cluster.routing.router import Router
+    from chairlift_lab.simulator.outcome import Targets
+    from chairlift_lab.simulator.replica import Replica
+    from chairlift_lab.simulator.step_cost import StepCost
 
 RANDOM_REQUESTS = 1000
+INGRESS_BY = ("turn", "tenant")
+
+_target, _fleet, _traffic = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Targets", "Replicas", "Traffic")
+)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise InvalidParameter(name, f"must be at least 1, got {count}")
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise InvalidParameter(name, f"must be above 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    target_ttft_ms: Annotated[float | None, _target(help="Time to first token.")] = None
+    target_tpot_ms: Annotated[float | None, _target(help="Time per output token after the first.")] = None
+    target_e2e_ms: Annotated[float | None, _target(help="Whole answer.")] = None
+
+    def resolve(self) -> Targets:
+        from chairlift_lab.simulator.outcome import Targets
+
+        limits = asdict(self)
+        _check_positive(**limits)
+        return Targets(*(times(value, 1e-3) for value in limits.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    replicas: Annotated[int, _fleet(help="Number of engines, at the start.")] = 1
+    router: Annotated[str, _fleet(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded"
+    ingresses: Annotated[int, _fleet(help="Ingresses, each with a router of its own.")] = 1
+    ingress_by: Annotated[
+        str, _fleet(help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).")
+    ] = "turn"
+    max_replicas: Annotated[int | None, _fleet(help="Autoscale up to this many.", show_default="no scaling")] = None
+    min_replicas: Annotated[int, _fleet(help="Autoscale down to this many.")] = 1
+    cold_start: Annotated[float, _fleet(help="Seconds until a new replica answers.")] = 20.0
+    down_delay: Annotated[
+        float, _fleet(help="Seconds for which fewer replicas must suffice before any is removed.")
+    ] = 120.0
+    target_used: Annotated[float, _fleet(help="Share of KV blocks in use at which to add replicas.")] = 0.7
+    price: Annotated[float | None, _fleet(help="Per replica and hour, for the cost of tokens.")] = None
+
+    def check(self) -> None:
+        _check_counts(replicas=self.replicas, ingresses=self.ingresses)
+        if self.ingress_by not in INGRESS_BY:
+            choices = ", ".join(INGRESS_BY)
+            raise InvalidParameter("ingress_by", f"must be one of {choices}, got {self.ingress_by!r}")
+        if self.ingress_by == "tenant":
+            from chairlift.cluster.routing.policies import ROUTERS
+
+            if self.ingresses == 1 or not ROUTERS.get(self.router).reads_prefixes:
+                raise InvalidParameter("ingress_by", "tenant needs several ingresses and the router prefix-affine")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidParameter("max_replicas", f"must be at least replicas ({self.replicas})")
+        if self.price is not None and not self.price >= 0:
+            raise InvalidParameter("price", f"must not be negative, got {self.price}")
+
+    def make_router(self) -> Router:
+        from chairlift.cluster.routing.router import Router
+        from chairlift_lab.simulator.simulation import Ingresses
+
+        if self.ingresses == 1:
+            return Router(self.router)
+        return Ingresses(self.router, self.ingresses, by_tenant=self.ingress_by == "tenant")
+
+    def autoscaling(self, targets: Targets) -> AutoscalingSettings | None:
+        """The settings of the autoscaler; None if the number of replicas is fixed."""
+        from chairlift.cluster.autoscaling import AutoscalingSettings
+
+        if self.max_replicas is None:
+            return None
+        settings = AutoscalingSettings(
+            min_replicas=self.min_replicas,
+            max_replicas=self.max_replicas,
+            target_used=self.target_used,
+            target_tpot=targets.tpot,
+            cold_start=self.cold_start,
+            down_delay=self.down_delay,
+        )
+        return settings if targets.ttft is None else replace(settings, target_ttft=targets.ttft)
 
 
 @app.command(
@@ -108,27 +196,22 @@ def simulate(
     from chairlift_lab.common.workload import LengthRange
     from chairlift_lab.load.arrivals import Arrivals
     from chairlift_lab.load.traces import load_trace
-    from chairlift_lab.planning.plot import plot_outcome
-    from chairlift_lab.planning.run import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
-    from chairlift_lab.simulator.figures import figures
-    from chairlift_lab.simulator.fleet import AutoscaledSize
-    from chairlift_lab.simulator.replica import Replica
-    from chairlift_lab.simulator.roofline import Roofline, StepCost
-    from chairlift_lab.simulator.run import simulate as run
+    from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome, random_arrivals, trace_arrivals
+    from chairlift_lab.simulator.outcome import figures
+    from chairlift_lab.simulator.simulation import AutoscaledSize
+    from chairlift_lab.simulator.simulation import simulate as run
+    from chairlift_lab.simulator.step_cost import MeasuredCost, Roofline
 
-    for name, count in (("requests", requests), ("copies", copies), ("block_size", block_size)):
-        if count is not None and count < 1:
-            raise InvalidParameter(name, f"must be at least 1, got {count}")
+    _check_counts(requests=requests, copies=copies, block_size=block_size)
     for name, seconds in (("spread", spread), ("trace_seconds", trace_seconds)):
-        if seconds is not None and not seconds > 0:
-            raise InvalidParameter(name, f"must be above 0, got {seconds}")
+        _check_positive(**{name: seconds})
         if seconds is not None and trace is None:
             raise InvalidParameter(name, "needs --trace")
     fleet.check()
     report.check()
     model, device, memory = machine.resolve(block_size)
     goal = targets.resolve()
-    cost: StepCost = Roofline(model, device) if profile is None else load_profile(profile)
+    cost: StepCost = Roofline(model, device) if profile is None else MeasuredCost.load(profile)
     check_mode(preemption, swap_blocks)
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
@@ -161,29 +244,21 @@ def simulate(
     router = fleet.make_router()
     size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
     engines = [make_replica(index) for index in range(fleet.replicas)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with watch(enabled=not quiet) as note, _no_garbage_collection():
         outcome = run(coming, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
-    wall = time.perf_counter() - begun
+    wall = time.perf_counter() - start
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
     _show_figures(row, goal)
-    named = (
-        "replicas",
-        "min_replicas",
-        "max_replicas",
-        "cold_start",
-        "down_delay",
-        "router",
-        "ingresses",
-        "ingress_by",
-    )
-    parameters = {"model": machine.model, "device": device.name} | {name: getattr(fleet, name) for name in named}
-    parameters |= {"policy": policy, "order": order, "preemption": preemption}
-    parameters |= {"rate": rate, "trace": str(trace) if trace else None, "copies": copies, "spread": spread}
-    parameters |= {"trace_seconds": trace_seconds, "block_size": block_size, "requests": requests, "seed": seed}
+    size_names = ("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay")
+    fleet_names = (*size_names, "router", "ingresses", "ingress_by")
+    parameters = {"model": machine.model, "device": device.name} | {name: getattr(fleet, name) for name in fleet_names}
+    names = ("policy", "order", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size")
+    parameters |= {name: context.params[name] for name in (*names, "requests", "seed")}
+    parameters["trace"] = str(trace) if trace else None
     report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
@@ -263,12 +338,10 @@ def plan(
     No weights are read, and only the scheduler runs.
     """
     from chairlift_lab.common.workload import LengthRange
-    from chairlift_lab.planning.plot import decode_curve, plot_plan
-    from chairlift_lab.planning.run import ReplicaSettings, highest_rate
-    from chairlift_lab.simulator.roofline import Roofline
+    from chairlift_lab.planning.prediction import ReplicaSettings, decode_curve, highest_rate, plot_plan
+    from chairlift_lab.simulator.step_cost import Roofline
 
-    if rate is not None and not rate > 0:
-        raise InvalidParameter("rate", f"must be above 0, got {rate}")
+    _check_positive(rate=rate)
     report.check()
     model, device, memory = machine.resolve()
     goal, cost = targets.resolve(), Roofline(model, device)
@@ -286,12 +359,14 @@ def plan(
         ["Weights", f"{model.weight_bytes / 1e9:.2f} GB, {model.num_parameters:,} of them"],
         ["KV cache per token", f"{model.kv_bytes_per_token:,} bytes"],
         ["KV cache", f"{memory.kv_bytes / 1e9:.1f} GB = {memory.num_blocks:,} blocks = {memory.num_tokens:,} tokens"],
-        *_state_rows(model, memory),
         [f"Requests at {middle:,} tokens each", f"{largest:,}"],
         [f"Requests at {longest:,} tokens each", f"{memory.requests_of(longest):,}"],
         ["One request alone", f"{curve[0].tokens_per_second:,.0f} tokens/s"],
         ["All of them, decoding", f"{curve[-1].tokens_per_second:,.0f} tokens/s"],
     ]
+    if memory.num_states is not None:
+        states = f"{model.state_bytes / 1e6:.1f} MB per request x {memory.num_states:,}"
+        rows.insert(3, ["States of recurrent layers", states])
     if goal.tpot is not None:
         most = fitting[-1].batch if fitting else 0
         rows.append([f"Requests inside {goal.tpot * 1e3:g} ms per token", f"{most:,}"])
@@ -302,9 +377,15 @@ def plan(
         replicas = math.ceil(rate / best) if best else None
         rows.append([f"Replicas for {rate:g} requests/s", f"{replicas:,}" if replicas else "cannot be reached"])
     show_table(f"{machine.model} on {device.name}", ["", ""], rows, "Predicted by a roofline; nothing was run")
-    parameters: dict[str, Any] = {"model": machine.model, "device": device.name}
-    parameters |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
-    parameters |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
+    parameters = {
+        "model": machine.model,
+        "device": device.name,
+        "dtype": machine.dtype,
+        "kv_dtype": machine.kv_dtype,
+        "prompt_len": str(n_in),
+        "output_len": str(n_out),
+        "rate": rate,
+    }
     row = {
         "name": machine.model,
         "weight_bytes": model.weight_bytes,
@@ -319,9 +400,3 @@ def plan(
     }
     title = f"{machine.model} on {device.name}"
     report.write("plan", parameters, [row], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
-
-
-def _state_rows(model: ModelShape, memory: MemoryBudget) -> list[list[str]]:
-    if memory.num_states is None:
-        return []
-    return [["States of recurrent layers", f"{model.state_bytes / 1e6:.1f} MB per request x {memory.num_states:,}"]]

@@ -10,17 +10,14 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.cluster.routing.router import Router
 from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import read_text
 from chairlift_lab.common.workload import BenchRequest, LengthRange
 from chairlift_lab.load.arrivals import Arrivals
-from chairlift_lab.planning.run import ReplicaSettings
-from chairlift_lab.simulator.figures import Targets, figures
-from chairlift_lab.simulator.measured import MeasuredCost
-from chairlift_lab.simulator.records import Arrival, Gaps, RequestRecord, SimulationOutcome
+from chairlift_lab.planning.prediction import ReplicaSettings, simulate_alone
+from chairlift_lab.simulator.outcome import Arrival, Gaps, RequestRecord, SimulationOutcome, Targets, figures
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.simulator.step_cost import MeasuredCost
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -161,7 +158,7 @@ def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, r
 
 def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> SimulationOutcome:
     arrivals = [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(part)]
-    return simulate(arrivals, [replica], Router("round-robin"))
+    return simulate_alone(arrivals, replica)
 
 
 def _outcome(measured: Measurement, part: Part, busy: float) -> SimulationOutcome:

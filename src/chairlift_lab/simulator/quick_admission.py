@@ -105,36 +105,35 @@ class QuickAdmission:
 
     def _decide(self) -> _Decision | None:
         """Choose the requests to admit; None if the scheduler must decide."""
-        found, room = _Decision(), self._room()
+        decision, room = _Decision(), self._room()
         slots = self._scheduler.max_batch_requests - self._aside.size
         blocks, block_size, starved = self._blocks_to_give(), self._kv.block_size, self._scheduler.waiting.num_starved
         for simulated in self._queue():
-            request = simulated.request
-            known = simulated.record.n_in if request is None else request.num_known
-            needed = -(-known // block_size)
+            request, num_tokens = simulated.request, simulated.num_known
+            needed = -(-num_tokens // block_size)
             if starved:
                 if request is None or not request.starved:
                     return None  # a starved request behind it is admitted first
                 if needed > blocks:
-                    found.least_missed, found.reached_end = min(found.least_missed, needed), False
+                    decision.least_missed, decision.reached_end = min(decision.least_missed, needed), False
                     break  # no request may pass this one
                 starved -= 1
             if needed > blocks:
-                found.passed_over.append((simulated, len(found.admitted)))
-                found.least_missed = min(found.least_missed, needed)
-                if len(found.passed_over) >= MAX_PASSED_OVER:
-                    found.reached_end = False
+                decision.passed_over.append((simulated, len(decision.admitted)))
+                decision.least_missed = min(decision.least_missed, needed)
+                if len(decision.passed_over) >= MAX_PASSED_OVER:
+                    decision.reached_end = False
                     break
                 continue
-            room -= known
+            room -= num_tokens
             if room < 0:
                 return None  # only a part of its prompt fits
-            found.admitted.append(simulated)
-            found.blocks += needed
+            decision.admitted.append(simulated)
+            decision.blocks += needed
             blocks -= needed + 1  # one is kept for its output
-            if not room or len(found.admitted) == slots:
+            if not room or len(decision.admitted) == slots:
                 break
-        return found if self._may_be_passed_over(found) else None
+        return decision if self._may_be_passed_over(decision) else None
 
     def _admit_sharing(self) -> list[SimulatedRequest]:
         """With a prefix cache: admit all that find a slot, if it is certain that they fit. A request that shares what
@@ -145,21 +144,21 @@ class QuickAdmission:
         if not queue:
             return admitted
         aside.reserve()  # this may evict blocks that they would otherwise find
-        one_waits = False
+        any_waits = False
         for simulated in queue:
             if simulated.request is None:
                 self._unsubmitted.popleft()
-                if one_waits:  # the scheduler counts how often it is passed over
+                if any_waits:  # the scheduler counts how often it is passed over
                     aside.submitted.submit(simulated)
             match = index.find(simulated.request or simulated)
             if match.in_progress:
-                one_waits = True
+                any_waits = True
                 if simulated.request is None:
                     aside.submitted.submit(simulated)
                 continue
             self._start(simulated, match)
             admitted.append(simulated)
-            if one_waits and simulated.request is not None:
+            if any_waits and simulated.request is not None:
                 waiting.count_passing(simulated.request, [])
         return admitted
 
@@ -183,17 +182,17 @@ class QuickAdmission:
         if not num_waiting or waiting.num_starved:
             return []
         room, blocks, block_size = self._room(), self._blocks_to_give(), self._kv.block_size
-        found = list(islice(self._queue(), slots))
-        for simulated in found:
-            known = simulated.record.n_in
+        first = list(islice(self._queue(), slots))
+        for simulated in first:
+            num_tokens = simulated.record.n_in
             if simulated.request is not None and simulated.request.generation:
                 return []  # it ran before, and may find all but the last of its own tokens
-            room -= known
-            blocks -= -(-known // block_size)
+            room -= num_tokens
+            blocks -= -(-num_tokens // block_size)
             if room < 0 or blocks < 0:
                 return []
             blocks -= 1  # one is kept for its output
-        return found if num_waiting <= slots or self._share_nothing(found) else []
+        return first if num_waiting <= slots or self._share_nothing(first) else []
 
     def _share_nothing(self, requests: list[SimulatedRequest]) -> bool:
         """Whether no two prompts start with the same block."""

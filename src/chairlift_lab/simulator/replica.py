@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import add
@@ -12,12 +12,11 @@ from operator import add
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
+from chairlift_lab.simulator.outcome import Gaps, RequestRecord
 from chairlift_lab.simulator.quick_admission import QuickAdmission
-from chairlift_lab.simulator.records import Gaps, RequestRecord
-from chairlift_lab.simulator.roofline import StepCost
 from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, SubmittedRequests, token_of
-from chairlift_lab.simulator.speed_profile import SpeedCursor
 from chairlift_lab.simulator.steady_decodes import SteadyDecodes
+from chairlift_lab.simulator.step_cost import SpeedCursor, StepCost
 
 
 class Replica:
@@ -49,12 +48,8 @@ class Replica:
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
         self.due: float | None = None  # the next time to call `wake`; None if there is nothing to do
-        self.on_start: Callable[[RequestRecord], None] = lambda record: None  # called at the first token
-        self.on_end: Callable[[RequestRecord], None] = lambda record: None
-        self._submitted = SubmittedRequests(
-            scheduler, lambda record: self.on_start(record), lambda record: self.on_end(record)
-        )
-        self._aside = SteadyDecodes(scheduler, self._submitted)
+        self.submitted = SubmittedRequests(scheduler)
+        self._aside = SteadyDecodes(scheduler, self.submitted)
         # In flight: a step with a plan of the scheduler, or with quickly admitted requests, or with neither; or a fast
         # forward.
         self._busy = False
@@ -77,10 +72,6 @@ class Replica:
         """Tokens for which the KV cache has room."""
         return self.scheduler.kv.pool.num_blocks * self.scheduler.kv.block_size
 
-    @property
-    def preemptions(self) -> int:
-        return self._submitted.preemptions
-
     def submit(self, record: RequestRecord, prompt: Sequence[int], now: float, next_arrival: float = math.inf) -> None:
         """Submit a request; no other one arrives before `next_arrival`."""
         self.scheduler.check_fits(record.n_in, record.n_out)
@@ -90,7 +81,7 @@ class Replica:
         if self._quick_admission:
             self._quick_admission.add(simulated)
         else:
-            self._submitted.submit(simulated)
+            self.submitted.submit(simulated)
         if not self._busy:
             self._begin(now, next_arrival)
 
@@ -134,7 +125,7 @@ class Replica:
         if self._quick_admission:
             self._quick_admission.submit_queue()
         plan = scheduler.schedule(now)
-        self._submitted.record_events()
+        self.submitted.record_events()
         if not plan and not aside.size:
             wakeup = scheduler.next_wakeup(now)
             self.due = wakeup if wakeup is not None and wakeup > now else None
@@ -165,7 +156,7 @@ class Replica:
         if admitted:
             self._aside.add_admitted(admitted, now)
         if self.scheduler.has_events:
-            self._submitted.record_events()
+            self.submitted.record_events()
 
     def _shape_with_admitted(self) -> StepShape:
         tokens = prefill_kv = 0
@@ -276,7 +267,7 @@ class Replica:
         if not self._keeps_aside():
             self._aside.give_back()
         if self.scheduler.has_events:
-            self._submitted.record_events()
+            self.submitted.record_events()
 
     def _decode_seconds(self, size: int, idle: int) -> float:
         """The duration of a step of decodes without the positions they read; cached, as few values occur."""

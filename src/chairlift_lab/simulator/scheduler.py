@@ -12,7 +12,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift_lab.simulator.kv_cache import BlockGroup, SimulatedKVCache
-from chairlift_lab.simulator.records import RequestRecord
+from chairlift_lab.simulator.outcome import RequestRecord
 
 _LAST_TOKEN = 2**32 - 1
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
@@ -53,16 +53,8 @@ class SimulatedRequest:
     """An open request. Most run from arrival to end without being submitted to the scheduler."""
 
     __slots__ = (
-        "block_digests",
-        "group",
-        "known",
-        "num_found",
-        "order",
-        "prompt",
-        "record",
-        "request",
-        "shared",
-        "since",
+        *("block_digests", "group", "known", "num_found", "order"),
+        *("prompt", "record", "request", "shared", "since"),
     )
     salt = ""
 
@@ -102,16 +94,11 @@ def token_of(request: Request) -> int:
 class SubmittedRequests:
     """The requests that were submitted to the scheduler."""
 
-    def __init__(
-        self,
-        scheduler: SimulatedScheduler,
-        on_start: Callable[[RequestRecord], None],
-        on_end: Callable[[RequestRecord], None],
-    ) -> None:
+    def __init__(self, scheduler: SimulatedScheduler) -> None:
         self.preemptions = 0
+        self.on_start: Callable[[RequestRecord], None] = lambda record: None  # called at the first token
+        self.on_end: Callable[[RequestRecord], None] = lambda record: None
         self._scheduler = scheduler
-        self._on_start = on_start
-        self._on_end = on_end
         self._by_id: dict[str, SimulatedRequest] = {}
 
     def submit(self, simulated: SimulatedRequest) -> Request:
@@ -158,8 +145,8 @@ class SubmittedRequests:
         """Record the time of a token if it is the request's first."""
         if record.first_token is None:
             record.first_token = now
-            self._on_start(record)
+            self.on_start(record)
 
     def end(self, simulated: SimulatedRequest, now: float) -> None:
         simulated.record.end = now
-        self._on_end(simulated.record)
+        self.on_end(simulated.record)

@@ -8,10 +8,10 @@ import pytest
 
 from chairlift.cluster.routing.router import Router
 from chairlift_lab.bench.policies import PoliciesSettings
-from chairlift_lab.planning.run import ReplicaSettings
-from chairlift_lab.simulator.measured import MeasuredCost
-from chairlift_lab.simulator.records import Arrival, SimulationOutcome
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
+from chairlift_lab.simulator.simulation import simulate
+from chairlift_lab.simulator.step_cost import MeasuredCost
 
 CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
 

@@ -13,14 +13,13 @@ from typing import Any
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift_lab.load.traces import load_trace
-from chairlift_lab.planning.model_shape import model_shape, read_config
-from chairlift_lab.planning.run import ReplicaSettings, trace_arrivals
-from chairlift_lab.simulator.devices import device_named
-from chairlift_lab.simulator.records import Arrival, SimulationOutcome
-from chairlift_lab.simulator.roofline import Roofline
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.planning.machine import model_shape, read_config
+from chairlift_lab.planning.prediction import ReplicaSettings, trace_arrivals
+from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
+from chairlift_lab.simulator.simulation import simulate
+from chairlift_lab.simulator.step_cost import Roofline, device_named
 
-COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", "bfloat16")[0], device_named("h200"))
+COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", "bfloat16"), device_named("h200"))
 PROMPTS = (16, 512)
 BEGINNINGS = 8  # shared system prompts ...
 COMMON = 256  # ... of this many tokens

@@ -10,11 +10,9 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
-from chairlift_lab.planning.run import ReplicaSettings
-from chairlift_lab.simulator.figures import Targets, figures
-from chairlift_lab.simulator.fleet import Ingresses
-from chairlift_lab.simulator.records import Arrival
-from chairlift_lab.simulator.run import simulate
+from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.simulator.outcome import Arrival, Targets, figures
+from chairlift_lab.simulator.simulation import Ingresses, simulate
 
 
 class Linear:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.recording import COMPARED, RecordedRun, compare
-from chairlift_lab.simulator.measured import MeasuredCost
-from chairlift_lab.simulator.speed_profile import SpeedCursor, SpeedProfile
+from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, SpeedProfile
 
 RECORDED = sorted((Path(__file__).parent / "data").glob("*.json"))
 assert RECORDED

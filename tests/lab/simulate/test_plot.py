@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.cost_model import StepShape
-from chairlift_lab.planning.plot import decode_curve, unfinished_requests
-from chairlift_lab.simulator.records import RequestRecord
+from chairlift_lab.planning.prediction import decode_curve, unfinished_requests
+from chairlift_lab.simulator.outcome import RequestRecord
 
 
 class _CostOfPositions:

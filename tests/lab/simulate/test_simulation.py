@@ -17,15 +17,13 @@ from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import InvalidParameter
-from chairlift_lab.planning.run import ReplicaSettings
-from chairlift_lab.simulator.devices import DEVICES, device_named
+from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.simulator.kv_cache import SimulatedKVCache
-from chairlift_lab.simulator.records import Arrival, SimulationOutcome
+from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.roofline import ModelShape, Roofline
-from chairlift_lab.simulator.run import simulate
 from chairlift_lab.simulator.scheduler import SimulatedScheduler
-from chairlift_lab.simulator.speed_profile import SpeedCursor, SpeedProfile
+from chairlift_lab.simulator.simulation import simulate
+from chairlift_lab.simulator.step_cost import DEVICES, ModelShape, Roofline, SpeedCursor, SpeedProfile, device_named
 from tests.repeatable import examples
 
 UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))

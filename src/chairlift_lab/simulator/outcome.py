@@ -1,10 +1,15 @@
-"""The input and the outcome of a simulation."""
+"""The input and the outcome of a simulation, and the figures of a report."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+SHARES = (50, 95, 99)  # percentiles of a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +102,62 @@ class SimulationOutcome:
         self.replica_seconds += other.replica_seconds
         self.preemptions += other.preemptions
         self.gaps.update(other.gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Latency targets in seconds; a request that meets all of them counts as good."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @property
+    def given(self) -> bool:
+        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
+
+    def met_by(self, record: RequestRecord) -> bool:
+        pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
+        return all(limit is None or value is None or value <= limit for value, limit in pairs)
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least `share` percent of the values do not exceed."""
+    return _percentiles(((value, 1) for value in values), [share])[0]
+
+
+def _percentiles(values: Iterable[tuple[float, int]], shares: Sequence[float]) -> list[float]:
+    """Percentiles of (value, count) pairs."""
+    ordered = sorted(values)
+    ranks = list(accumulate(count for _, count in ordered))
+    return [ordered[min(bisect_left(ranks, share / 100 * ranks[-1]), len(ordered) - 1)][0] for share in shares]
+
+
+def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
+    records = outcome.records
+    tokens = sum(record.n_out for record in records)
+    good = sum(targets.met_by(record) for record in records)
+    row: dict[str, Any] = {
+        "requests": len(records),
+        "seconds": outcome.seconds,
+        "requests_per_s": len(records) / outcome.seconds,
+        "output_tokens_per_s": tokens / outcome.seconds,
+        "goodput_requests_per_s": good / outcome.seconds,
+        "good_share": good / len(records),
+        "cached_share": sum(record.cached for record in records) / sum(record.n_in for record in records),
+        "utilisation": outcome.busy_seconds / outcome.replica_seconds,
+        "mean_replicas": outcome.replica_seconds / outcome.seconds,
+        "steps": outcome.steps,
+        "preemptions": outcome.preemptions,
+    }
+    columns: dict[str, list[tuple[float, int]] | Gaps] = {
+        "ttft": [(record.ttft, 1) for record in records],
+        "tpot": [(record.tpot, 1) for record in records if record.tpot is not None],
+        "itl": outcome.gaps,
+        "e2e": [(record.e2e, 1) for record in records],
+    }
+    for name, values in columns.items():
+        percentiles = _percentiles(values, SHARES) if values else [None] * len(SHARES)
+        for share, value in zip(SHARES, percentiles, strict=True):
+            row[f"{name}_p{share}_ms"] = None if value is None else 1e3 * value
+    return row

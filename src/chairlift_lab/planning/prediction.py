@@ -1,16 +1,15 @@
-"""`chairlift simulate` and `chairlift plan`: traffic, replicas, and the search for the highest rate."""
+"""Replicas and traffic of `chairlift simulate` and `chairlift plan`, and the search for the highest rate."""
 
 from __future__ import annotations
 
 import heapq
-import json
-import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 
 from chairlift.cluster.routing.router import Router
 from chairlift.core.budgets.fixed import FixedBudget
@@ -19,27 +18,19 @@ from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
-from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
 from chairlift_lab.common.workload import LengthRange
 from chairlift_lab.load.arrivals import Arrivals
 from chairlift_lab.load.traces import HASHED_TOKENS, TraceEntry
-from chairlift_lab.simulator.devices import Device
-from chairlift_lab.simulator.figures import Targets, percentile
+from chairlift_lab.planning.machine import BLOCK_SIZE
+from chairlift_lab.report.plots import save_panels
 from chairlift_lab.simulator.kv_cache import SimulatedKVCache
-from chairlift_lab.simulator.measured import MeasuredCost
-from chairlift_lab.simulator.records import Arrival
+from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, Targets, percentile
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.roofline import ModelShape, StepCost
-from chairlift_lab.simulator.run import simulate
 from chairlift_lab.simulator.scheduler import SimulatedScheduler
-from chairlift_lab.simulator.speed_profile import SpeedCursor
+from chairlift_lab.simulator.simulation import simulate
+from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, StepCost
 
-SHARE_OF_MEMORY = 0.9  # the rest is for activations
 ALL_AT_ONCE = 1e9  # requests per second
-BLOCK_SIZE = 16
-SHARE_OF_STATES = 0.5  # the largest share of what the weights leave, as in `engine/memory_plan.py`
-MOST_REQUESTS = 256  # the most requests of one replica
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
 
@@ -82,12 +73,14 @@ class ReplicaSettings:
 
     def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
         check_mode(self.preemption, None)
-        if self.preemption == "recompute":
-            return SwapSpace()
-        if self.preemption == "swap":
-            return SwapSpace(self.swap_blocks)
-        price = SwapCost(self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk))
-        return SwapSpace(self.swap_blocks, price)
+        match self.preemption:
+            case "recompute":
+                return SwapSpace()
+            case "swap":
+                return SwapSpace(self.swap_blocks)
+            case _:
+                price = SwapCost(self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk))
+                return SwapSpace(self.swap_blocks, price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,63 +100,12 @@ class _Recompute:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """Split of a device's memory."""
-
-    weight_bytes: float
-    kv_bytes: float
-    num_blocks: int
-    num_tokens: int
-    num_states: int | None = None  # sequences whose recurrent states fit; None: the model has no recurrent layers
-
-    @classmethod
-    def of(
-        cls, model: ModelShape, device: Device, block_size: int = BLOCK_SIZE, most_requests: int = MOST_REQUESTS
-    ) -> MemoryBudget:
-        """The states of up to `most_requests` requests get at most half of what the weights leave."""
-        left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
-        states = None
-        if model.state_bytes:
-            states = min(most_requests, int(left * SHARE_OF_STATES // model.state_bytes))
-            left -= max(0, states) * model.state_bytes
-        blocks = int(left // max(1, model.kv_bytes_per_token * block_size))
-        if blocks < 1 or states == 0:
-            problem = (
-                f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB of weights"
-            )
-            needed = cls.devices_needed(model, device, block_size)
-            solution = f"it needs {needed} such devices, a larger one, or a smaller type of weights"
-            raise InvalidParameter("device", f"{problem}; {solution}")
-        return cls(model.weight_bytes, left, blocks, blocks * block_size, states)
-
-    def requests_of(self, length: int) -> int:
-        """How many requests of `length` tokens fit."""
-        fitting = self.num_tokens // length
-        return fitting if self.num_states is None else min(fitting, self.num_states)
-
-    @staticmethod
-    def devices_needed(model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> int:
-        """The number of devices that hold the weights and at least one block of the cache, split evenly."""
-        least = model.weight_bytes + model.kv_bytes_per_token * block_size + model.state_bytes / SHARE_OF_STATES
-        return max(1, math.ceil(least / (device.memory_bytes * SHARE_OF_MEMORY)))
-
-
-def load_profile(path: Path) -> MeasuredCost:
-    """Load the prices of `chairlift bench profile`."""
-    try:
-        return MeasuredCost.from_json(json.loads(read_text(path, "profile"))["prices"])
-    except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
-        raise InvalidParameter("profile", f"cannot read {str(path)!r} ({error})") from None
-
-
 def random_arrivals(
     arrivals: Arrivals, n_in: LengthRange, n_out: LengthRange, count: int, seed: int
 ) -> Iterator[Arrival]:
     rng = random.Random(f"simulation {seed}")
     for index, at in enumerate(islice(arrivals.times(seed), count)):
-        length = n_in.draw(rng)
-        yield Arrival(at, [index] * length, n_out.draw(rng))
+        yield Arrival(at, [index] * n_in.draw(rng), n_out.draw(rng))
 
 
 def trace_arrivals(
@@ -215,17 +157,17 @@ def highest_rate(
 
     def keeps(rate: float) -> bool:
         coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
-        outcome = simulate(coming, [settings.make(cost)], Router("round-robin"))
-        for limit, values in (
-            (targets.ttft, [record.ttft for record in outcome.records]),
-            (targets.tpot, [record.tpot for record in outcome.records if record.tpot is not None]),
-            (targets.e2e, [record.e2e for record in outcome.records]),
-        ):
+        records = simulate_alone(coming, settings.make(cost)).records
+        for name in ("ttft", "tpot", "e2e"):
+            limit = getattr(targets, name)
+            values = [value for record in records if (value := getattr(record, name)) is not None]
             if limit is not None and values and percentile(values, 95) > limit:
                 return False
         return True
 
-    low, high = 0.0, min(ceiling, 1 / max(1e-6, _alone(settings, cost, n_in, n_out)))
+    first = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
+    seconds_alone = simulate_alone([first], settings.make(cost)).seconds
+    low, high = 0.0, min(ceiling, 1 / max(1e-6, seconds_alone))
     if not keeps(high * 1e-3):
         return 0.0
     while keeps(high):
@@ -245,12 +187,86 @@ def saturated_rate(
     # The first and the last quarter end while the batch fills or drains.
     quarter = max(100, settings.seats)
     coming = random_arrivals(Arrivals(ALL_AT_ONCE, 1.0), n_in, n_out, 4 * quarter, seed)
-    outcome = simulate(coming, [settings.make(cost)], Router("round-robin"))
+    outcome = simulate_alone(coming, settings.make(cost))
     ends = sorted(record.arrival + record.e2e for record in outcome.records)
     return 2 * quarter / (ends[3 * quarter] - ends[quarter])
 
 
-def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:
-    """Seconds of a typical request without others."""
-    arrival = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
-    return simulate([arrival], [settings.make(cost)], Router("round-robin")).seconds
+def simulate_alone(arrivals: Iterable[Arrival], replica: Replica) -> SimulationOutcome:
+    """Simulate one replica without a choice of the router."""
+    return simulate(arrivals, [replica], Router("round-robin"))
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """One batch size of the curve."""
+
+    batch: int  # requests, each of which decodes one token
+    seconds: float  # the duration of the step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def decode_curve(cost: StepCost, context: int, largest: int) -> list[DecodePoint]:
+    """Decode steps of 1, 2, 4, … `largest` requests with `context` tokens each."""
+    sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest] + [largest]
+    shapes = (StepShape(decode_tokens=size, decode_kv=size * context, requests=size) for size in sizes)
+    return [DecodePoint(shape.requests, cost.predict(shape)) for shape in shapes]
+
+
+def plot_plan(path: Path, title: str, curve: Sequence[DecodePoint], target: float | None, footnote: str) -> None:
+    """Throughput and time per token by batch size; `target` is in seconds per token."""
+    batches = [point.batch for point in curve]
+
+    def throughput(axes: Any) -> None:
+        axes.set_title("Output tokens per second")
+        axes.plot(batches, [point.tokens_per_second for point in curve], marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("requests in the batch")
+
+    def time_per_token(axes: Any) -> None:
+        axes.set_title("Milliseconds per token")
+        axes.plot(batches, [1e3 * point.seconds for point in curve], marker="o", color="tab:orange")
+        if target is not None:
+            axes.axhline(1e3 * target, color="grey", linestyle="--", label="target")
+            axes.legend(fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("requests in the batch")
+        axes.set_ylim(bottom=0)
+
+    save_panels(path, title, footnote, [throughput, time_per_token])
+
+
+def plot_outcome(path: Path, outcome: SimulationOutcome, footnote: str) -> None:
+    """The distribution of latencies, and the number of unfinished requests over time."""
+    records = outcome.records
+
+    def latencies(axes: Any) -> None:
+        axes.set_title("Share of requests within a latency")
+        shares = [(index + 1) / len(records) for index in range(len(records))]
+        axes.plot(sorted(record.ttft for record in records), shares, label="first token")
+        axes.plot(sorted(record.e2e for record in records), shares, label="end to end")
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds")
+        axes.set_ylabel("share")
+        axes.legend(fontsize=8)
+
+    def unfinished(axes: Any) -> None:
+        axes.set_title("Unfinished requests")
+        axes.step(*unfinished_requests(records), where="post", linewidth=0.8)
+        axes.set_xlabel("seconds")
+
+    save_panels(path, "Simulation", footnote, [latencies, unfinished])
+
+
+def unfinished_requests(records: Sequence[RequestRecord]) -> tuple[list[float], list[int]]:
+    """The times at which a request arrives or ends, and how many are unfinished from then on."""
+    changes = [(record.arrival, 1) for record in records] + [(record.arrival + record.e2e, -1) for record in records]
+    changes.sort()
+    return [time for time, _ in changes], list(accumulate(change for _, change in changes))

@@ -1,4 +1,4 @@
-"""Runs the engine for a topic, and records every step: chunks, blocks and sampled tokens."""
+"""Runs the engine for a topic, and records every step: chunks, blocks, sampled tokens, and calls of the attention."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
-from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestQueued, StepDone
+import numba
+import torch
+from torch import Tensor
+
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.batch import RaggedLayout, StepBatch
+from chairlift.attention.interface import AttentionLayer, StepAttention
+from chairlift.attention.storage import KVStorage
+from chairlift.config import EngineConfig
+from chairlift.core.events import Event, RequestAdmitted, RequestQueued, StepDone
 from chairlift.core.executor import Executor, ExecutorCapabilities, FinishedStep
-from chairlift.core.plan import StepPlan
+from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, StartedEngine, load_model
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift_lab.common.engines import EngineMaker
 
-if TYPE_CHECKING:
-    from chairlift.engine.startup import LoadedModel, StartedEngine
-
+T = TypeVar("T")
 Clock = Callable[[], float]
 # The clock of pictures that show times: with `one_thread` it is not disturbed by other programs.
 CPU_TIME: Clock = time.process_time
+
+PUSH = 1e6  # added to a value, so that every row with any weight on it changes
 
 TEXT = (
     "A chairlift never stops for boarding. Skiers who reach the top step off, others get on at the bottom, and every "
@@ -58,9 +70,28 @@ class ChunkRecord:
     copies: tuple[tuple[int, int], ...]  # block -> block, before anything is written
     drafts: tuple[int, ...] = ()  # draft tokens, the last tokens of the chunk
 
+    @classmethod
+    def of(cls, chunk: Chunk) -> ChunkRecord:
+        copies = tuple((copy.source, copy.target) for copy in chunk.copies)
+        return cls(
+            chunk.request.id,
+            chunk.start,
+            chunk.count,
+            chunk.decodes,
+            chunk.samples,
+            tuple(chunk.table),
+            copies,
+            chunk.drafts,
+        )
+
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def kind(self) -> str:
+        """How it is drawn."""
+        return "decode" if self.decode else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +125,14 @@ class Run:
     def queued(self) -> list[RequestQueued]:
         return [event for event in self.events if isinstance(event, RequestQueued)]
 
-    def finished(self) -> list[RequestFinished]:
-        return [event for event in self.events if isinstance(event, RequestFinished)]
+    def output(self, request: str) -> list[int]:
+        """The tokens that a request got."""
+        return [token for step in self.steps for token in step.sampled.get(request, ())]
+
+    def prompt_chunks(self, request: str) -> list[int]:
+        """The sizes of the chunks in which its prompt was read."""
+        chunks = (chunk for step in self.steps for chunk in step.chunks if chunk.request == request)
+        return [chunk.count for chunk in chunks if not chunk.decode]
 
 
 class _Recorder(Executor):
@@ -112,47 +149,29 @@ class _Recorder(Executor):
         return self.inner.capabilities
 
     def launch(self, plan: StepPlan) -> FinishedStep:
-        kv = self.scheduler.kv
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        blocks = range(scheduler.kv.num_blocks)
         # Recorded before the step runs: `tables` change as requests finish.
-        chunks = tuple(
-            ChunkRecord(
-                chunk.request.id,
-                chunk.start,
-                chunk.count,
-                chunk.decodes,
-                chunk.samples,
-                tuple(chunk.table),
-                tuple((copy.source, copy.target) for copy in chunk.copies),
-                chunk.drafts,
-            )
-            for chunk in plan.chunks
+        step = StepRecord(
+            turn=self.turn,
+            step=plan.step,
+            chunks=tuple(map(ChunkRecord.of, plan.chunks)),
+            idle=tuple(request.id for request in scheduler.idle),
+            waiting=tuple(request.id for request in scheduler.waiting),
+            sampled={},
+            padding=0,
+            tables=scheduler.kv.tables(),
+            references=tuple(map(pool.references, blocks)),
+            cached=tuple(filter(pool.is_cached, blocks)),
         )
-        blocks = range(kv.num_blocks)
-        references = tuple(kv.pool.references(block) for block in blocks)
-        cached = tuple(block for block in blocks if kv.pool.is_cached(block))
-        tables, waiting = kv.tables(), tuple(request.id for request in self.scheduler.waiting)
-        idle = tuple(request.id for request in self.scheduler.idle)
         result = self.inner.run(plan)
         tokens = iter(result.tokens)
         sampled = {
             chunk.request: tuple(islice(tokens, 1 + (result.accepted.get(chunk.request, 0) if chunk.drafts else 0)))
-            for chunk in chunks
+            for chunk in step.chunks
             if chunk.samples
         }
-        self.steps.append(
-            StepRecord(
-                self.turn,
-                plan.step,
-                chunks,
-                idle,
-                waiting,
-                sampled,
-                result.padding_tokens,
-                tables,
-                references,
-                cached,
-            )
-        )
+        self.steps.append(replace(step, sampled=sampled, padding=result.padding_tokens))
         return FinishedStep(result)
 
     def forget(self, request_id: str) -> None:
@@ -170,11 +189,14 @@ def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int =
     try:
         while coming or engine.has_work:
             while coming and coming[0].turn <= turn:
-                _submit(engine, coming.popleft())
+                request = coming.popleft()
+                params = SamplingParams(temperature=0.0, max_tokens=request.new_tokens, ignore_eos=True, n=request.n)
+                engine.submit(request.prompt, params, request_id=request.name)
             if not coming:
                 engine.expect_no_more()
             recorder.turn = turn
-            events += map(_without_plan, engine.step())
+            # A plan is recorded before it runs: its tables and requests have changed since.
+            events += (replace(event, plan=None) if isinstance(event, StepDone) else event for event in engine.step())
             engine.check_alive()
             turn += 1
             if turn > max_turns:
@@ -186,16 +208,6 @@ def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int =
     return Run(tuple(requests), tuple(recorder.steps), turns, slots, tuple(events))
 
 
-def _without_plan(event: Event) -> Event:
-    """Drop the plan, which is recorded before it runs: its tables and requests have changed since."""
-    return replace(event, plan=None) if isinstance(event, StepDone) else event
-
-
-def _submit(engine: Engine, request: TimedRequest) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=request.new_tokens, ignore_eos=True, n=request.n)
-    engine.submit(request.prompt, params, request_id=request.name)
-
-
 @dataclass(frozen=True, slots=True)
 class TopicEngines:
     """Starts engines on the CPU in float32, so that pictures are the same on every machine."""
@@ -204,9 +216,6 @@ class TopicEngines:
 
     @classmethod
     def load(cls, model: str, *, progress: bool = False) -> TopicEngines:
-        from chairlift.config import EngineConfig
-        from chairlift.engine.startup import load_model
-
         return cls(load_model(model, EngineConfig(device="cpu", dtype="float32"), progress=progress))
 
     @property
@@ -217,8 +226,6 @@ class TopicEngines:
         self, *, num_blocks: int = 64, block_size: int = 16, clock: Clock = time.monotonic, **options: Any
     ) -> StartedEngine:
         """Start an engine with a KV cache of `num_blocks`; `options` are those of EngineConfig."""
-        from chairlift_lab.common.engines import EngineMaker
-
         maker = EngineMaker(self.loaded, {"device": "cpu", "dtype": "float32", "block_size": block_size})
         return maker.start(
             clock=clock,
@@ -239,6 +246,13 @@ class TopicEngines:
             raise InvalidParameter("num_tokens", f"the text has {len(tokens)} tokens, not {num_tokens}")
         return tuple(tokens[:num_tokens])
 
+    def requests(self, sizes: Sequence[tuple[int, int, int]], *, skip: int) -> list[TimedRequest]:
+        """Requests A, B, … with (prompt tokens, new tokens, turn), each of whose prompts begins `skip` words later."""
+        return [
+            TimedRequest(chr(ord("A") + index), self.prompt(prompt, skip=skip * index), new, turn)
+            for index, (prompt, new, turn) in enumerate(sizes)
+        ]
+
     def labels(self, tokens: Sequence[int]) -> list[str]:
         """Each token as a short piece of text for a label."""
         return [as_label(self.loaded.tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
@@ -247,9 +261,6 @@ class TopicEngines:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread: the work is too small for more."""
-    import numba
-    import torch
-
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(1)
     numba.set_num_threads(1)
@@ -265,3 +276,99 @@ def as_label(text: str) -> str:
     spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
     shown = "".join(character if character.isprintable() else "·" for character in spelled)
     return shown.strip().replace("$", r"\$") or "␣"  # a dollar starts a formula in matplotlib
+
+
+# ---- calls of the attention -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Inputs and output of one layer in one step."""
+
+    layer: AttentionLayer
+    q: Tensor  # [T, heads, head_dim]
+    k: Tensor  # [T, kv_heads, head_dim]
+    v: Tensor
+    output: Tensor  # [T, heads, head_dim]
+    layout: RaggedLayout
+    storage: KVStorage
+    attention: StepAttention
+
+
+Listener = Callable[[AttentionCall], None]
+
+
+class _Listening(AttentionBackend):
+    """A backend that reports its calls."""
+
+    def __init__(self, inner: AttentionBackend, listener: Listener) -> None:
+        super().__init__(inner.invariant_for)
+        self.inner = inner
+        self.listener = listener
+        # A stack in one kernel would not call `attend` layer by layer.
+        self.capabilities = replace(inner.capabilities, has_work=False)  # type: ignore[misc]
+
+    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
+        return _ListeningStep(self.inner.begin(batch, storage), batch.layout, storage, self.listener)
+
+
+@dataclass(frozen=True, slots=True)
+class _ListeningStep(StepAttention):
+    inner: StepAttention
+    layout: RaggedLayout
+    storage: KVStorage
+    listener: Listener
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        output = self.inner.attend(layer, q, k, v, sinks=sinks)
+        self.listener(AttentionCall(layer, q, k, v, output, self.layout, self.storage, self.inner))
+        return output
+
+
+def record_calls(
+    started: StartedEngine,
+    requests: Sequence[TimedRequest],
+    note: Callable[[AttentionCall], T],
+    *,
+    layer: int | None = None,
+) -> tuple[Run, list[T]]:
+    """Record a run, and what `note` makes of each call of the attention of a layer, or of all layers."""
+    notes: list[T] = []
+
+    def listen(call: AttentionCall) -> None:
+        if layer is None or call.layer.index == layer:
+            notes.append(note(call))
+
+    runner = started.runner
+    with patch.object(runner, "attention", _Listening(runner.attention, listen)):
+        return record(started.engine, requests), notes
+
+
+def who_sees_whom(call: AttentionCall) -> list[list[bool]]:
+    """Which row attends to which position: [T rows][positions of the first sequence, then of the next, ...].
+
+    Nothing is assumed about masks: every value in the cache is changed in turn, and the rows whose output changes
+    attend to it.
+    """
+    ends = call.layout.ends
+    columns = [_who_sees(call, sequence, place) for sequence, end in enumerate(ends) for place in range(end)]
+    return torch.stack(columns, dim=1).tolist()
+
+
+def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
+    """[T] bool: the rows whose output depends on the value of that position of that sequence."""
+    layout, storage, index = call.layout, call.storage, call.layer.index
+    start = layout.starts[sequence]
+    if position >= start:  # computed in this step
+        v = call.v.clone()
+        v[layout.offsets[sequence] + position - start] += PUSH
+        changed = call.attention.attend(call.layer, call.q, call.k, v)
+        storage.write(index, layout.slot_mapping, call.k, call.v)
+    else:
+        block = int(layout.tables[sequence, position // storage.block_size])
+        value = storage.values[index][block, position % storage.block_size]
+        before = value.clone()
+        value += PUSH
+        changed = call.attention.attend(call.layer, call.q, call.k, call.v)
+        value.copy_(before)
+    return (changed - call.output).abs().amax(dim=(1, 2)) > 0

@@ -12,8 +12,7 @@ from chairlift.attention.batch import RaggedLayout
 from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
-from chairlift_lab.explain.listening import AttentionCall, who_sees_whom
-from chairlift_lab.explain.recording import TopicEngines
+from chairlift_lab.explain.recording import AttentionCall, TopicEngines, who_sees_whom
 from chairlift_lab.explain.topics import attention, masks
 
 

@@ -101,5 +101,5 @@ def test_the_budget_drawn_is_that_of_every_step(engines: TopicEngines) -> None:
         kinds = [chunk.decode for chunk in step.chunks]
         assert kinds == sorted(kinds, reverse=True)
     for request in data.run.requests:
-        assert sum(budget.chunks_of(data, request.name)) == len(request.prompt)
-    assert any(len(budget.chunks_of(data, request.name)) > 1 for request in data.run.requests)
+        assert sum(data.run.prompt_chunks(request.name)) == len(request.prompt)
+    assert any(len(data.run.prompt_chunks(request.name)) > 1 for request in data.run.requests)

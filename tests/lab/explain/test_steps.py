@@ -68,7 +68,7 @@ def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -
     done = run.done()
     assert drawn["decode"] == sum(step.decode_tokens for step in done)
     assert sum(drawn.values()) == sum(step.requests for step in done)
-    pieces = chunking.pieces(data, name)
+    pieces = run.prompt_chunks(data.long)
     assert sum(pieces) == chunking.LONG
     assert len(pieces) == (1 if name == "whole" else -(-chunking.LONG // chunking.CHUNK))
     assert max(step.prefill_tokens for step in done) == (chunking.LONG if name == "whole" else chunking.CHUNK)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
+from torch import Tensor
+
+from chairlift.attention.interface import visible_mask
 from chairlift.errors import InvalidParameter
+from chairlift.models.decoder import Decoder
 from chairlift_lab.explain.drawing import INK, PALE_INK, Look, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from chairlift_lab.explain.listening import AttentionCall
+from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines, record_calls
 
 SENTENCE = "The cat sat on the mat because it was tired"
 LOOKS_FROM, LOOKS_AT = "it", "cat"  # the head is chosen in which the first looks at the second the most
@@ -45,9 +45,6 @@ class AttentionData:
 
 
 def run(engines: TopicEngines) -> AttentionData:
-    from chairlift.models.decoder import Decoder
-    from chairlift_lab.explain.listening import record_calls
-
     model = engines.loaded.model
     if not isinstance(model, Decoder):
         raise InvalidParameter("model", "this topic looks into our own decoder; choose a model that runs on it")
@@ -61,32 +58,44 @@ def run(engines: TopicEngines) -> AttentionData:
         ((call, head) for call in calls for head in range(call.layer.num_heads)),
         key=lambda pair: float(_weights(*pair)[asks]),
     )
-    return _data(call, head, words, asks, inputs[call.layer.index], len(calls), recorded)
-
-
-class _Noting:
-    """A linear map that keeps what it is given."""
-
-    def __init__(self, inner: Any, inputs: list[Any]) -> None:
-        self.inner, self.inputs = inner, inputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.inputs.append(x.clone())
-        result: Tensor = self.inner(x)
-        return result
+    layer = call.layer
+    kv_head = head // (layer.num_heads // layer.num_kv_heads)
+    weights = _weights(call, head)
+    output = weights @ call.v[:, kv_head]
+    return AttentionData(
+        words=words,
+        layer=layer.index,
+        head=head,
+        kv_head=kv_head,
+        heads=layer.num_heads,
+        layers=len(calls),
+        scale=layer.scale,
+        hidden=_matrix(inputs[layer.index]),
+        q=_matrix(call.q[:, head]),
+        k=_matrix(call.k[:, kv_head]),
+        v=_matrix(call.v[:, kv_head]),
+        scores=_matrix(_scores(call, head)),
+        weights=_matrix(weights),
+        output=_matrix(output),
+        difference=float((output - call.output[:, head]).abs().max()),
+        asks=asks,
+        run=recorded,
+    )
 
 
 @contextmanager
 def _noting_inputs(model: Any) -> Iterator[list[Tensor]]:
     """While it lasts, the inputs of all projections to queries, keys and values, layer by layer."""
-    parts, inputs = [layer.attention for layer in model.layers], []  # type: ignore[var-annotated]
-    for part in parts:
-        part.qkv = _Noting(part.qkv, inputs)
-    try:
+    inputs: list[Tensor] = []
+    with ExitStack() as stack:
+        for layer in model.layers:
+
+            def project(x: Tensor, inner: Any = layer.attention.qkv) -> Any:
+                inputs.append(x.clone())
+                return inner(x)
+
+            stack.enter_context(patch.object(layer.attention, "qkv", project))
         yield inputs
-    finally:
-        for part in parts:
-            part.qkv = part.qkv.inner
 
 
 def _pair(words: tuple[str, ...]) -> tuple[int, int]:
@@ -101,45 +110,9 @@ def _scores(call: AttentionCall, head: int) -> Tensor:
 
 
 def _weights(call: AttentionCall, head: int) -> Tensor:
-    from chairlift.attention.interface import visible_mask
-
     scores = _scores(call, head)
     mask = visible_mask(call.layer, 0, len(scores), scores.device)
     return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-
-
-def _data(
-    call: AttentionCall,
-    head: int,
-    words: tuple[str, ...],
-    asks: tuple[int, int],
-    hidden: Tensor,
-    layers: int,
-    recorded: Run,
-) -> AttentionData:
-    layer = call.layer
-    kv_head = head // (layer.num_heads // layer.num_kv_heads)
-    weights = _weights(call, head)
-    output = weights @ call.v[:, kv_head]
-    return AttentionData(
-        words=words,
-        layer=layer.index,
-        head=head,
-        kv_head=kv_head,
-        heads=layer.num_heads,
-        layers=layers,
-        scale=layer.scale,
-        hidden=_matrix(hidden),
-        q=_matrix(call.q[:, head]),
-        k=_matrix(call.k[:, kv_head]),
-        v=_matrix(call.v[:, kv_head]),
-        scores=_matrix(_scores(call, head)),
-        weights=_matrix(weights),
-        output=_matrix(output),
-        difference=float((output - call.output[:, head]).abs().max()),
-        asks=asks,
-        run=recorded,
-    )
 
 
 def _matrix(tensor: Tensor) -> Matrix:
@@ -160,16 +133,12 @@ def draw(data: AttentionData) -> Sheet:
         )
     ):
         panel = sheet.panel(name, grid[0, 3 * column : 3 * column + 3])
-        values = getattr(data, name)
-        panel.heat(values, "number", _typical(values))
-        panel.title(title)
-        _label(panel, data, len(values[0]), show_rows=name == "hidden")
+        _draw_numbers(panel, title, getattr(data, name), _typical(getattr(data, name)))
+        if name == "hidden":
+            panel.row_names(data.words, size=8.5)
     _draw_scores(sheet.panel("scores", grid[1, 0:5]), data)
     _draw_weights(sheet.panel("weights", grid[1, 5:9]), data)
-    output = sheet.panel("output", grid[1, 9:12])
-    output.heat(data.output, "number", _typical(data.v))
-    output.title("⑦ output: a mix of V")
-    _label(output, data, size, show_rows=False)
+    _draw_numbers(sheet.panel("output", grid[1, 9:12]), "⑦ output: a mix of V", data.output, _typical(data.v))
     sheet.legend(
         {"masked": "mask: it comes later, so it does not count"},
         [
@@ -187,10 +156,10 @@ def _typical(values: Matrix) -> float:
     return flat[int(0.98 * (len(flat) - 1))] or 1.0
 
 
-def _label(panel: Panel, data: AttentionData, width: float, *, show_rows: bool) -> None:
-    panel.grid_only(width, len(data.words), equal=False)
-    if show_rows:
-        panel.row_names(data.words, size=8.5)
+def _draw_numbers(panel: Panel, title: str, values: Matrix, most: float) -> None:
+    panel.title(title)
+    panel.heat(values, "number", most)
+    panel.grid_only(len(values[0]), len(values), equal=False)
 
 
 def _draw_scores(panel: Panel, data: AttentionData) -> None:
@@ -205,7 +174,8 @@ def _draw_scores(panel: Panel, data: AttentionData) -> None:
                 panel.cell(j, i, "masked", "×")
             else:
                 _number(panel, j, i, "score", f"{score:.1f}".replace("-0.0", "0.0"), colours(0.5 + 0.5 * score / most))
-    _squares(panel, data, show_rows=True)
+    _name_tokens(panel, data)
+    panel.row_names(data.words, size=8.5)
 
 
 def _draw_weights(panel: Panel, data: AttentionData) -> None:
@@ -216,7 +186,7 @@ def _draw_weights(panel: Panel, data: AttentionData) -> None:
     for i, row in enumerate(data.weights):
         for j, weight in enumerate(row[: i + 1]):
             _number(panel, j, i, "weight", f"{100 * weight:.0f}", colours(weight))
-    _squares(panel, data, show_rows=False)
+    _name_tokens(panel, data)
     asking, asked = data.asks
     panel.frame(asked, asking, 1, 1, look_of("recomputed").fill, linewidth=2)
 
@@ -228,8 +198,8 @@ def _number(panel: Panel, x: float, y: float, kind: str, label: str, colour: tup
     panel.cell(x, y, kind, label, look=Look(to_hex(colour), INK if bright else PALE_INK), size=7)
 
 
-def _squares(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
-    _label(panel, data, len(data.words), show_rows=show_rows)
+def _name_tokens(panel: Panel, data: AttentionData) -> None:
+    panel.grid_only(len(data.words), len(data.words), equal=False)
     panel.column_names(data.words, size=8.5, rotation=40)
 
 

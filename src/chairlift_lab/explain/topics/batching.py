@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from chairlift_lab.explain.drawing import MUTED, Panel, Sheet
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
+from chairlift_lab.explain.recording import Run, TopicEngines
 
 SLOTS = 4
 # Prompt tokens, new tokens, and the turn at which each request comes.
@@ -47,14 +46,14 @@ class SlotTimeline:
     useful: tuple[int, ...]  # tokens of requests, by turn
     padding: tuple[int, ...]  # padding tokens, by turn
 
-    def count(self, *kinds: str) -> int:
-        counted = Counter(cell.kind for cell in self.cells)
-        return sum(counted[kind] for kind in kinds)
-
     @property
     def bubbles(self) -> int:
         """Slots, over all turns, that computed nothing useful while they kept a request waiting or cost a row."""
-        return self.count(*BUBBLES)
+        return sum(cell.kind in BUBBLES for cell in self.cells)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.turns} steps, {self.bubbles} bubbles, {sum(self.padding)} padding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,7 @@ class BatchingData:
 
 
 def run(engines: TopicEngines) -> BatchingData:
-    requests = [
-        TimedRequest(chr(ord("A") + index), engines.prompt(prompt, skip=3 * index), new, turn)
-        for index, (prompt, new, turn) in enumerate(REQUESTS)
-    ]
+    requests = engines.requests(REQUESTS, skip=3)
     runs = {
         name: engines.record(requests, max_batch_requests=SLOTS, max_batch_tokens=64, prefix_caching=False, **options)
         for name, options in WAYS.items()
@@ -89,36 +85,31 @@ def timeline(run: Run) -> SlotTimeline:
     for turn in range(run.turns):
         step = steps.get(turn)
         chunks = {chunk.request: chunk for chunk in step.chunks} if step else {}
-        idle = set(step.idle) if step else set()
-        slot_of = {name: slot for name, slot in slot_of.items() if name in chunks or name in idle}
+        present = {*chunks, *step.idle} if step else set()
+        slot_of = {name: slot for name, slot in slot_of.items() if name in present}
         for name in chunks:
             if name not in slot_of:
                 slot_of[name] = min(set(range(run.slots)) - set(slot_of.values()))
         request_waits = any(request.turn <= turn < first[request.name] for request in run.requests)
-        at = {slot: name for name, slot in slot_of.items()}
+        owners = {slot: name for name, slot in slot_of.items()}
         for slot in range(run.slots):
-            if slot not in at:
+            name = owners.get(slot, "")
+            if not name:
                 cells.append(SlotCell(turn, slot, "blocked" if request_waits else "empty"))
-                continue
-            name = at[slot]
-            if name in idle:
+            elif name not in chunks:
                 cells.append(SlotCell(turn, slot, "idle", name))
             else:
-                kind = "decode" if chunks[name].decode else "prefill"
-                cells.append(SlotCell(turn, slot, kind, name, chunks[name].count))
+                cells.append(SlotCell(turn, slot, chunks[name].kind, name, chunks[name].count))
                 finished[name] = turn
-        if step is not None:
-            useful[turn] = sum(chunk.count for chunk in step.chunks)
-            padding[turn] = step.padding
+        useful[turn] = sum(chunk.count for chunk in chunks.values())
+        padding[turn] = step.padding if step else 0
     return SlotTimeline(run.slots, run.turns, tuple(cells), finished, tuple(useful), tuple(padding))
 
 
 def draw(data: BatchingData) -> Sheet:
     sheet = Sheet("The same eight requests, three ways to batch them", size=(11, 8.6))
     turns = max(line.turns for line in data.timelines.values())
-    most = max(
-        map(sum, (pair for line in data.timelines.values() for pair in zip(line.useful, line.padding, strict=True)))
-    )
+    most = max(sum(pair) for line in data.timelines.values() for pair in zip(line.useful, line.padding, strict=True))
     grid = sheet.grid(6, 1, height_ratios=[4, 1.3] * 3)
     for index, (name, line) in enumerate(data.timelines.items()):
         slots = sheet.panel(name, grid[2 * index, 0])
@@ -139,17 +130,16 @@ def draw(data: BatchingData) -> Sheet:
 
 
 def _draw_slots(panel: Panel, name: str, line: SlotTimeline, turns: int, arrivals: dict[str, int]) -> None:
-    panel.title(
-        f"{name}: {EXPLAINED[name]}",
-        f"{line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding",
-    )
+    panel.title(f"{name}: {EXPLAINED[name]}", line.summary)
     for cell in line.cells:
         labels = {"prefill": f"{cell.request}{cell.count}", "decode": cell.request}
         panel.cell(cell.turn, cell.slot, cell.kind, labels.get(cell.kind, ""))
     panel.grid_only(turns, line.slots, equal=False)
     panel.row_names([f"slot {slot + 1}" for slot in range(line.slots)])
-    coming = {turn: [who for who, at in arrivals.items() if at == turn] for turn in sorted(set(arrivals.values()))}
-    panel.axes.set_xticks([turn + 0.5 for turn in coming], [f"↑ {''.join(who)}" for who in coming.values()])
+    coming: dict[int, str] = {}
+    for name, turn in sorted(arrivals.items(), key=lambda item: item[1]):
+        coming[turn] = coming.get(turn, "↑ ") + name
+    panel.axes.set_xticks([turn + 0.5 for turn in coming], list(coming.values()))
     panel.text(-0.25, line.slots + 0.5, "comes", color=MUTED, ha="right")
 
 
@@ -168,10 +158,7 @@ def figures(data: BatchingData) -> dict[str, Any]:
         way: max(line.finished[name] - turn for name, turn in data.arrivals.items())
         for way, line in data.timelines.items()
     }
-    summary = "; ".join(
-        f"{way}: {line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding tokens"
-        for way, line in data.timelines.items()
-    )
+    summary = "; ".join(f"{way}: {line.summary} tokens" for way, line in data.timelines.items())
     return {**data.timelines, "waits": waits, "summary": summary}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift_lab.explain.drawing import Sheet
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
+from chairlift_lab.explain.recording import Run, TopicEngines
 
 BUDGET = 16
 # Prompt tokens, new tokens, and the turn at which each request comes.
@@ -21,27 +21,19 @@ class BudgetData:
 
 
 def run(engines: TopicEngines) -> BudgetData:
-    requests = [
-        TimedRequest(chr(ord("A") + index), engines.prompt(prompt, skip=4 * index), new, turn)
-        for index, (prompt, new, turn) in enumerate(REQUESTS)
-    ]
-    return BudgetData(
-        BUDGET, engines.record(requests, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False)
-    )
+    requests = engines.requests(REQUESTS, skip=4)
+    played = engines.record(requests, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False)
+    return BudgetData(BUDGET, played)
 
 
 def draw(data: BudgetData) -> Sheet:
     sheet = Sheet(f"Every step has room for {data.budget} tokens: decodes first, then prompts", size=(11, 6))
     panel = sheet.panel("steps")
     for step in data.run.steps:
-        height = 0
-        for chunk in step.chunks:
-            kind = "decode" if chunk.decode else "prefill"
-            for _ in range(chunk.count):
-                panel.cell(step.turn, data.budget - height - 1, kind, chunk.request)
-                height += 1
-        for empty in range(height, data.budget):
-            panel.cell(step.turn, data.budget - empty - 1, "empty")
+        tokens = [(chunk.kind, chunk.request) for chunk in step.chunks for _ in range(chunk.count)]
+        tokens += [("empty", "")] * (data.budget - len(tokens))
+        for height, (kind, request) in enumerate(tokens, start=1):
+            panel.cell(step.turn, data.budget - height, kind, request)
     panel.grid_only(data.run.turns, data.budget, equal=False)
     panel.axes.set_yticks([data.budget - count + 0.5 for count in (1, 4, 8, 12, 16)], ["1", "4", "8", "12", "16"])
     panel.axis_names("step", "tokens of the step")
@@ -60,15 +52,9 @@ def full_steps(data: BudgetData) -> int:
     return sum(sum(chunk.count for chunk in step.chunks) == data.budget for step in data.run.steps)
 
 
-def chunks_of(data: BudgetData, name: str) -> list[int]:
-    """The sizes of the pieces in which a prompt was read."""
-    chunks = (chunk for step in data.run.steps for chunk in step.chunks if chunk.request == name)
-    return [chunk.count for chunk in chunks if not chunk.decode]
-
-
 def figures(data: BudgetData) -> dict[str, Any]:
     longest = max(data.run.requests, key=lambda request: len(request.prompt))
-    pieces = " + ".join(map(str, chunks_of(data, longest.name)))
+    pieces = " + ".join(map(str, data.run.prompt_chunks(longest.name)))
     return {"longest": longest, "pieces": pieces, "full_steps": full_steps(data)}
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.runner.base import ModelRunner
 from chairlift_lab.explain.drawing import Look, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from chairlift.runner.base import ModelRunner
+from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines, record_calls
 
 PROMPT, NEW = 5, 9
 CHANGED = 6  # the place of the token that is exchanged in the second experiment
@@ -36,7 +38,7 @@ class CacheData:
 def run(engines: TopicEngines) -> CacheData:
     prompt = engines.prompt(PROMPT)
     played = engines.record([TimedRequest("A", prompt, NEW)], prefix_caching=False)
-    output = [token for step in played.steps for token in step.sampled.get("A", ())]
+    output = played.output("A")
     generated, spans = _without_cache(engines, prompt)
     text = engines.prompt(TOKENS, skip=24)
     other = (*text[:CHANGED], engines.prompt(1, skip=60)[0], *text[CHANGED + 1 :])
@@ -65,10 +67,6 @@ def _without_cache(engines: TopicEngines, prompt: tuple[int, ...]) -> tuple[list
 
 
 def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
-    from chairlift.core.plan import Chunk, StepPlan
-    from chairlift.core.request import Request
-    from chairlift.core.sampling.params import SamplingParams
-
     request = Request("A", tokens, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     table = range(-(-len(tokens) // runner.storage.block_size))
     result = runner.run(StepPlan(0, (Chunk(request, 0, len(tokens), table, samples=True),)))
@@ -78,19 +76,12 @@ def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
 
 def _differences(engines: TopicEngines, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """How far the keys and values of two texts are apart, for each layer and position."""
-    one, two = _keys_and_values(engines, text), _keys_and_values(engines, other)
-    rows = []
-    for a, b in zip(one, two, strict=True):
-        apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
-        rows.append(tuple(float(value) for value in apart))
-    return tuple(rows)
+    layers = zip(_keys_and_values(engines, text), _keys_and_values(engines, other), strict=True)
+    return tuple(tuple(((a - b).norm(dim=-1) / a.norm(dim=-1)).tolist()) for a, b in layers)
 
 
 def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
     """[positions, numbers] for each layer."""
-    import torch
-
-    from chairlift_lab.explain.listening import AttentionCall, record_calls
 
     def keys_and_values(call: AttentionCall) -> Tensor:
         return torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1)
@@ -103,7 +94,7 @@ def draw_generation(data: CacheData) -> Sheet:
     grid = sheet.grid(1, 2)
     for column, (name, spans) in enumerate((("without", data.without), ("with", data.with_cache))):
         panel = sheet.panel(name, grid[0, column])
-        panel.title(f"{name} a cache", f"{computed(spans)} tokens computed")
+        panel.title(f"{name} a cache", f"{sum(count for _, count in spans)} tokens computed")
         _draw_steps(panel, data, spans)
     sheet.legend(
         {
@@ -113,10 +104,6 @@ def draw_generation(data: CacheData) -> Sheet:
         }
     )
     return sheet
-
-
-def computed(spans: tuple[tuple[int, int], ...]) -> int:
-    return sum(count for _, count in spans)
 
 
 def _draw_steps(panel: Panel, data: CacheData, spans: tuple[tuple[int, int], ...]) -> None:
@@ -143,11 +130,8 @@ def draw_past(data: CacheData) -> Sheet:
     colours = matplotlib.colormaps["Blues"]
     for layer, row in enumerate(data.differences):
         for position, apart in enumerate(row):
-            if apart:
-                look = Look(to_hex(colours(0.25 + 0.75 * min(apart, 1.0))))
-                panel.cell(position, layer, "changed", look=look)
-            else:
-                panel.cell(position, layer, "unchanged", look=look_of("empty"))
+            look = Look(to_hex(colours(0.25 + 0.75 * min(apart, 1.0)))) if apart else look_of("empty")
+            panel.cell(position, layer, "changed" if apart else "unchanged", look=look)
     layers = len(data.differences)
     panel.grid_only(len(data.before), layers, equal=False)
     ticks = [layer for layer in range(layers) if layer % 5 == 0 or layer == layers - 1]
@@ -170,7 +154,7 @@ def unchanged_before(data: CacheData) -> int:
 
 
 def figures(data: CacheData) -> dict[str, Any]:
-    without, with_cache = computed(data.without), computed(data.with_cache)
+    without, with_cache = (sum(count for _, count in spans) for spans in (data.without, data.with_cache))
     return {
         "without": without,
         "with_cache": with_cache,

@@ -24,19 +24,18 @@ class ChunkingData:
 def run(engines: TopicEngines) -> ChunkingData:
     short = [TimedRequest(name, engines.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
     requests = [*short, TimedRequest("D", engines.prompt(LONG, skip=1), 5, turn=4)]
-    options: dict[str, Any] = {
-        "max_batch_tokens": 256,
-        "max_batch_requests": 8,
-        "prefix_caching": False,
-        "clock": CPU_TIME,
+    runs = {
+        name: engines.record(
+            requests,
+            max_batch_tokens=256,
+            max_batch_requests=8,
+            max_prefill_tokens=most,
+            prefix_caching=False,
+            clock=CPU_TIME,
+        )
+        for name, most in (("whole", None), ("chunked", CHUNK))
     }
-    return ChunkingData(
-        "D",
-        {
-            "whole": engines.record(requests, **options),
-            "chunked": engines.record(requests, **options, max_prefill_tokens=CHUNK),
-        },
-    )
+    return ChunkingData("D", runs)
 
 
 def longest_gap(data: ChunkingData, name: str) -> float:
@@ -54,12 +53,6 @@ def first_token(data: ChunkingData, name: str) -> float:
     came = next(event.time for event in run.queued() if event.request_id == data.long)
     tokens = (event for event in run.events if isinstance(event, TokenProduced) and event.request_id == data.long)
     return next(tokens).time - came
-
-
-def pieces(data: ChunkingData, name: str) -> list[int]:
-    """How many tokens of the long prompt each step read."""
-    chunks = (chunk for step in data.runs[name].steps for chunk in step.chunks)
-    return [chunk.count for chunk in chunks if chunk.request == data.long and not chunk.decode]
 
 
 def draw(data: ChunkingData) -> Sheet:
@@ -81,10 +74,8 @@ def _draw_run(panel: Panel, data: ChunkingData, run: Run, total: float) -> None:
     for step, done in zip(run.steps, run.done(), strict=True):
         width = 1e3 * done.seconds
         for chunk in step.chunks:
-            y = names.index(chunk.request)
-            kind = "decode" if chunk.decode else "prefill"
-            label = str(chunk.count) if kind == "prefill" and width > 0.018 * total else ""
-            panel.bar(begin, y, width, kind, label)
+            label = "" if chunk.decode or width <= 0.018 * total else str(chunk.count)
+            panel.bar(begin, names.index(chunk.request), width, chunk.kind, label)
         begin += width
     panel.axes.set_xlim(-0.005 * total, 1.01 * total)
     panel.axes.set_ylim(len(names) + 0.1, -0.1)
@@ -94,7 +85,7 @@ def _draw_run(panel: Panel, data: ChunkingData, run: Run, total: float) -> None:
 
 
 def figures(data: ChunkingData) -> dict[str, Any]:
-    sizes = pieces(data, "chunked")
+    sizes = data.runs["chunked"].prompt_chunks(data.long)
     figures: dict[str, Any] = {name: 1e3 * longest_gap(data, name) for name in data.runs}
     figures |= {f"first_{name}": 1e3 * first_token(data, name) for name in data.runs}
     return figures | {"long": LONG, "chunk": CHUNK, "pieces": sizes, "sizes": " + ".join(map(str, sizes))}

@@ -14,7 +14,7 @@ from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 if TYPE_CHECKING:
     import numpy as np
 
-    from chairlift_lab.explain.listening import AttentionCall
+    from chairlift_lab.explain.recording import AttentionCall
 
 TOKENS = 252
 ROW = 230  # whose walk over the tiles is shown
@@ -59,7 +59,7 @@ class FlashData:
 
 
 def run(engines: TopicEngines) -> FlashData:
-    from chairlift_lab.explain.listening import record_calls
+    from chairlift_lab.explain.recording import record_calls
 
     middle = len(engines.loaded.model.attention_layers) // 2
     request = TimedRequest("A", (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3)), 1)

@@ -12,7 +12,7 @@ from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 if TYPE_CHECKING:
-    from chairlift_lab.explain.listening import AttentionCall
+    from chairlift_lab.explain.recording import AttentionCall
 
 BLOCK_SIZE = 4
 REPEATS = 30
@@ -60,7 +60,7 @@ def run(engines: TopicEngines) -> KernelsData:
 
 
 def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
-    from chairlift_lab.explain.listening import record_calls
+    from chairlift_lab.explain.recording import record_calls
 
     started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
     run, calls = record_calls(started, requests, lambda call: (call, _best_seconds(call)), layer=0)

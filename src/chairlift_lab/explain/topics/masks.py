@@ -74,7 +74,7 @@ def _masks(
     engines: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
-    from chairlift_lab.explain.listening import AttentionCall, record_calls, who_sees_whom
+    from chairlift_lab.explain.recording import AttentionCall, record_calls, who_sees_whom
 
     def ask(call: AttentionCall) -> tuple[list[list[bool]], list[int]]:
         return who_sees_whom(call), [end - start for start, end in pairwise(call.layout.offsets)]

@@ -18,7 +18,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
 from chairlift.options.declaration import above, at_least, check_options, option, strictly_between
-from chairlift.speculation.control.option import check_speculate, proposer_factory, speculate_forms
+from chairlift.speculation.proposers.base import check_speculate, proposer_factory, speculate_forms
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from chairlift.attention.paged import latent_cpu
+from chairlift.attention.paged import cpu as paged_cpu
 from chairlift.config import EngineConfig
 from chairlift.core.events import DraftsVerified, StepDone, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
@@ -61,16 +61,16 @@ def test_both_forms_equal_transformers(
 ) -> None:
     """Prompts in chunks of more than 16 tokens can have either form, also behind tokens that are cached already."""
     if pays is not None:
-        monkeypatch.setattr(latent_cpu, "_pays", lambda *arguments: pays)
+        monkeypatch.setattr(paged_cpu, "_pays", lambda *arguments: pays)
     expanded: list[tuple[int, int]] = []
-    attend = latent_cpu.attend_expanded
+    attend = paged_cpu.attend_expanded
 
     def spied(*arguments: Any) -> torch.Tensor:
         expanded.append(arguments[-2:])
         return attend(*arguments)
 
     monkeypatch.setattr("chairlift.attention.paged.cpu.attend_expanded", spied)
-    monkeypatch.setattr(latent_cpu, "EXPANDED_NUMBERS", 5000)  # several groups of heads
+    monkeypatch.setattr(paged_cpu, "EXPANDED_NUMBERS", 5000)  # several groups of heads
     engine = checkpoint.start(**({} if chunk is None else {"max_prefill_tokens": chunk})).engine
     for what in ("cold", "warm"):
         checkpoint.check(run_greedy(engine, checkpoint.texts, NEW_TOKENS).outputs, what)

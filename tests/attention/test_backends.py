@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.batch import RaggedLayout, StepBatch
-from chairlift.attention.choose import choose_backend
 from chairlift.attention.interface import AttentionLayer, visible_mask
 from chairlift.attention.storage import KVStorage, narrowed, widened
 from chairlift.errors import InvalidParameter

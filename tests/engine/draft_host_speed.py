@@ -23,10 +23,10 @@ from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
+from chairlift.kernels.graphs import Graph, Graphs
 from chairlift.models.base import CausalLM
 from chairlift.runner.gpu.draft_inputs import DraftShape
 from chairlift.runner.gpu.draft_passes import ComputedDrafts, DraftPasses
-from chairlift.runner.gpu.graphs import Graph, Graphs
 from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff

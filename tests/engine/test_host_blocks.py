@@ -11,7 +11,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots
 from chairlift.errors import InvalidParameter
-from chairlift.runner.host_blocks import HostBlocks, make_copies
+from chairlift.runner.memory import HostBlocks, make_copies
 
 
 def storage(num_blocks: int = 6) -> KVStorage:

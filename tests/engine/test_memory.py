@@ -16,8 +16,8 @@ from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.machine import cores
-from chairlift.runner import device_memory
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner import memory
+from chairlift.runner.memory import allocate_storage
 
 CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]
@@ -106,15 +106,15 @@ def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores, "MOUNT", tmp_path)
-    monkeypatch.setattr(device_memory, "_available_to_machine", lambda: 1000)
-    assert device_memory.free_memory(CPU) == 1000
+    monkeypatch.setattr(memory, "_available_to_machine", lambda: 1000)
+    assert memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("max\n")
-    assert device_memory.free_memory(CPU) == 1000
+    assert memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("800\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert device_memory.free_memory(CPU) == 100
+    assert memory.free_memory(CPU) == 100
     (tmp_path / "memory.stat").write_text("anon 200\nfile 500\ninactive_file 400\nactive_file 100\n")
-    assert device_memory.free_memory(CPU) == 500
+    assert memory.free_memory(CPU) == 500
 
 
 def test_the_batch_size_is_limited_to_the_short_sequences_that_fit() -> None:

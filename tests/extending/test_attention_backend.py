@@ -11,7 +11,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.attention.backends import BACKENDS
-from chairlift.attention.choose import choose_backend
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chairlift import LLM
-from chairlift.attention.choose import choose_backend
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import TokenProduced
@@ -26,7 +26,7 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import allocate_storage
 from chairlift.sampling.draw import filter_probabilities, filters_of
 from chairlift.sampling.sampler import Sampler
 from chairlift.server.openai.types import CompletionRequest

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
+from chairlift.kernels.graphs import StepKernels
 from chairlift.kernels.triton.latent import hopper_decode
 from chairlift.kernels.triton.latent.absorbed import Chunks
-from chairlift.runner.gpu.step_kernels import StepKernels
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.gpu.test_modes import WIDE
 from tests.kernels.attention_cases import TOLERANCE

@@ -24,7 +24,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.loader import DecoderLoader
 from chairlift.models.stacks.fused_gpu import FusedGPUStack, can_fuse
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 FAMILIES: dict[str, dict[str, Any]] = {

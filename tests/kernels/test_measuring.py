@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention import choose
+from chairlift.attention.backends import base
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
@@ -83,7 +83,7 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     model: Decoder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choose, "choose_backend", lambda *_: PagedGPUAttention())
+    monkeypatch.setattr(base, "choose_backend", lambda *_: PagedGPUAttention())
     settings = kernel_speed.KernelSettings(batches=[2], contexts=[40])
     prompts: list[dict[str, Any]] = []
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.stacks.plain import PlainStack
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import allocate_storage
 from tests.kernels.test_fused_gpu import hidden_rows, logits, make_model, tensors
 from tests.kernels.tiny_config import CONFIG
 

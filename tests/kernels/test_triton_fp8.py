@@ -33,8 +33,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.loader import DecoderLoader
 from chairlift.models.read_config import decoder_config
-from chairlift.runner.host_blocks import HostBlocks
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import HostBlocks, allocate_storage
 from tests.kernels.attention_cases import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend
 from tests.kernels.tiny_config import CONFIG

@@ -22,7 +22,7 @@ from chairlift.layers.routing import Routing
 from chairlift.models import build_model
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 

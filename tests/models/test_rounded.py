@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.batch import Embeddings, RaggedLayout, StepBatch
-from chairlift.attention.choose import choose_backend
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine import settings
@@ -20,7 +20,7 @@ from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu import simd
 from chairlift.models.decoder import Decoder
-from chairlift.runner.kv_storage import allocate_storage
+from chairlift.runner.memory import allocate_storage
 from tests.api.conftest import run_greedy
 from tests.models.checkpoints import CPU, VOCAB, load, make_reference, prompts, run_alone, save
 from tests.models.test_families import CONFIGS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention.choose import choose_backend
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model

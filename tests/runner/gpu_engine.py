@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chairlift.attention.choose import choose_backend
+from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
@@ -22,8 +22,7 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.kv_storage import allocate_storage
-from chairlift.runner.state_storage import allocate_states
+from chairlift.runner.memory import allocate_states, allocate_storage
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 from tests.core.driving import with_states

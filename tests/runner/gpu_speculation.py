@@ -14,7 +14,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.speculation.head_config import HeadConfig
+from chairlift.speculation.head_layers import HeadConfig
 from chairlift_lab.training.trainable_head import TrainableHead
 from tests.speculation import running
 from tests.speculation.running import Run, Work, run

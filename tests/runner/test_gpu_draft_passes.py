@@ -12,20 +12,18 @@ import torch
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
+from chairlift.kernels import graphs as gpu_graphs
+from chairlift.kernels.graphs import Graphs, StepKernels
 from chairlift.kernels.triton.drafts.inputs import draft_inputs
 from chairlift.kernels.triton.likeliest import likeliest
 from chairlift.models.decoder import Decoder
-from chairlift.runner.gpu import graphs as gpu_graphs
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.draft_inputs import DraftShape
 from chairlift.runner.gpu.draft_passes import DraftPasses
-from chairlift.runner.gpu.graphs import Graphs
-from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.control.proposer import LEVELS
 from chairlift.speculation.draft_proposer import DraftTask
-from chairlift.speculation.head_config import EPS
-from chairlift.speculation.head_layers import unit
+from chairlift.speculation.head_layers import EPS, unit
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.runner.test_gpu_graphs import record, runner_of
 from tests.runner.test_gpu_speculation import drafts_of

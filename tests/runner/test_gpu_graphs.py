@@ -17,16 +17,15 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
+from chairlift.kernels import graphs as gpu_graphs
+from chairlift.kernels.graphs import CAPTURE_AFTER, Graph, Graphs, StepKernels, has_room
 from chairlift.models.decoder import Decoder
-from chairlift.runner.gpu import graphs as gpu_graphs
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.runner.gpu.graphs import CAPTURE_AFTER, Graph, Graphs, has_room
 from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.runner.gpu.step_kernels import StepKernels
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead

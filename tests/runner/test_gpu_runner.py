@@ -10,12 +10,12 @@ from torch import Tensor
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.kernels.graphs import Graphs
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape, Shapes
 from tests.runner.gpu_engine import MAX_LEN, MAX_REQUESTS, generate, make_engine, random_model, random_prompts

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from chairlift.attention.paged.slots import Slots
 from chairlift.core.events import StepDone
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
@@ -16,9 +17,8 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.gpu.slots import Slots
 from chairlift.speculation.control.proposer import Draft, DraftTerms
-from chairlift.speculation.first_layers import FirstLayers
+from chairlift.speculation.draft_models import FirstLayers
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.drafting import draft_by_pattern, fixed_length
 from tests.speculation.running import Run, Work, assert_same_output, drafter_of, often_right, proposer_with, run

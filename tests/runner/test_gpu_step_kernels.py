@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.kernels import graphs as gpu_graphs
+from chairlift.kernels.graphs import Graphs, StepKernels
 from chairlift.kernels.triton.launch import tuned
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift.runner.gpu import step_kernels
-from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep
-from chairlift.runner.gpu.step_kernels import StepKernels
 from tests.runner.gpu_engine import generate, make_engine, random_model, random_prompts
 from tests.runner.test_gpu_graphs import record, runner_of
 
@@ -45,7 +44,7 @@ class SlowCompiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> SlowCompiler:
     made = SlowCompiler()
-    monkeypatch.setattr(step_kernels, "_compiler", lambda: made)
+    monkeypatch.setattr(gpu_graphs, "_compiler", lambda: made)
     monkeypatch.setattr(StepKernels, "_enabled", True)
     monkeypatch.setattr(
         StepKernels, "kernels_of", lambda self, shapes, generic=False: [GENERIC] if generic else list(shapes)

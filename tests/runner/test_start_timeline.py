@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from chairlift.runner.start_timeline import StartTimeline
+from chairlift.progress import StartTimeline
 
 
 def test_phases_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

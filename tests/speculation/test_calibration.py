@@ -14,11 +14,11 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.speculation.control.calibration import Calibration
+from chairlift.speculation.control.controller import Calibration
+from chairlift.speculation.control.payoff import SpeculationTuning
 from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms
-from chairlift.speculation.control.tuning import SpeculationTuning
 from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.first_layers import FirstLayers
+from chairlift.speculation.draft_models import FirstLayers
 from tests.speculation.drafting import LeastChance
 from tests.speculation.running import (
     assert_same_output,

@@ -16,9 +16,8 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.step_limits import StepLimits
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.payoff import Pace
+from chairlift.speculation.control.payoff import Pace, SpeculationTuning
 from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
-from chairlift.speculation.control.tuning import SpeculationTuning
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, run_to_end
 from tests.speculation.drafting import FixedProposer, fixed_length
 

@@ -17,10 +17,10 @@ from chairlift.core.sampling.randomness import uniform
 from chairlift.core.sampling.structure import Structure
 from chairlift.engine.startup import LoadedModel
 from chairlift.sampling import sampler as sampler_module
-from chairlift.sampling.edits import TokenMasks
+from chairlift.sampling.draw import TokenMasks
 from chairlift.sampling.sampler import Sampler
 from chairlift.speculation import draft_proposer
-from chairlift.speculation.first_layers import FirstLayers
+from chairlift.speculation.draft_models import FirstLayers
 from chairlift_lab.training.trainable_head import WholeTextAttention
 from tests.core.driving import make_request
 from tests.sampling import reference

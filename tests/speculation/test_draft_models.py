@@ -22,10 +22,9 @@ from chairlift.models.decoder import Decoder
 from chairlift.speculation import draft_head, draft_proposer
 from chairlift.speculation.control.proposer import A_FEW, Draft, DraftTerms
 from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_models import FirstLayers
 from chairlift.speculation.draft_proposer import DraftTask
-from chairlift.speculation.first_layers import FirstLayers
-from chairlift.speculation.head_config import HeadConfig
-from chairlift.speculation.head_layers import unit
+from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
 from chairlift_lab.training.train_draft import TrainSettings, train_draft
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention

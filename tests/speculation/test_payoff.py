@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from chairlift.speculation.control.payoff import DraftPayoff, DraftSlope, Pace
-from chairlift.speculation.control.tuning import SpeculationTuning
+from chairlift.speculation.control.payoff import DraftPayoff, DraftSlope, Pace, SpeculationTuning
 
 TUNING = SpeculationTuning()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from chairlift.core.events import TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel
-from chairlift.speculation.head_config import MAX_LENGTH
+from chairlift.speculation.head_layers import MAX_LENGTH
 from chairlift_lab.bench.speculation import encode_prompt
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.speculation_record import record

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.speculation.unwritten_blocks import MANY, UnwrittenBlocks
+from chairlift.speculation.head_states import MANY, UnwrittenBlocks
 
 SIZE = 4
 

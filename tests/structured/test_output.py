@@ -25,7 +25,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import HiddenStates
-from chairlift.sampling import edits
+from chairlift.sampling import draw
 from chairlift.structured.output import TOO_COMPLEX
 from tests.tiny import write_tiny_checkpoint
 
@@ -426,7 +426,7 @@ def test_a_failed_step_also_ends_requests_that_wait_for_a_grammar(loaded: Loaded
     assert all(completion.ending for completion in completions.values())
 
 
-@pytest.mark.parametrize("apply", [edits.apply_masks, edits._apply_batched])
+@pytest.mark.parametrize("apply", [draw.apply_masks, draw._apply_batched])
 def test_masks_leave_allowed_tokens_and_other_rows_unchanged(apply: Callable[..., None]) -> None:
     """Both implementations: by row for the CPU, batched for a GPU. Bits beyond the vocabulary have no meaning."""
     allowed = np.random.default_rng(0).integers(0, 2**32, (2, 10), dtype=np.uint32)
@@ -435,5 +435,5 @@ def test_masks_leave_allowed_tokens_and_other_rows_unchanged(apply: Callable[...
     bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
     for row, allows in zip((3, 1), bits, strict=True):
         expected[row][torch.from_numpy(~allows)] = -torch.inf
-    apply(logits, edits.TokenMasks([3, 1], allowed))
+    apply(logits, draw.TokenMasks([3, 1], allowed))
     assert torch.equal(logits, expected)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.recurrent import RecurrentStep
+from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import StepPlan
 
@@ -115,9 +115,35 @@ class StepBatch:
         return torch.cat([self.sampled_rows, self.read_rows])
 
 
-def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rectangular: bool = False) -> StepBatch:
-    if not plan.idle_rows and all(chunk.count == 1 and chunk.samples for chunk in plan.chunks):
-        return _single_tokens(plan, storage, device)
+def build_batch(
+    plan: StepPlan,
+    storage: KVStorage,
+    device: torch.device,
+    *,
+    states: StateStorage | None = None,
+    rectangular: bool = False,
+) -> StepBatch:
+    """The batch of a plan. With `states`, its sequences read and write those of recurrent layers."""
+    few = not plan.idle_rows and all(chunk.count == 1 and chunk.samples for chunk in plan.chunks)
+    batch = _single_tokens(plan, storage, device) if few else _all_tokens(plan, storage, device, rectangular)
+    return batch if states is None else replace(batch, recurrent=_recurrent_step(plan, batch.layout, states, device))
+
+
+def _recurrent_step(plan: StepPlan, layout: RaggedLayout, storage: StateStorage, device: torch.device) -> RecurrentStep:
+    """The states that the sequences, chunks and then idle rows, read and write. Chunks of a plan without states begin
+    with zeros, and theirs are not kept."""
+    starts = np.asarray(layout.offsets, np.int32)
+    read = np.full(len(starts) - 1, NO_SLOT, np.int32)
+    write = np.full(int(starts[-1]), NO_SLOT, np.int32)
+    for index, states in enumerate(plan.states):
+        read[index] = states.read
+        for row, slot in states.writes:
+            write[starts[index] + row] = slot
+    first, second, third = (torch.from_numpy(array).to(device) for array in (starts, read, write))
+    return RecurrentStep(RecurrentBatch(first, second, third, longest=int(np.diff(starts).max())), storage)
+
+
+def _all_tokens(plan: StepPlan, storage: KVStorage, device: torch.device, rectangular: bool) -> StepBatch:
     chunks, idle, block_size, scratch = plan.chunks, plan.idle_rows, storage.block_size, storage.scratch_block
     starts = np.array([chunk.start for chunk in chunks] + [0] * idle)
     counts = np.array([chunk.count for chunk in chunks] + [1] * idle)

@@ -36,8 +36,7 @@ from chairlift.models import build_model, choose_implementation, describe, is_na
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
-from chairlift.progress import loading_progress
-from chairlift.runner.start_timeline import StartTimeline
+from chairlift.progress import StartTimeline, loading_progress
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")

@@ -22,7 +22,7 @@ from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.models import format_obstacles, is_native
 from chairlift.models.weight_sizes import weight_bytes
-from chairlift.runner.device_memory import free_memory
+from chairlift.runner.memory import free_memory
 
 log = logging.getLogger("chairlift")
 

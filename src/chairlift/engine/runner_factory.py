@@ -14,17 +14,14 @@ from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan
 from chairlift.engine.settings import EngineSettings
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import CausalLM
+from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.host_blocks import HostBlocks
-from chairlift.runner.kv_storage import allocate_storage
-from chairlift.runner.start_timeline import StartTimeline
-from chairlift.runner.state_storage import allocate_states
-from chairlift.speculation.control.option import drafts_per_request
+from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storage
 from chairlift.speculation.control.proposer import Proposer
 from chairlift.speculation.draft_network import ModelProposer
-from chairlift.speculation.proposers.base import LoadedProposer
+from chairlift.speculation.proposers.base import LoadedProposer, drafts_per_request
 from chairlift.structured.output import StructuredOutput
 
 MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save

@@ -15,7 +15,7 @@ from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner
 from chairlift.engine.settings import MachineSettings
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.option import drafts_per_request
+from chairlift.speculation.proposers.base import drafts_per_request
 
 log = logging.getLogger("chairlift")
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.choose import choose_backend
+from chairlift.attention.backends.base import AttentionBackend, choose_backend
 from chairlift.attention.interface import AttentionLayer
 from chairlift.config import EngineConfig, check_batch_requests
 from chairlift.errors import InvalidParameter

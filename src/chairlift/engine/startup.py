@@ -23,11 +23,10 @@ from chairlift.engine.settings import (
 )
 from chairlift.kernels.gpu_start import start_libraries
 from chairlift.loading.embedding_config import EmbeddingConfig
+from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner
-from chairlift.runner.start_timeline import StartTimeline
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.option import proposer_factory
-from chairlift.speculation.proposers.base import LoadedProposer
+from chairlift.speculation.proposers.base import LoadedProposer, proposer_factory
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput, ThinkingBudgets
 from chairlift.text.reasoning_formats.base import choose_reasoning

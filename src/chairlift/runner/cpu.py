@@ -17,10 +17,8 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import HiddenStates
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
-from chairlift.runner.host_blocks import make_copies
-from chairlift.runner.state_storage import with_states
-from chairlift.sampling.logprobs import beam_candidates
-from chairlift.sampling.sampler import SampledBatch
+from chairlift.runner.memory import make_copies
+from chairlift.sampling.sampler import SampledBatch, beam_candidates
 from chairlift.speculation.draft_network import ComputedBatch
 from chairlift.structured.output import MaskJob
 
@@ -42,9 +40,8 @@ class CPURunner(ModelRunner):
     def _compute(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
-        batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
-        if self.states is not None:
-            batch = with_states(batch, plan, self.states)
+        rectangular = self.attention.capabilities.rectangular
+        batch = build_batch(plan, self.storage, self.model.device, states=self.states, rectangular=rectangular)
         attention = self.attention.begin(batch, self.storage)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]

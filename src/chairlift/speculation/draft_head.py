@@ -15,10 +15,8 @@ from chairlift.core.request import Request
 from chairlift.speculation.control.proposer import A_FEW, Draft
 from chairlift.speculation.draft_network import ComputedBatch, DraftPass
 from chairlift.speculation.draft_proposer import DraftTask
-from chairlift.speculation.head_config import MAX_LENGTH
-from chairlift.speculation.head_layers import DraftHead
-from chairlift.speculation.head_states import HeadStates, KeptStates
-from chairlift.speculation.unwritten_blocks import UnwrittenBlocks
+from chairlift.speculation.head_layers import MAX_LENGTH, DraftHead
+from chairlift.speculation.head_states import HeadStates, KeptStates, UnwrittenBlocks
 
 
 class HeadNetwork:

@@ -13,7 +13,7 @@ import numpy as np
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.sampling.edits import Bits, TokenMasks
+from chairlift.sampling.draw import Bits, TokenMasks
 from chairlift.structured.compiler import BadStructure, GrammarCompiler, mask_words
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
 from chairlift.text.reasoning.tracker import ReasoningTracker, Restriction

@@ -114,7 +114,7 @@ class AttentionShape:
         return False
 
     def backend(self, name: str) -> AttentionBackend:
-        from chairlift.attention.choose import choose_backend
+        from chairlift.attention.backends.base import choose_backend
 
         return choose_backend(name, [self.layer], self.device, self.dtype)
 
@@ -223,7 +223,7 @@ def compare_tiling(shape: AttentionShape, *, sizes: Sequence[int], note: Note = 
     """Causal attention of one sequence: torch's FlashAttention-style kernel and the plain formula."""
     import torch.nn.functional as F
 
-    from chairlift.runner.device_memory import free_memory
+    from chairlift.runner.memory import free_memory
 
     points = []
     for size in sizes:
@@ -331,10 +331,10 @@ def compare_recompute(
 
 
 def _runner(device: torch.device, dtype: torch.dtype, longest: int) -> ModelRunner:
-    from chairlift.attention.choose import choose_backend
+    from chairlift.attention.backends.base import choose_backend
     from chairlift.engine.memory_plan import plan_memory
     from chairlift.runner.cpu import CPURunner
-    from chairlift.runner.kv_storage import allocate_storage
+    from chairlift.runner.memory import allocate_storage
     from chairlift_lab.common.model_shapes import random_llama
 
     model = random_llama(device, dtype)

@@ -151,7 +151,7 @@ def _each(layers: Sequence[Linear], x: Tensor) -> TimedCall:
 
 
 def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[KernelCase]:
-    from chairlift.attention.choose import choose_backend
+    from chairlift.attention.backends.base import choose_backend
 
     layers = [layer for layer in model.attention_layers if layer.window == model.attention_layers[0].window]
     alike = [layer for layer in layers if layer.head_dim == layers[0].head_dim]

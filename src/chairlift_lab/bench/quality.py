@@ -187,7 +187,6 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     import torch.nn.functional as F
 
     from chairlift.attention.batch import build_batch
-    from chairlift.runner.state_storage import with_states
 
     if len(tokens) < 2:
         raise InvalidParameter("texts", "a text must have at least two tokens")
@@ -195,8 +194,7 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     table = list(range(-(-len(tokens) // block_size)))
     plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
     rectangular = runner.attention.capabilities.rectangular
-    batch = build_batch(plan, runner.storage, runner.model.device, rectangular=rectangular)
-    batch = with_states(batch, plan, runner.states)
+    batch = build_batch(plan, runner.storage, runner.model.device, states=runner.states, rectangular=rectangular)
     hidden = runner.model.hidden_states(batch, runner.attention.begin(batch, runner.storage)).last
     losses, likeliest = [], []
     following = torch.tensor(tokens[1:], device=hidden.device)

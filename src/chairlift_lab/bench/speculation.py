@@ -15,7 +15,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.progress import Note
 from chairlift.server.process.this_process import loaded_objects_frozen
-from chairlift.speculation.control.option import speculate_forms
+from chairlift.speculation.proposers.base import speculate_forms
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench

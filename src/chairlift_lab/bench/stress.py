@@ -228,7 +228,7 @@ def greedy_gaps(
 
     from chairlift.attention.backends.bursted import BurstedAttention
     from chairlift.attention.batch import build_batch
-    from chairlift.runner.state_storage import allocate_states, with_states
+    from chairlift.runner.memory import allocate_states
 
     chunks: list[Chunk] = []
     rows: list[int] = []  # whose next token is an output token
@@ -242,7 +242,7 @@ def greedy_gaps(
         used, row = used + blocks, row + len(tokens)
     storage = _storage(model, used + 1, cache_dtype or model.dtype)
     plan, states = StepPlan(0, tuple(chunks)), allocate_states(model.recurrent_layers, 1, model.device)
-    batch = with_states(build_batch(plan, storage, model.device), plan, states)
+    batch = build_batch(plan, storage, model.device, states=states)
     hidden = model.hidden_states(batch, BurstedAttention().begin(batch, storage)).last
     scores = model.logits(hidden[torch.tensor(rows, device=model.device)]).double()
     chosen = torch.tensor([token for _, output in sequences for token in output], device=model.device)

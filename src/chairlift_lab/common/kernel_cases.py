@@ -60,7 +60,7 @@ def attention_case(
     from chairlift.attention.batch import build_batch
     from chairlift.attention.interface import PlainProjection, Projection
     from chairlift.attention.storage import bytes_per_number, narrowed
-    from chairlift.runner.kv_storage import allocate_storage
+    from chairlift.runner.memory import allocate_storage
     from chairlift_lab.common.step_work import KernelWork, attention_work
 
     plan, num_blocks = plan_of(spans)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.models.decoder import Decoder
-from chairlift.speculation.head_config import TRAINED_LENGTH
-from chairlift.speculation.head_layers import head_rows, unit
+from chairlift.speculation.head_layers import TRAINED_LENGTH, head_rows, unit
 from chairlift_lab.training.texts import TrainingTexts
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 

@@ -28,7 +28,7 @@ from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
 from chairlift.models.decoder import Decoder
 from chairlift.options.config_file import read_text
-from chairlift.speculation.head_config import HeadConfig
+from chairlift.speculation.head_layers import HeadConfig
 from chairlift_lab.training.objective import DraftObjective, evaluate
 from chairlift_lab.training.optimizer import HeadOptimizer, TrainingProgress
 from chairlift_lab.training.texts import LineReport, TrainingTexts, refuse_unusual_attention, write_texts

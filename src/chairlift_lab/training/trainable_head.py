@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.models.decoder import Decoder
-from chairlift.speculation.head_config import EPS, HeadConfig
-from chairlift.speculation.head_layers import unit
+from chairlift.speculation.head_layers import EPS, HeadConfig, unit
 from chairlift_lab.training.texts import refuse_unusual_attention
 
 INITIAL_NORM_SCALE = 0.3

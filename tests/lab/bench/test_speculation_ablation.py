@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from chairlift.speculation.control.tuning import SpeculationTuning
+from chairlift.speculation.control.payoff import SpeculationTuning
 from chairlift_lab.common.speculation_replay import (
     CHANGES,
     H200,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from chairlift.attention.storage import KVStorage
 from chairlift.cli.main import app
 from chairlift.engine.startup import LoadedModel
-from chairlift.runner.host_blocks import HostBlocks
+from chairlift.runner.memory import HostBlocks
 from chairlift_lab.bench.stress import StressFailed, greedy_gaps, stress, stress_config, stress_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

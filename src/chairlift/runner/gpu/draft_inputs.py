@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import sent
 from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.shapes import MIN_UPDATES
-from chairlift.runner.gpu.slots import Slots
 from chairlift.speculation.control.proposer import A_FEW
 from chairlift.speculation.draft_network import DraftNetwork
 from chairlift.speculation.draft_proposer import DraftTask

@@ -11,8 +11,8 @@ from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.kernels.graphs import kernels_for
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.speculation.draft_network import ComputedBatch, ModelProposer
 
 

@@ -18,15 +18,12 @@ from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.batch import PagedLayout, StepBatch
+from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import KVStorage
-from chairlift.runner.device_memory import memory_taken
+from chairlift.kernels.graphs import Graphs, StepKernels, memory_taken
 from chairlift.runner.gpu.draft_inputs import DraftInputs, DraftShape
-from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.recent_states import RecentStates
-from chairlift.runner.gpu.shapes import round_up
-from chairlift.runner.gpu.slots import Slots
-from chairlift.runner.gpu.staging import device_event
-from chairlift.runner.gpu.step_kernels import StepKernels
+from chairlift.runner.gpu.shapes import device_event, round_up
 from chairlift.speculation.control.proposer import LEVELS, Draft
 from chairlift.speculation.draft_network import DraftNetwork
 from chairlift.speculation.draft_proposer import DraftTask

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.paged.slots import Slot, Slots
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.runner.gpu.recent_states import RecentStates
-from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
-from chairlift.runner.gpu.slots import Slot, Slots
-from chairlift.runner.gpu.staging import Staging
+from chairlift.runner.gpu.shapes import BatchShape, Shapes, Staging, fill_padding
 from chairlift.sampling.draw import uniforms
 
 

@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.runner.device_memory import memory_taken
-from chairlift.runner.gpu.graphs import Graphs, has_room
-from chairlift.runner.gpu.recurrent_inputs import RecurrentInputs
-from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
+from chairlift.kernels.graphs import Graphs, StepKernels, has_room, memory_taken
+from chairlift.runner.gpu.shapes import BatchShape, RecurrentInputs, Shapes, fill_padding
 from chairlift.runner.gpu.step import ComputedStep
-from chairlift.runner.gpu.step_kernels import StepKernels
 
 if TYPE_CHECKING:
     from chairlift.kernels.compilation.spec import KernelSpec

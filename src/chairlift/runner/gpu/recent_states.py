@@ -19,11 +19,11 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
+from chairlift.attention.paged.slots import Slot, Slots
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.models.base import HiddenStates
-from chairlift.runner.gpu.slots import Slot, Slots
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.head_states import HeadStates
 

@@ -18,30 +18,25 @@ from torch import Tensor
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.batch import PagedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.paged.slots import Slots
 from chairlift.attention.recurrent import StateStorage
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
-from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.draft_observer import DraftObserver
 from chairlift.runner.gpu.draft_passes import DraftPasses
-from chairlift.runner.gpu.graphs import can_capture, has_room
-from chairlift.runner.gpu.host_sampling import HostSampling
 from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
 from chairlift.runner.gpu.recent_states import RecentStates
-from chairlift.runner.gpu.recurrent_inputs import RecurrentInputs
-from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
-from chairlift.runner.gpu.slots import Slots
-from chairlift.runner.gpu.staging import Staging
-from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
-from chairlift.runner.gpu.step_kernels import kernels_for
-from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.sampling.logprobs import beam_candidates
+from chairlift.runner.gpu.shapes import BatchShape, RecurrentInputs, Shapes, Staging, round_up
+from chairlift.runner.gpu.step import ComputedStep, HostSampling, LaunchedStep, ModelOutput
+from chairlift.runner.memory import HostBlocks, make_copies
+from chairlift.sampling.sampler import beam_candidates
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_network import ModelProposer
 from chairlift.speculation.draft_proposer import DraftModelProposer
@@ -191,7 +186,7 @@ class GPURunner(ModelRunner):
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         if self._recurrent is not None:
-            self._recurrent.send(plan, packed, buffer)
+            self._recurrent.send(plan, packed.shape, packed.first_rows, buffer)
         staging.started.record()
         on_host = self._host_sampling.rows(packed)
         masks = self._host_sampling.begin_masks(packed, on_host)

@@ -6,14 +6,19 @@ own shape and is replayed for every batch that fits; what a batch leaves unused 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from chairlift.attention.recurrent import RecurrentBatch, RecurrentStep, StateStorage
+from chairlift.core.plan import NO_SLOT, StepPlan
 
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
@@ -253,3 +258,107 @@ def decode_buckets(rows: int) -> list[int]:
     """Batch sizes with a graph of their own; the smallest ones are for long contexts, which many programs share."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 512, 64), *range(512, rows, 128)]
     return [size for size in sizes if size < rows] + [rows]
+
+
+class Staging:
+    """The buffers of one step at a time."""
+
+    def __init__(self, largest: BatchShape, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.inputs = torch.zeros(largest.size, dtype=torch.int32, pin_memory=pinned)
+        self.tokens = torch.zeros(largest.samples, dtype=torch.int32, pin_memory=pinned)
+        self._array = self.inputs.numpy()
+        self.started, self.finished = device_event(device), device_event(device)
+        self._used = False
+        self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step that used these buffers before."""
+        if self._used:
+            self.finished.synchronize()
+        self._used = True
+
+    def views(self, shape: BatchShape) -> dict[str, np.ndarray]:
+        if shape not in self._views:
+            if len(self._views) > 256:
+                self._views.clear()
+            self._views[shape] = shape.host_views(self._array)
+        return self._views[shape]
+
+
+class _HostClock:
+    """Stands for a CUDA event on a CPU, which computes synchronously."""
+
+    def __init__(self) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _HostClock) -> float:
+        return (later._time - self._time) * 1e3
+
+
+def device_event(device: torch.device) -> Any:
+    """An event that records when the device gets to it."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostClock()
+
+
+class RecurrentInputs:
+    """Where sequences begin and which slots they read and write, on the device and in host buffers of several steps."""
+
+    def __init__(
+        self, states: StateStorage, largest: BatchShape, device: torch.device, num_buffers: int, longest_decode: int
+    ) -> None:
+        """`longest_decode`: the rows of a decode with as many drafts as a request may have."""
+        self._states = states
+        self._longest_decode = longest_decode
+        sizes = (largest.chunks + 1, largest.chunks, largest.tokens)
+        self._ends = [int(end) for end in np.cumsum(sizes)]
+        self._device = torch.zeros(self._ends[-1], dtype=torch.int32, device=device)
+        self._host = [
+            torch.zeros(self._ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
+        ]
+        self.fill_padding()
+
+    def _parts(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(starts, read, write) of a buffer."""
+        first, second, third = self._ends
+        return buffer[:first], buffer[first:second], buffer[second:third]
+
+    def fill_padding(self) -> None:
+        """Describe a step of padding on the device: no sequence has rows."""
+        starts, read, write = self._parts(self._device)
+        starts.zero_()
+        read.fill_(NO_SLOT)
+        write.fill_(NO_SLOT)
+
+    def send(self, plan: StepPlan, shape: BatchShape, first_rows: np.ndarray, buffer: int) -> None:
+        """Copy a step's slots to the device, with sequences in the order of their rows.
+
+        The host buffer must not be in use by a step in flight: it goes with the staging buffer of the same number.
+        """
+        starts, read, write = (part.numpy() for part in self._parts(self._host[buffer]))
+        order = np.argsort(first_rows)
+        used = len(order)
+        starts[:used] = first_rows[order]
+        starts[used:] = plan.num_tokens  # further sequences have no rows
+        read[:] = NO_SLOT
+        write[: shape.tokens] = NO_SLOT
+        for place, index in enumerate(order.tolist() if plan.states else ()):
+            states = plan.states[index]
+            read[place] = states.read
+            for row, slot in states.writes:
+                write[first_rows[index] + row] = slot
+        end = self._ends[1] + shape.tokens
+        self._device[:end].copy_(self._host[buffer][:end], non_blocking=True)
+
+    def step(self, shape: BatchShape) -> RecurrentStep:
+        """The recurrent part of a step of this shape on the device."""
+        starts, read, write = self._parts(self._device)
+        longest = shape.tokens if shape.tiles else min(self._longest_decode, shape.tokens)
+        batch = RecurrentBatch(starts[: shape.chunks + 1], read[: shape.chunks], write[: shape.tokens], longest)
+        return RecurrentStep(batch, self._states)

@@ -110,7 +110,7 @@ class EngineProcess:
     def _load(self) -> None:
         from chairlift.config import EngineConfig
         from chairlift.engine.startup import load_engine
-        from chairlift.runner.start_timeline import StartTimeline
+        from chairlift.progress import StartTimeline
 
         timeline = StartTimeline(self.settings.get("begun"))
         timeline.end("imports")

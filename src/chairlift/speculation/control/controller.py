@@ -25,10 +25,8 @@ from chairlift.core.plan import Chunk, PlanBuilder, StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.errors import InvalidParameter
-from chairlift.speculation.control.calibration import Calibration
-from chairlift.speculation.control.payoff import DraftPayoff
-from chairlift.speculation.control.proposer import Draft, DraftTerms, Proposer, is_greedy
-from chairlift.speculation.control.tuning import SpeculationTuning
+from chairlift.speculation.control.payoff import DraftPayoff, SpeculationTuning
+from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer, is_greedy
 
 
 @dataclass(slots=True)
@@ -244,3 +242,32 @@ def _may_have_drafts(chunk: Chunk, plan: PlanBuilder) -> bool:
     if not chunk.decodes or chunk.copies or request.group is not None:
         return False
     return not any(swap.request is request for swap in plan.swap_ins)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Draft tokens that were judged (those behind a wrong one are not), and those that were right."""
+
+    judged: int = 0
+    right: int = 0
+
+
+class Calibration:
+    """By level of confidence, how often a draft token is right if those before it are."""
+
+    def __init__(self, tuning: SpeculationTuning) -> None:
+        self._weight = tuning.level_prior_weight
+        self._levels = [Acceptance() for _ in range(LEVELS)]
+
+    @property
+    def chances(self) -> list[float]:
+        return [
+            (known.right + self._weight * (level + 0.5) / LEVELS) / (known.judged + self._weight)
+            for level, known in enumerate(self._levels)
+        ]
+
+    def learn(self, levels: Sequence[int], accepted: int) -> None:
+        """The first `accepted` draft tokens of these levels were right, and the next one, if any, was wrong."""
+        for place, level in enumerate(levels[: accepted + 1]):
+            self._levels[level].judged += 1
+            self._levels[level].right += place < accepted

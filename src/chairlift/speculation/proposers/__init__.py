@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from chairlift.registry import Registry
-from chairlift.speculation.proposers.base import ProposerFactory
+from typing import TYPE_CHECKING
 
-PROPOSERS = Registry[type[ProposerFactory]]("speculate", "chairlift.speculation.proposers")
+from chairlift.registry import Registry
+
+if TYPE_CHECKING:  # the base imports the choices
+    from chairlift.speculation.proposers.base import ProposerFactory
+
+PROPOSERS: Registry[type[ProposerFactory]] = Registry("speculate", "chairlift.speculation.proposers")

@@ -20,6 +20,6 @@ class DraftModelFactory(ProposerFactory):
         self._path = argument
 
     def load(self, model: Any, tokenizer: Any, max_model_len: int) -> LoadedProposer:
-        from chairlift.speculation.draft_loading import load_draft
+        from chairlift.speculation.draft_models import load_draft
 
         return load_draft(self._path, model, tokenizer, max_model_len)

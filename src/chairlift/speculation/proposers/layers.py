@@ -20,6 +20,6 @@ class FirstLayersFactory(ProposerFactory):
         self._num_layers = int(argument)
 
     def load(self, model: Any, tokenizer: Any, max_model_len: int) -> LoadedProposer:
-        from chairlift.speculation.first_layers import load_first_layers
+        from chairlift.speculation.draft_models import load_first_layers
 
         return load_first_layers(model, self._num_layers)

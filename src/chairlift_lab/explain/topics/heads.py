@@ -58,7 +58,7 @@ def _middle_divisor(heads: int) -> int:
 
 def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
     from chairlift.engine.memory_plan import MemoryPlan, plan_memory
-    from chairlift.runner.kv_storage import allocate_storage
+    from chairlift.runner.memory import allocate_storage
 
     model = engines.loaded.model
     layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]

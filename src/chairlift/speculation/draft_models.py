@@ -1,11 +1,14 @@
-"""Draft tokens from another, smaller model with the same tokenizer."""
+"""Draft networks that are models: another, smaller one with the same tokenizer, or the target's own first layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import resources
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
@@ -13,13 +16,17 @@ from chairlift.attention.interface import StepAttention
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
-from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.resolve import resolve_model
 from chairlift.loading.stored_weight import dequantized_matrices
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
+from chairlift.models.decoder import Decoder
+from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_network import ComputedBatch, ModelPasses, require_decoder
 from chairlift.speculation.draft_proposer import DraftModelProposer
+from chairlift.speculation.head_layers import DraftHead, HeadConfig, is_head
 from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.text.tokenizer import Tokenizer
 
@@ -92,3 +99,52 @@ def load_draft_model(
     layers = tuple(layer.attention.layer for layer in model.layers)
     make = partial(DraftModelProposer, speculate, DraftModel(model), layers=layers)
     return LoadedProposer(make, layers, model.num_weight_bytes())
+
+
+class FirstLayers(ModelPasses):
+    """What these layers write for a draft token is what the target writes there again when it verifies it."""
+
+    catches_up_in_parts = False  # it is never more than one token behind
+
+    def __init__(self, model: Decoder, num_layers: int) -> None:
+        super().__init__(model.first_layers(num_layers))
+
+    def first_position(self, request: Request) -> int:
+        return request.num_computed
+
+    def observe_step(self, step: ComputedBatch) -> None:
+        pass
+
+    def state_bytes(self, num_requests: int) -> int:
+        return 0
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def load_first_layers(target: CausalLM, num_layers: int) -> LoadedProposer:
+    speculate = f"layers:{num_layers}"
+    model = require_decoder(target, speculate)
+    if num_layers >= len(model.layers):
+        raise InvalidParameter("speculate", f"{speculate!r}: the model has {len(model.layers)} layers; use fewer")
+    return LoadedProposer(partial(DraftModelProposer, speculate, FirstLayers(model, num_layers)))
+
+
+def load_draft(path: str, target: CausalLM, tokenizer: Tokenizer, max_model_len: int) -> LoadedProposer:
+    speculate = f"draft:{path}"
+    checkpoint = open_checkpoint(shipped_draft(path) or resolve_model(path, progress=False))
+    with torch.inference_mode():
+        if not is_head(checkpoint.config):
+            return load_draft_model(speculate, checkpoint, target, tokenizer, max_model_len)
+        config, model = HeadConfig.of(checkpoint.config), require_decoder(target, speculate)
+        head = DraftHead(config, model, checkpoint.tensors(), index=len(model.attention_layers))
+        make = partial(DraftModelProposer, speculate, HeadNetwork(head), layers=head.attention_layers)
+        return LoadedProposer(make, head.attention_layers, head.num_weight_bytes())
+
+
+def shipped_draft(name: str) -> Path | None:
+    """The folder of a draft head that comes with the package, by its model's name; None if there is none."""
+    if not name or Path(name).exists() or "/" in name:
+        return None
+    folder = Path(str(resources.files("chairlift.speculation"))) / "pretrained" / name
+    return folder if folder.is_dir() else None

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.options.declaration import options_of, translate_options
 from chairlift.outputs import (

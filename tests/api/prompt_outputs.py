@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.cli.chat.command import _typed_lines
+from chairlift.cli.chat import _typed_lines
 from chairlift.terminal.keyboard import no_echo
 from tests.api.cli_runner import FAST, run, start
 from tests.tiny import write_tiny_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.cli.environment import known_variables
+from chairlift.cli.app import known_variables
 from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter

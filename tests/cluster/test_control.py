@@ -91,7 +91,7 @@ def test_new_keys_and_certificates_in_the_same_files_need_new_ingresses(tmp_path
 def test_the_status_of_a_fleet_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from chairlift.cli.cluster.commands import cluster_app
+    from chairlift.cli.cluster import cluster_app
     from chairlift.cluster.serving.control import fleet_status
 
     def application(**deployments: dict[str, int]) -> SimpleNamespace:

@@ -43,7 +43,7 @@ def test_a_cluster_without_authentication_is_named(monkeypatch: pytest.MonkeyPat
     pytest.importorskip("ray", reason="needs Ray: pip install 'chairlift[ray]'")
     from typer.testing import CliRunner
 
-    from chairlift.cli.cluster.commands import cluster_app
+    from chairlift.cli.cluster import cluster_app
 
     if mode is None:
         monkeypatch.delenv("RAY_AUTH_MODE", raising=False)

@@ -14,8 +14,7 @@ from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import PromptOutputs, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import FinishReason, Request
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 from chairlift.errors import InvalidParameter
 from tests.core.driving import events_of, make_request, make_scheduler, run_plan, run_to_end, shape, step
 

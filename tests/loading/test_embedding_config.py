@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.known_models import DEFAULT_MODEL

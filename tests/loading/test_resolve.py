@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
 from chairlift.loading import fetch
 from chairlift.loading import known_models as known

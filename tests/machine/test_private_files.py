@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.machine import private_files
-from chairlift.machine.private_files import create_private, open_private, private_folder, require_private_content
+from chairlift.machine import files
+from chairlift.machine.files import create_private, open_private, private_folder, require_private_content
 
 STRANGER = 54_321  # a user that does not exist
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
@@ -60,17 +60,17 @@ def test_a_link_is_followed_once(tmp_path: Path) -> None:
 def test_a_group_may_write_if_it_has_no_other_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = private_folder(tmp_path / "cache")
     folder.chmod(0o770)
-    monkeypatch.setattr(private_files, "_only_own", lambda group: group == folder.stat().st_gid)
+    monkeypatch.setattr(files, "_only_own", lambda group: group == folder.stat().st_gid)
     private_folder(folder)
-    monkeypatch.setattr(private_files, "_only_own", lambda group: False)
+    monkeypatch.setattr(files, "_only_own", lambda group: False)
     with pytest.raises(PermissionError, match="can be written by other users"):
         private_folder(folder)
 
 
 def test_members_of_groups() -> None:
-    assert private_files._only_own(STRANGER)  # a group without a name and members
-    others = {user.pw_gid for user in private_files.pwd.getpwall() if user.pw_uid not in (0, os.geteuid())}
-    assert not any(private_files._only_own(group) for group in others)
+    assert files._only_own(STRANGER)  # a group without a name and members
+    others = {user.pw_gid for user in files.pwd.getpwall() if user.pw_uid not in (0, os.geteuid())}
+    assert not any(files._only_own(group) for group in others)
 
 
 @pytest.mark.parametrize(("spoil", "problem"), SPOILED)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.events import PromptPooled, PromptScored, RequestPreempted
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from tests.runner.gpu_engine import make_engine

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.machine.open_files import connection_limit, file_limit
+from chairlift.machine.files import connection_limit, file_limit
 from chairlift.server.front_end import LogLimit
 from chairlift.server.http.connections import (
     Acceptor,
@@ -215,12 +215,12 @@ def test_no_file_descriptor_is_left(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_limit_leaves_file_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connection_limit(100) == 100
     assert 0.8 * file_limit() - 32 < connection_limit(None) < file_limit()
-    monkeypatch.setattr("chairlift.machine.open_files.file_limit", lambda: FEW_FILES)
+    monkeypatch.setattr("chairlift.machine.files.file_limit", lambda: FEW_FILES)
     assert connection_limit(None) == 24
     assert connection_limit(None, files_each=2) == 12
     with pytest.raises(InvalidParameter, match="max_connections: the limit of 64 open files leaves room for 24"):
         connection_limit(25)
-    monkeypatch.setattr("chairlift.machine.open_files.file_limit", lambda: 32)
+    monkeypatch.setattr("chairlift.machine.files.file_limit", lambda: 32)
     with pytest.raises(InvalidParameter, match="leaves room for 0 connections; raise it with ulimit -n"):
         connection_limit(None)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.relevance import AnswerScoring, CosineScoring, make_pair_scoring, pair_up
 from chairlift.text.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from chairlift.options.config_file import read_text
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.terminal.answer_meter import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text
-from chairlift.terminal.options import EngineOptions, SamplingOptions
-from chairlift.terminal.search_options import SearchOptions
+from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM

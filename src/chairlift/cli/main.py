@@ -6,32 +6,22 @@ from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
 
-from chairlift.cli import (  # noqa: F401 (importing a command's module registers it)
-    batch,
-    compile,
-    generate,
-    models,
-    record,
-    serve,
-)
-from chairlift.cli.app import RUN, app
-from chairlift.cli.chat import command as chat  # noqa: F401
-from chairlift.cli.cluster.commands import cluster_app
+from chairlift.cli.app import app
 
-LABORATORY = "chairlift_lab"
-
-app.add_typer(cluster_app, name="cluster", rich_help_panel=RUN)
+LABORATORY = "chairlift_lab.commands"
+COMMANDS = ("batch", "compile", "generate", "models", "record", "serve", "chat", "cluster")
 
 
-def _add_laboratory() -> None:
-    """Import the modules that register the laboratory's commands, where it is installed."""
-    if find_spec(LABORATORY) is not None:
-        commands = import_module(f"{LABORATORY}.commands")
-        for module in iter_modules(commands.__path__):
-            import_module(f"{commands.__name__}.{module.name}")
+def _import_commands() -> None:
+    """Import the modules of the commands, which register them, and those of the laboratory where it is installed."""
+    for name in COMMANDS:  # The help lists them in this order.
+        import_module(f"chairlift.cli.{name}")
+    if find_spec(LABORATORY.partition(".")[0]) is not None:
+        for module in iter_modules(import_module(LABORATORY).__path__):
+            import_module(f"{LABORATORY}.{module.name}")
 
 
-_add_laboratory()
+_import_commands()
 
 
 def main() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.cli.environment import VARIABLES
+from chairlift.cli.app import VARIABLES
 from chairlift.cluster.options import ClusterOptions
 from chairlift.options.declaration import Option, options_of
 from chairlift.server.options import ServerOptions
-from chairlift.terminal.options import EngineOptions, SamplingOptions
-from chairlift.terminal.search_options import SearchOptions
+from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 
 INTRODUCTION = """\
 # Options

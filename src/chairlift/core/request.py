@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind, SamplingParams
 
 NO_POSITIONS = range(0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint

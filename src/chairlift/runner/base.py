@@ -17,7 +17,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import Executor
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, TokenLogprobs
 from chairlift.core.request import Request
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.models.base import CausalLM
 from chairlift.runner.memory import HostBlocks
 from chairlift.sampling.sampler import Sampler, token_logprobs

@@ -22,7 +22,7 @@ from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.cuda_driver import count_gpus
-from chairlift.machine.open_files import connection_limit
+from chairlift.machine.files import connection_limit
 from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.config import ServerConfig

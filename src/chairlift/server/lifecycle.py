@@ -13,7 +13,7 @@ from typing import Protocol
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
-from chairlift.machine.open_files import connection_limit, raise_file_limit
+from chairlift.machine.files import connection_limit, raise_file_limit
 from chairlift.server.access.keys import APIKey, warn_of_short_keys
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import check_device, make_engine

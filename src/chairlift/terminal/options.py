@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,11 +11,12 @@ import typer
 from chairlift.config import MODEL, EngineConfig
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options.declaration import option
+from chairlift.options.declaration import check_options, option
 from chairlift.terminal.option_groups import field_names, given, left_out, refuse_given, with_option_groups
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
+
 
 __all__ = ["EngineOptions", "ModelArgument", "SamplingOptions", "given", "refuse_given", "with_option_groups"]
 
@@ -96,3 +97,42 @@ class SamplingOptions:
             return self
         changes: dict[str, Any] = {name: recommended[name] for name in recommended if left_out(context, name)}
         return replace(self, **changes)
+
+
+_SEARCH = "Choosing among completions"
+_EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    best_of: int | None = option(
+        None, help="Generate this many and show the likeliest.", group=_SEARCH, default_text="all"
+    )
+    beam_width: int | None = option(
+        None, help="Beam search with this many beams, instead of sampling.", group=_SEARCH, default_text="no"
+    )
+    length_penalty: float = option(1.0, help="Above 0, a beam search prefers longer texts.", group=_SEARCH)
+    early_stopping: str = option(
+        "false",
+        help="Whether a beam search stops as soon as it has enough hypotheses.",
+        group=_SEARCH,
+        choices=tuple(_EARLY_STOPPING),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def params(self, sampling: SamplingOptions, n: int) -> SamplingParams:
+        given: dict[str, Any] = asdict(sampling)
+        if self.beam_width is not None:  # requires 1 for these, so replace the defaults
+            for field in fields(sampling):
+                if field.name in ("temperature", "top_p") and given[field.name] == field.default:
+                    given[field.name] = 1.0
+        return SamplingParams(
+            n=n,
+            best_of=self.best_of,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=_EARLY_STOPPING[self.early_stopping],
+            **given,
+        )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import mul
 
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.core.sampling.params import Pooling, PoolingKind
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ import chairlift
 from chairlift.cluster.monitoring import dashboard_routes, fleet_exposition
 from chairlift.cluster.serving.relay import Relay
 from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing_table
-from chairlift.machine.open_files import raise_file_limit
+from chairlift.machine.files import raise_file_limit
 from chairlift.server.access.keys import KeyTable, warn_of_short_keys
 from chairlift.server.access.rate_limits import RateLimiter
 from chairlift.server.app import EXPOSED_HEADERS

@@ -20,7 +20,7 @@ from numba.core import event
 
 from chairlift.kernels.cpu.scalar_math import compiled
 from chairlift.loading.known_models import cache_dir
-from chairlift.machine.private_files import private_folder, require_private_content
+from chairlift.machine.files import private_folder, require_private_content
 
 log = logging.getLogger("chairlift")
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.machine.private_files import create_private, open_private
+from chairlift.machine.files import create_private, open_private
 
 MAGIC = b"chairlift-pack-1"
 TRAILER = struct.Struct("<16sQQ32s")

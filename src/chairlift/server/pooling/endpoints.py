@@ -9,8 +9,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.pooling import Pooling
+from chairlift.core.sampling.params import Pooling, SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage

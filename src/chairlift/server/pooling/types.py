@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import EngineBody, Integer, StrictModel
 from chairlift.server.openai.types import MAX_MESSAGES, TokenIds, check_unicode

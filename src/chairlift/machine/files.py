@@ -1,4 +1,5 @@
-"""Folders and files that no other user of this machine can change, for what would run code or be overwritten.
+"""Folders and files that no other user of this machine can change, for what would run code or be overwritten; and how
+many files may be open.
 
 The rules are those of ssh for its keys: each folder of the path belongs to this user or to root, and others may not
 write to it, unless it is sticky, as /tmp is, where they cannot rename what belongs to this user. A group may write if
@@ -10,8 +11,11 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import resource
 import stat
 from pathlib import Path
+
+from chairlift.errors import InvalidParameter
 
 ROOT = 0
 
@@ -90,3 +94,34 @@ def _only_own(group: int) -> bool:
 
 def _refusal(path: Path, problem: str) -> PermissionError:
     return PermissionError(f"{path} {problem}")
+
+
+MAX_OPEN_FILES = 65_536
+RESERVED_FILES = 32  # a server has about 20 open without connections, and 6 more while its engine restarts
+RESERVED_SHARE = 1 / 8  # Left for uploads, batches and connections that are being closed.
+FEWEST = 8  # connections with which a server is of use
+
+
+def raise_file_limit() -> None:
+    """Raise the limit on file descriptors, usually 1,024: each connection and each mapped array takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def file_limit() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connection_limit(asked: int | None, files_each: int = 1) -> int:
+    """Return how many connections a process may have; `asked` is what the user wants, `files_each` are the file
+    descriptors that one needs."""
+    files = file_limit()
+    room = int((files - files * RESERVED_SHARE - RESERVED_FILES) / files_each)
+    if room < (asked or FEWEST):
+        problem = f"the limit of {files} open files leaves room for {max(0, room)} connections; raise it with ulimit -n"
+        raise InvalidParameter("max_connections", problem)
+    return room if asked is None else asked

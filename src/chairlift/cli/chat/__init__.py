@@ -1,1 +1,0 @@
-"""`chairlift chat`."""

@@ -73,10 +73,12 @@ def test_a_long_prompt_alone_is_measured_on_the_pipelined_runner(model: Decoder)
     started = StartedEngine(engine, engine.executor, MemoryPlan(0, 0, 8, 64, 96, "test"))
     settings = LongContextSettings(lengths=[20, 60], output_tokens=3)
     short, long = measure_long_contexts(started, Ceilings(1e9, 1e12), settings)
-    assert (short.chunks, long.chunks) == (1, 3)
-    assert long.kv_bytes == 60 * 4 * 2 * 2 * 16
-    assert long.attention_seconds is not None
-    assert long.attention_floor_seconds == pytest.approx((long.kv_bytes + 2 * 4 * 4 * 16) / 1e9)  # query and result too
+    assert (short["chunks"], long["chunks"]) == (1, 3)
+    assert long["kv_bytes"] == 60 * 4 * 2 * 2 * 16
+    assert long["attention_seconds"] is not None
+    assert long["attention_floor_seconds"] == pytest.approx(
+        (long["kv_bytes"] + 2 * 4 * 4 * 16) / 1e9
+    )  # query and result too
 
 
 def test_attention_and_sampling_run_as_they_do_in_a_step(
@@ -84,12 +86,12 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(base, "choose_backend", lambda *_: PagedGPUAttention())
-    settings = kernel_speed.KernelSettings(batches=[2], contexts=[40])
+    settings = kernel_speed.KernelSettings(batch=[2], contexts=[40])
     prompts: list[dict[str, Any]] = []
     monkeypatch.setattr(
         "chairlift.kernels.triton.attention.prefill_attention", lambda *_, **tiles: prompts.append(tiles)
     )
-    decode, prompt = kernel_speed._attention(model, torch.float32, settings)
+    decode, prompt = kernel_speed._attention(model, torch.float32, settings, "auto")
     for case in (decode, prompt):
         case.run()
     assert (decode.calls, prompt.size) == (1, "40 tokens")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +17,16 @@ from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.kernel_cases import BLOCK_SIZE, plan_of
-from chairlift_lab.common.plot import Plot, Value, picture
 from chairlift_lab.common.shape_options import MachineOptions
 from chairlift_lab.common.timing import best_seconds, in_inference_mode, peak_bytes
 from chairlift_lab.common.workload import SpreadLengths
-from chairlift_lab.report.lists import number_list, parse_names
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import Count, Counts, ReportOptions, Settings, each, number_list, parse_names
+from chairlift_lab.report.plots import Plot, Value, picture
 
 if TYPE_CHECKING:
     import torch
@@ -33,43 +34,41 @@ if TYPE_CHECKING:
 
     from chairlift.attention.backends.base import AttentionBackend
     from chairlift.attention.interface import AttentionLayer
-    from chairlift.attention.storage import KVStorage
     from chairlift.runner.base import ModelRunner
 
-_LAYER, _BATCH = "Layer", "Batches"
+LONGEST = 8  # limit of lengths, as a multiple of the mean
+KV_MEMORY = 2**30  # The memory in which sequences are to fit.
+Row = dict[str, Any]
+
+_layer, _batch = (partial(typer.Option, rich_help_panel=panel) for panel in ("Layer", "Batches"))
+_numbers = partial(number_list, panel="Batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
+class AttentionOptions(Settings):
     """The layer and the batches; the default layer is that of the default model."""
 
-    heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_LAYER)] = 9
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads.", rich_help_panel=_LAYER)] = 3
-    head_dim: Annotated[int, typer.Option(help="Size of a head.", rich_help_panel=_LAYER)] = 64
-    batches: Annotated[Sequence[int], number_list("Requests per batch.", panel=_BATCH)] = (1, 4, 16, 64)
+    heads: Annotated[Count, _layer(help="Query heads.")] = 9
+    kv_heads: Annotated[Count, _layer(help="Key and value heads.")] = 3
+    head_dim: Annotated[Count, _layer(help="Size of a head.")] = 64
+    batches: Annotated[Counts, _numbers("Requests per batch.")] = (1, 4, 16, 64)
     variations: Annotated[
         Sequence[float],
-        number_list("Variation of the lengths in a batch: standard deviation / mean.", kind=float, panel=_BATCH),
+        each(at_least(0)),
+        _numbers("Variation of the lengths in a batch: standard deviation / mean.", kind=float),
     ] = (0.0, 0.5, 1.0)
-    context: Annotated[int, typer.Option(help="Mean length of a sequence.", rich_help_panel=_BATCH)] = 512
-    prompt: Annotated[int, typer.Option(help="Prompt tokens in a mixed batch.", rich_help_panel=_BATCH)] = 256
-    tiling_sizes: Annotated[
-        Sequence[int], number_list("Prompt tokens for the tiling experiment.", "--sizes", panel=_BATCH)
-    ] = (512, 1024, 2048, 4096, 8192, 16384)
-    cache_sizes: Annotated[
-        Sequence[int], number_list("Tokens generated with and without a KV cache.", panel=_BATCH)
-    ] = (32, 64, 128, 256, 512)
+    context: Annotated[Count, _batch(help="Mean length of a sequence.")] = 512
+    prompt: Annotated[Count, _batch(help="Prompt tokens in a mixed batch.")] = 256
+    tiling_sizes: Annotated[Counts, _numbers("Prompt tokens for the tiling experiment.", "--sizes")] = (
+        *(512, 1024, 2048),
+        *(4096, 8192, 16384),
+    )
+    cache_sizes: Annotated[Counts, _numbers("Tokens generated with and without a KV cache.")] = (32, 64, 128, 256, 512)
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim", "context", "prompt"):
-            if getattr(self, name) < 1:
-                raise InvalidParameter(name, f"must be at least 1, got {getattr(self, name)}")
+        Settings.__post_init__(self)
         if self.heads % self.kv_heads:
             raise InvalidParameter("kv_heads", f"must divide the {self.heads} heads, got {self.kv_heads}")
-        for name in ("batches", "variations", "tiling_sizes", "cache_sizes"):
-            values, least = getattr(self, name), 0 if name == "variations" else 1
-            if not values or min(values) < least:
-                raise InvalidParameter(name, f"must be numbers of at least {least}, got {list(values)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +79,6 @@ class AttentionSettings(AttentionOptions):
     sharing_heads: int = 32
     sharing_group: int = 4
     sharing_batch: int = 16
-
-
-LONGEST = 8  # limit of lengths, as a multiple of the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,153 +97,99 @@ class AttentionShape:
 
         return AttentionLayer(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
-    def modes(self) -> list[str]:
-        """The backends that support it; the one that the engine would choose comes first."""
-        ordered = sorted(BACKENDS.names(), key=lambda name: -BACKENDS.get(name).preference)
-        return [name for name in ordered if not self._refuses(name)]
-
-    def _refuses(self, name: str) -> bool:
-        try:
-            self.backend(name)
-        except InvalidParameter:
-            return True
-        return False
-
-    def backend(self, name: str) -> AttentionBackend:
+    def backends(self) -> dict[str, AttentionBackend]:
+        """The backends that support it, by name; the one that the engine would choose comes first."""
         from chairlift.attention.backends.base import choose_backend
 
-        return choose_backend(name, [self.layer], self.device, self.dtype)
+        backends = {}
+        for name in sorted(BACKENDS.names(), key=lambda name: -BACKENDS.get(name).preference):
+            try:
+                backends[name] = choose_backend(name, [self.layer], self.device, self.dtype)
+            except InvalidParameter:
+                continue
+        return backends
 
-    def random(self, *sizes: int) -> torch.Tensor:
+    def random(self, *sizes: int) -> Tensor:
         import torch
 
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class ModesPoint:
-    """One batch, computed in each mode."""
-
-    kind: str  # decode: one token per request; mixed: the last request computes a prompt
-    batch: int
-    variation: float  # Of the context lengths.
-    tokens: int  # without padding
-    padding: int  # additional tokens of the padded mode
-    context: int  # cached positions of all requests
-    padded_context: int  # positions that the padded mode reads
-    seconds: dict[str, float]  # One layer's attention, by mode.
-
-
-def compare_modes(
-    shape: AttentionShape,
-    *,
-    batches: Sequence[int],
-    variations: Sequence[float],
-    context: int,
-    prompt: int,
-    seed: int = 0,
-    note: Note = lambda text: None,
-) -> list[ModesPoint]:
-    """Decoding batches, and mixed ones in which the last request computes a prompt of `prompt` tokens."""
-    points = []
-    for kind in ("decode", "mixed"):
-        for variation in variations:
-            for batch in batches:
-                note(f"{kind}, {batch} requests, length variation {variation:g}")
-                lengths = SpreadLengths(context, variation, LONGEST * context)
-                source = random.Random(f"{seed} {batch} {variation}")
-                spans = [(length - 1, 1) for length in (lengths.draw(source) for _ in range(batch))]
-                if kind == "mixed":
-                    spans[-1] = (0, prompt)
-                points.append(_point(shape, kind, variation, spans))
-    return points
-
-
-def _point(shape: AttentionShape, kind: str, variation: float, spans: Sequence[tuple[int, int]]) -> ModesPoint:
-    ends = [start + count for start, count in spans]
-    tokens = sum(count for _, count in spans)
-    return ModesPoint(
-        kind=kind,
-        batch=len(spans),
-        variation=variation,
-        tokens=tokens,
-        padding=len(spans) * max(count for _, count in spans) - tokens,
-        context=sum(ends),
-        padded_context=len(spans) * max(ends),
-        seconds=time_modes(shape, spans),
-    )
-
-
 def time_modes(shape: AttentionShape, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Seconds per mode for a batch of (start, count): a request with `start` cached tokens that computes `count`."""
-    plan, num_blocks = plan_of(spans)
-    storage = random_storage(shape, num_blocks)
-    return {name: _time_backend(shape, name, plan, storage) for name in shape.modes()}
-
-
-def random_storage(shape: AttentionShape, num_blocks: int) -> KVStorage:
+    """Seconds per backend for a batch of (start, count): a request with `start` cached tokens that computes `count`."""
+    from chairlift.attention.batch import build_batch
     from chairlift.attention.storage import KVStorage
 
-    size = (num_blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
-    return KVStorage([shape.random(*size)], [shape.random(*size)])
+    plan, num_blocks = plan_of(spans)
+    keys, values = (shape.random(num_blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim) for _ in range(2))
+    storage = KVStorage([keys], [values])
+
+    def seconds(backend: AttentionBackend) -> float:
+        batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
+        # Planned once for all layers of a model, so planning is not part of a layer's cost.
+        attend = backend.begin(batch, storage)
+        rows = len(batch.tokens)
+        q = shape.random(rows, shape.heads, shape.head_dim)
+        k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))
+        return best_seconds(lambda: attend.attend(shape.layer, q, k, v), shape.device)
+
+    return {name: seconds(backend) for name, backend in shape.backends().items()}
 
 
-def _time_backend(shape: AttentionShape, name: str, plan: StepPlan, storage: KVStorage) -> float:
-    from chairlift.attention.batch import build_batch
-
-    backend = shape.backend(name)
-    batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
-    # Planned once for all layers of a model, so planning is not part of a layer's cost.
-    attend = backend.begin(batch, storage)
-    rows = len(batch.tokens)
-    q = shape.random(rows, shape.heads, shape.head_dim)
-    k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))
-    return best_seconds(lambda: attend.attend(shape.layer, q, k, v), shape.device)
+Experiment = Callable[["AttentionSettings", "torch.device", "torch.dtype", Note], Iterator[Row]]
+"""Yields the rows of an experiment for the settings, a device and a number format."""
 
 
-KV_MEMORY = 2**30  # The memory in which sequences are to fit.
+def compare_modes(settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note) -> Iterator[Row]:
+    """Decoding batches, and mixed ones in which the last request computes a prompt, in each mode."""
+    shape = AttentionShape(settings.heads, settings.kv_heads, settings.head_dim, device, dtype)
+    for kind in ("decode", "mixed"):
+        for variation in settings.variations:
+            for batch in settings.batches:
+                note(f"{kind}, {batch} requests, length variation {variation:g}")
+                lengths = SpreadLengths(settings.context, variation, LONGEST * settings.context)
+                source = random.Random(f"0 {batch} {variation}")
+                spans = [(length - 1, 1) for length in (lengths.draw(source) for _ in range(batch))]
+                if kind == "mixed":
+                    spans[-1] = (0, settings.prompt)
+                ends = [start + count for start, count in spans]
+                tokens = sum(count for _, count in spans)
+                yield {
+                    "kind": kind,
+                    "batch": batch,
+                    "variation": variation,
+                    "tokens": tokens,
+                    "padding": batch * max(count for _, count in spans) - tokens,
+                    "context": sum(ends),
+                    "padded_context": batch * max(ends),
+                    "seconds": time_modes(shape, spans),
+                    "name": f"{kind}, {batch} requests, variation {variation:g}",
+                }
 
 
-@dataclass(frozen=True, slots=True)
-class TilingPoint:
-    """Attention over a prompt of `tokens`, tiled and with the full score matrix (None: too large)."""
-
-    tokens: int
-    tiled_seconds: float
-    full_seconds: float | None
-    tiled_bytes: int | None  # peak, besides the inputs
-    full_bytes: int | None
-
-
-def compare_tiling(shape: AttentionShape, *, sizes: Sequence[int], note: Note = lambda text: None) -> list[TilingPoint]:
+def compare_tiling(settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note) -> Iterator[Row]:
     """Causal attention of one sequence: torch's FlashAttention-style kernel and the plain formula."""
     import torch.nn.functional as F
 
     from chairlift.runner.memory import free_memory
 
-    points = []
-    for size in sizes:
+    heads = settings.tiling_heads
+    shape = AttentionShape(heads, heads, settings.head_dim, device, dtype)
+    for size in settings.tiling_sizes:
         note(f"tiled and materialised, {size} tokens")
-        q, k, v = (shape.random(1, shape.heads, size, shape.head_dim) for _ in range(3))
-
-        def tiled(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        def full(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return materialised(q, k, v)
-
-        matrices = 3 * shape.heads * size**2 * shape.dtype.itemsize  # scores, masked scores, weights: at most
-        fits = matrices < 0.9 * free_memory(shape.device)
-        points.append(
-            TilingPoint(
-                size,
-                best_seconds(tiled, shape.device, repeats=3),
-                best_seconds(full, shape.device, repeats=3) if fits else None,
-                peak_bytes(tiled, shape.device),
-                peak_bytes(full, shape.device) if fits else None,
-            )
-        )
-    return points
+        q, k, v = (shape.random(1, heads, size, shape.head_dim) for _ in range(3))
+        tiled = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        full = partial(materialised, q, k, v)
+        matrices = 3 * heads * size**2 * dtype.itemsize  # scores, masked scores, weights: at most
+        fits = matrices < 0.9 * free_memory(device)
+        yield {
+            "tokens": size,
+            "tiled_seconds": best_seconds(tiled, device, repeats=3),
+            "full_seconds": best_seconds(full, device, repeats=3) if fits else None,
+            "tiled_bytes": peak_bytes(tiled, device),
+            "full_bytes": peak_bytes(full, device) if fits else None,
+            "name": f"{size} tokens",
+        }
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -260,98 +202,68 @@ def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended
 
 
-@dataclass(frozen=True, slots=True)
-class SharingPoint:
-    """A decoding batch in which `kv_heads` serve all query heads."""
-
-    name: str  # MHA, GQA, MQA
-    kv_heads: int
-    bytes_per_token: int  # keys and values of one layer
-    decode_seconds: float
-    largest_batch: int  # sequences of this context that fit in KV_MEMORY
-
-
 def compare_head_sharing(
-    shape: AttentionShape, *, group: int, batch: int, context: int, note: Note = lambda text: None
-) -> list[SharingPoint]:
-    """MHA, GQA with `group` query heads per KV head, and MQA."""
+    settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note
+) -> Iterator[Row]:
+    """Decoding batches with MHA, GQA and MQA, and the sequences of this context that fit in KV_MEMORY."""
     from chairlift.engine.memory_plan import bytes_per_token, plan_memory
 
-    points = []
-    for name, kv_heads in (("MHA", shape.heads), ("GQA", shape.heads // group), ("MQA", 1)):
+    heads, batch, context = settings.sharing_heads, settings.sharing_batch, settings.context
+    for name, kv_heads in (("MHA", heads), ("GQA", heads // settings.sharing_group), ("MQA", 1)):
         note(f"{name}, {batch} requests of {context} tokens")
-        one = replace(shape, kv_heads=kv_heads)
-        seconds = time_modes(one, [(context - 1, 1)] * batch)
+        shape = AttentionShape(heads, kv_heads, settings.head_dim, device, dtype)
         memory = plan_memory(
-            [one.layer],
+            [shape.layer],
             weight_bytes=0,
             kv_memory=KV_MEMORY,
-            dtype=one.dtype,
-            device=one.device,
+            dtype=dtype,
+            device=device,
             block_size=BLOCK_SIZE,
             max_model_len=context,
             max_batch_requests=1,
         )
-        points.append(
-            SharingPoint(
-                name=name,
-                kv_heads=kv_heads,
-                bytes_per_token=bytes_per_token([one.layer], one.dtype),
-                decode_seconds=seconds[one.modes()[0]],
-                largest_batch=memory.num_blocks // -(-context // BLOCK_SIZE),
-            )
-        )
-    return points
-
-
-@dataclass(frozen=True, slots=True)
-class RecomputePoint:
-    """The cost of generating `tokens` tokens."""
-
-    tokens: int
-    cached_seconds: float
-    recompute_seconds: float
-    cached_tokens: int  # computed by the model
-    recompute_tokens: int
+        first, *_ = time_modes(shape, [(context - 1, 1)] * batch).values()
+        yield {
+            "name": name,
+            "kv_heads": kv_heads,
+            "bytes_per_token": bytes_per_token([shape.layer], dtype),  # keys and values of one layer
+            "decode_seconds": first,
+            "largest_batch": memory.num_blocks // -(-context // BLOCK_SIZE),
+        }
 
 
 def compare_recompute(
-    device: torch.device, dtype: torch.dtype, *, sizes: Sequence[int], note: Note = lambda text: None
-) -> list[RecomputePoint]:
-    """One long generation each way; a point is its time up to that many tokens."""
-    if not sizes or min(sizes) < 1:
-        raise InvalidParameter("cache_sizes", f"must be numbers of tokens of at least 1, got {list(sizes)}")
-    longest = max(sizes)
+    settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note
+) -> Iterator[Row]:
+    """One long generation with a KV cache and one without; a row is their time up to that many tokens."""
+    sizes = sorted(settings.cache_sizes)
+    longest = sizes[-1]
     runner = _runner(device, dtype, longest)
     note(f"{longest} tokens with a KV cache")
     cached = list(accumulate(_seconds_per_step(runner, [(i, 1) for i in range(longest)])))
     note(f"{longest} tokens without a KV cache")
     anew = list(accumulate(_seconds_per_step(runner, [(0, i + 1) for i in range(longest)])))
-    return [RecomputePoint(n, cached[n - 1], anew[n - 1], n, n * (n + 1) // 2) for n in sorted(sizes)]
+    for size in sizes:
+        yield {
+            "tokens": size,
+            "cached_seconds": cached[size - 1],
+            "recompute_seconds": anew[size - 1],
+            "cached_tokens": size,  # computed by the model
+            "recompute_tokens": size * (size + 1) // 2,
+            "name": f"{size} tokens",
+        }
 
 
 def _runner(device: torch.device, dtype: torch.dtype, longest: int) -> ModelRunner:
     from chairlift.attention.backends.base import choose_backend
-    from chairlift.engine.memory_plan import plan_memory
     from chairlift.runner.cpu import CPURunner
     from chairlift.runner.memory import allocate_storage
     from chairlift_lab.common.model_shapes import random_llama
 
     model = random_llama(device, dtype)
     layers = model.attention_layers
-    memory = plan_memory(
-        layers,
-        weight_bytes=0,
-        kv_memory=None,
-        dtype=dtype,
-        device=device,
-        block_size=BLOCK_SIZE,
-        max_model_len=longest,
-        max_batch_requests=1,
-    )
     attention = choose_backend("auto", layers, device, dtype)
-    storage = allocate_storage(layers, memory.num_blocks, BLOCK_SIZE, dtype, device)
-    runner = CPURunner(model, attention, storage)
+    runner = CPURunner(model, attention, allocate_storage(layers, -(-longest // BLOCK_SIZE), BLOCK_SIZE, dtype, device))
     runner.warm_up()
     return runner
 
@@ -363,41 +275,19 @@ def _seconds_per_step(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> 
     request = Request("only", [0] * longest, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     seconds = []
     for step, (start, count) in enumerate(spans):
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         runner.run(StepPlan(step, (Chunk(request, start, count, table, samples=True),)))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begin)
     runner.forget(request.id)
     return seconds
 
 
-EXPERIMENTS = ("modes", "tiling", "sharing", "cache")
-
-
-@dataclass(slots=True)
-class AttentionResults:
-    """The points of each experiment; empty for those that were not run."""
-
-    modes: list[ModesPoint] = field(default_factory=list)
-    tiling: list[TilingPoint] = field(default_factory=list)
-    sharing: list[SharingPoint] = field(default_factory=list)
-    cache: list[RecomputePoint] = field(default_factory=list)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of the JSON report."""
-        return [
-            *(
-                _row("modes", f"{point.kind}, {point.batch} requests, variation {point.variation:g}", point)
-                for point in self.modes
-            ),
-            *(_row("tiling", f"{point.tokens} tokens", point) for point in self.tiling),
-            *(_row("sharing", point.name, point) for point in self.sharing),
-            *(_row("cache", f"{point.tokens} tokens", point) for point in self.cache),
-        ]
-
-
-def _row(experiment: str, name: str, point: Any) -> dict[str, Any]:
-    values: Mapping[str, Any] = asdict(point)
-    return {"experiment": experiment} | dict(values) | {"name": f"{experiment}: {name}"}
+EXPERIMENTS: dict[str, Experiment] = {
+    "modes": compare_modes,
+    "tiling": compare_tiling,
+    "sharing": compare_head_sharing,
+    "cache": compare_recompute,
+}
 
 
 @in_inference_mode
@@ -406,96 +296,75 @@ def run_attention(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    experiments: Sequence[str] = EXPERIMENTS,
+    experiments: Sequence[str] = tuple(EXPERIMENTS),
     note: Note = lambda text: None,
-) -> AttentionResults:
-    shape = AttentionShape(settings.heads, settings.kv_heads, settings.head_dim, device, dtype)
-    results = AttentionResults()
-    if "modes" in experiments:
-        results.modes = compare_modes(
-            shape,
-            batches=settings.batches,
-            variations=settings.variations,
-            context=settings.context,
-            prompt=settings.prompt,
-            note=note,
-        )
-    if "tiling" in experiments:
-        plain = AttentionShape(settings.tiling_heads, settings.tiling_heads, settings.head_dim, device, dtype)
-        results.tiling = compare_tiling(plain, sizes=settings.tiling_sizes, note=note)
-    if "sharing" in experiments:
-        wide = AttentionShape(settings.sharing_heads, settings.sharing_heads, settings.head_dim, device, dtype)
-        results.sharing = compare_head_sharing(
-            wide, group=settings.sharing_group, batch=settings.sharing_batch, context=settings.context, note=note
-        )
-    if "cache" in experiments:
-        results.cache = compare_recompute(device, dtype, sizes=settings.cache_sizes, note=note)
-    return results
+) -> list[Row]:
+    """The rows of all experiments, each with the name of its experiment."""
+    return [
+        {"experiment": name} | row | {"name": f"{name}: {row['name']}"}
+        for name in EXPERIMENTS
+        if name in experiments
+        for row in EXPERIMENTS[name](settings, device, dtype, note)
+    ]
 
+
+def rows_of(experiment: str, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["experiment"] == experiment]
+
+
+# ---- pictures and tables -------------------------------------------------------------------------------------------
 
 COLOURS = {"ragged": "tab:blue", "padded": "tab:orange", "bursted": "tab:green"}
 STYLES = (":", "--", "-")  # the more the lengths vary, the more solid
 
 
-def attention_panels(results: AttentionResults) -> list[Plot]:
+def attention_panels(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """One for each figure that was measured."""
-    panels: list[Plot] = [
-        _modes_panel([point for point in results.modes if point.kind == kind])
-        for kind in dict.fromkeys(point.kind for point in results.modes)
+    modes, sharing = rows_of("modes", rows), rows_of("sharing", rows)
+    panels = [
+        _modes_panel([row for row in modes if row["kind"] == kind])
+        for kind in dict.fromkeys(row["kind"] for row in modes)
     ]
-    by_tokens: dict[str, Any] = {
-        "x": lambda point: point.tokens,
-        "lines": True,
-        "log": "xy",
-        "colours": ("tab:orange", "tab:blue"),
-    }
-    if results.tiling:
-        time = {"whole score matrix": lambda point: point.full_seconds, "tiled": lambda point: point.tiled_seconds}
-        memory = {"whole score matrix": lambda point: point.full_bytes, "tiled": lambda point: point.tiled_bytes}
-        for title, unit, factor, y in (("time", "ms", 1e3, time), ("peak memory", "MiB", 2**-20, memory)):
+    by_tokens = partial(Plot, x="tokens", lines=True, log="xy", colours=("tab:orange", "tab:blue"))
+    if tiling := rows_of("tiling", rows):
+        for title, unit, factor, key in (("time", "ms", 1e3, "seconds"), ("peak memory", "MiB", 2**-20, "bytes")):
+            heights = {"whole score matrix": f"full_{key}", "tiled": f"tiled_{key}"}
             name = f"One prompt: {title}"
-            rows = results.tiling
-            panels.append(Plot(title=name, rows=rows, y=y, factor=factor, x_label="tokens", y_label=unit, **by_tokens))
-    if results.sharing:
-        mha = results.sharing[0]
+            panels.append(by_tokens(title=name, rows=tiling, y=heights, factor=factor, x_label="tokens", y_label=unit))
+    if sharing:
+        mha = sharing[0]
         relative: dict[str, Value] = {
-            "KV bytes per token": lambda point: point.bytes_per_token / mha.bytes_per_token,
-            "decode time": lambda point: point.decode_seconds / mha.decode_seconds,
+            "KV bytes per token": lambda row: row["bytes_per_token"] / mha["bytes_per_token"],
+            "decode time": lambda row: row["decode_seconds"] / mha["decode_seconds"],
         }
-        title = "Heads that share keys and values, relative to MHA"
-        panels.append(
-            Plot(title=title, rows=results.sharing, x=lambda each: f"{each.name}, {each.kv_heads} KV heads", y=relative)
-        )
-    if results.cache:
-        seconds = {
-            "computed anew": lambda point: point.recompute_seconds,
-            "kept": lambda point: point.cached_seconds,
-        }
-        title, labels = "Generating: keys and values kept, or computed anew", ("tokens generated", "seconds")
-        x_label, y_label = labels
-        panels.append(Plot(title=title, rows=results.cache, y=seconds, x_label=x_label, y_label=y_label, **by_tokens))
+        title, label = "Heads that share keys and values, relative to MHA", "{0[name]}, {0[kv_heads]} KV heads".format
+        panels.append(Plot(title=title, rows=sharing, x=lambda row: label(row).removeprefix("sharing: "), y=relative))
+    if cache := rows_of("cache", rows):
+        title = "Generating: keys and values kept, or computed anew"
+        heights = {"computed anew": "recompute_seconds", "kept": "cached_seconds"}
+        panels.append(by_tokens(title=title, rows=cache, y=heights, x_label="tokens generated", y_label="seconds"))
     return panels
 
 
-def _modes_panel(points: Sequence[ModesPoint]) -> Plot:
+def _modes_panel(rows: Sequence[Mapping[str, Any]]) -> Plot:
     """A colour for each mode; the more the lengths vary, the more solid its line."""
 
     def label(mode: str, variation: float) -> str:
         return f"{mode}, lengths vary by {variation:g}"
 
-    variations = sorted({point.variation for point in points})
+    variations = sorted({row["variation"] for row in rows})
     styles = {
         label(mode, variation): {"color": COLOURS.get(mode), "linestyle": style, "markersize": 3}
-        for mode in points[0].seconds
+        for mode in rows[0]["seconds"]
         for variation, style in zip(variations, STYLES[-len(variations) :], strict=False)
     }
-    rows = [(point, mode) for point in points for mode in point.seconds]
+    cells = [(row, mode) for row in rows for mode in row["seconds"] if label(mode, row["variation"]) in styles]
     return Plot(
-        title=f"{points[0].kind}: attention of a layer",
-        rows=[(point, mode) for point, mode in rows if label(mode, point.variation) in styles],
-        x=lambda row: row[0].batch,
-        y=lambda row: row[0].seconds[row[1]],
-        series=lambda row: label(row[1], row[0].variation),
+        title=f"{rows[0]['kind']}: attention of a layer",
+        rows=cells,
+        x=lambda cell: cell[0]["batch"],
+        y=lambda cell: cell[0]["seconds"][cell[1]],
+        series=lambda cell: label(cell[1], cell[0]["variation"]),
         lines=True,
         factor=1e3,
         x_label="requests in the batch",
@@ -505,11 +374,15 @@ def _modes_panel(points: Sequence[ModesPoint]) -> Plot:
     )
 
 
+def _ratio(row: Mapping[str, Any], value: str, of: str) -> float | None:
+    return None if row[value] is None else row[value] / row[of]
+
+
 TILING = (
     Column("Tokens", "tokens", ","),
     Column("Tiled\nms", "tiled_seconds", ".1f", factor=1e3),
     Column("Whole\nms", "full_seconds", ".1f", factor=1e3, missing="too large"),
-    Column("Whole\nis", lambda row: _ratio(row["full_seconds"], row["tiled_seconds"]), ".1f", unit="x", missing=""),
+    Column("Whole\nis", lambda row: _ratio(row, "full_seconds", "tiled_seconds"), ".1f", unit="x", missing=""),
     Column("Tiled\nMiB", "tiled_bytes", ",.1f", factor=2**-20),
     Column("Whole\nMiB", "full_bytes", ",.1f", factor=2**-20),
 )
@@ -524,7 +397,7 @@ CACHE = (
     Column("Tokens", "tokens", ","),
     Column("Cached\ns", "cached_seconds", ".3f"),
     Column("Recomputed\ns", "recompute_seconds", ".3f"),
-    Column("Recomputed\nis", lambda row: _ratio(row["recompute_seconds"], row["cached_seconds"]), ".1f", unit="x"),
+    Column("Recomputed\nis", lambda row: _ratio(row, "recompute_seconds", "cached_seconds"), ".1f", unit="x"),
     Column("Computed,\ncached", "cached_tokens", ","),
     Column("Computed,\nrecomputed", "recompute_tokens", ","),
 )
@@ -549,50 +422,28 @@ def bench_attention(
     sharing: MHA, GQA and MQA.
     cache: keys and values cached, or recomputed for every token.
     """
-
     settings = AttentionSettings(**asdict(options))
-    chosen = parse_names("experiments", experiments, EXPERIMENTS)
+    names = parse_names("experiments", experiments, EXPERIMENTS)
     resolved = machine.resolve()
-    on, precision = resolved.device, resolved.dtype
-    results = run_attention(settings, on, precision, experiments=chosen, note=note)
-    where = {"device": str(on), "dtype": str(precision).removeprefix("torch.")}
-    return BenchResult(
-        asdict(settings) | {"experiments": chosen} | where,
-        results.rows(),
-        list(attention_tables(results)),
-        picture("Attention", attention_panels(results)),
-    )
+    rows = run_attention(settings, resolved.device, resolved.dtype, experiments=names, note=note)
+    where = {"device": str(resolved.device), "dtype": str(resolved.dtype).removeprefix("torch.")}
+    tables = [TABLES[name](rows_of(name, rows)) for name in EXPERIMENTS if name in names]
+    panels = attention_panels(rows)
+    return BenchResult(asdict(settings) | {"experiments": names} | where, rows, tables, picture("Attention", panels))
 
 
-def attention_tables(results: AttentionResults) -> Iterator[Table]:
-    """A table for each experiment that was run."""
-    rows = results.rows()
+def _modes_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    first, *others = modes = list(rows[0]["seconds"])
 
-    def of(experiment: str) -> list[dict[str, Any]]:
-        return [row for row in rows if row["experiment"] == experiment]
-
-    if results.modes:
-        yield _modes_table(of("modes"), list(results.modes[0].seconds))
-    if results.tiling:
-        caption = "Whole: with the full score matrix. MiB: peak memory besides queries, keys and values"
-        yield Table("Tiling: causal attention over one prompt", TILING, of("tiling"), caption)
-    if results.sharing:
-        yield Table("Sharing: heads with the same keys and values", SHARING, of("sharing"))
-    if results.cache:
-        caption = "A small random model. Computed: tokens that went through the model"
-        yield Table("Cache: generating with and without a KV cache", CACHE, of("cache"), caption)
-
-
-def _modes_table(rows: list[dict[str, Any]], modes: list[str]) -> Table:
-    def cell(row: dict[str, Any], mode: str) -> str:
-        seconds, first = row["seconds"][mode], row["seconds"][modes[0]]
-        return f"{seconds * 1e3:.3f}" + ("" if mode == modes[0] else f" {seconds / first:5.1f}x")
+    def cell(row: Mapping[str, Any], mode: str) -> str:
+        seconds, reference = row["seconds"][mode], row["seconds"][first]
+        return f"{seconds * 1e3:.3f}" + (f" {seconds / reference:5.1f}x" if mode in others else "")
 
     columns = [
         Column("Batch", "kind"),
         Column("Size", "batch"),
         Column("Spread", "variation", "g"),
-        *(Column(f"{mode}\nms", lambda row, mode=mode: cell(row, mode)) for mode in modes),  # type: ignore[misc]
+        *(Column(f"{mode}\nms", partial(cell, mode=mode)) for mode in modes),
         Column("Padding", lambda row: row["padding"] / (row["tokens"] + row["padding"]), ".0%"),
     ]
     caption = (
@@ -602,5 +453,20 @@ def _modes_table(rows: list[dict[str, Any]], modes: list[str]) -> Table:
     return Table("Modes: the attention of one layer", columns, rows, caption)
 
 
-def _ratio(value: float | None, of: float) -> float | None:
-    return None if value is None else value / of
+# The table of each experiment, made of its rows.
+TABLES: dict[str, Callable[[Sequence[Mapping[str, Any]]], Table]] = {
+    "modes": _modes_table,
+    "tiling": partial(
+        Table,
+        "Tiling: causal attention over one prompt",
+        TILING,
+        caption="Whole: with the full score matrix. MiB: peak memory besides queries, keys and values",
+    ),
+    "sharing": partial(Table, "Sharing: heads with the same keys and values", SHARING),
+    "cache": partial(
+        Table,
+        "Cache: generating with and without a KV cache",
+        CACHE,
+        caption="A small random model. Computed: tokens that went through the model",
+    ),
+}

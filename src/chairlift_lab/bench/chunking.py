@@ -29,8 +29,7 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.measure import percentile
 from chairlift_lab.common.workload import full_length
-from chairlift_lab.report.lists import number_list
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import ReportOptions, number_list
 from chairlift_lab.report.plots import PlotPanel, save_panels
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from chairlift_lab.load.client import LoadClient, RequestFormat
 from chairlift_lab.load.figures import Latency
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
 from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadRecord
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.report.options import number_list
 
 WARM_SECONDS = 5.0  # The load after a warm start is short: its first token counts.
 LAST_SHARE = 0.25  # The last part of the load shows the steady state.

@@ -22,7 +22,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.shape_options import TokenizerModel
 from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.report.options import number_list
 
 END = b"data: [DONE]\n\n"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.errors import UnsupportedModel
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, engine_option_names, refuse_given
 from chairlift.terminal.tables import Column, Table
@@ -23,7 +23,7 @@ from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.kernel_cases import KernelCase, attention_case, device_seconds
 from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.common.timing import TimedCall, in_inference_mode
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.report.options import Counts, Settings, number_list, parse_names
 
 if TYPE_CHECKING:
     import torch
@@ -31,58 +31,15 @@ if TYPE_CHECKING:
 
     from chairlift.layers.linear import Linear
     from chairlift.models.decoder import Decoder
-    from chairlift_lab.common.step_work import KernelWork
 
 KINDS = ("products", "attention", "norms", "sampling")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSettings:
-    kinds: Sequence[str] = KINDS
-    rows: Sequence[int] = (1, 8, 32, 128, 512)
-    batches: Sequence[int] = (1, 8, 32)
-    contexts: Sequence[int] = (128, 1024, 4096)
-    backend: str = "auto"  # The attention backend.
-
-    def __post_init__(self) -> None:
-        for kind in self.kinds:
-            if kind not in KINDS or list(self.kinds).count(kind) > 1:
-                raise InvalidParameter("kernels", f"{kind!r} is no choice here; name {', '.join(KINDS)} once each")
-        for parameter, values in (("rows", self.rows), ("batch", self.batches), ("contexts", self.contexts)):
-            if not values or min(values) < 1:
-                raise InvalidParameter(parameter, f"needs numbers of at least 1, got {list(values)}")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelPoint:
-    kind: str
-    name: str
-    size: str  # batch size
-    seconds: float  # Seconds of one call.
-    work: KernelWork
-    floor_seconds: float  # Reading or computing, whichever takes longer.
-    bandwidth: float  # bytes per second that were measured in the same run
-
-    @property
-    def share_of_floor(self) -> float:
-        return self.floor_seconds / self.seconds
-
-    @property
-    def share_of_bandwidth(self) -> float:
-        return self.work.bytes / self.seconds / self.bandwidth
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "name": f"{self.name}, {self.size}",
-            "kind": self.kind,
-            "seconds": self.seconds,
-            **asdict(self.work),
-            "floor_seconds": self.floor_seconds,
-            "share_of_floor": self.share_of_floor,
-            "bytes_per_second": self.work.bytes / self.seconds,
-            "share_of_bandwidth": self.share_of_bandwidth,
-            "flops_per_second": self.work.flops / self.seconds,
-        }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSettings(Settings):
+    rows: Annotated[Counts, number_list("Rows of products and norms: tokens per step.")] = (1, 8, 32, 128, 512)
+    batch: Annotated[Counts, number_list("Requests, for attention and sampling.")] = (1, 8, 32)
+    contexts: Annotated[Counts, number_list("Context length of each request.")] = (128, 1024, 4096)
 
 
 @in_inference_mode
@@ -91,25 +48,37 @@ def measure_kernels(
     kv_dtype: torch.dtype,
     ceilings: Ceilings,
     settings: KernelSettings,
+    kinds: Sequence[str] = KINDS,
+    backend: str = "auto",
     note: Note = lambda text: None,
-) -> list[KernelPoint]:
+) -> list[dict[str, Any]]:
+    """A row for each call; `backend` is that of attention."""
     cases: dict[str, Callable[[], Iterator[KernelCase]]] = {
         "products": lambda: _products(model, settings.rows),
-        "attention": lambda: _attention(model, kv_dtype, settings),
+        "attention": lambda: _attention(model, kv_dtype, settings, backend),
         "norms": lambda: _norms(model, settings.rows),
-        "sampling": lambda: _sampling(model, settings.batches),
+        "sampling": lambda: _sampling(model, settings.batch),
     }
-    points = []
-    for kind in settings.kinds:
+    rows = []
+    for kind in kinds:
         for case in cases[kind]():
             note(f"{case.name}, {case.size}")
-            seconds = device_seconds(case.run, model.device) / case.calls
-            floor = max(
-                case.work.bytes / ceilings.bytes_per_second,
-                case.work.flops / ceilings.flops_per_second,
+            seconds, work = device_seconds(case.run, model.device) / case.calls, case.work
+            floor = max(work.bytes / ceilings.bytes_per_second, work.flops / ceilings.flops_per_second)
+            rows.append(
+                {
+                    "name": f"{case.name}, {case.size}",
+                    "kind": kind,
+                    "seconds": seconds,  # of one call
+                    **asdict(work),
+                    "floor_seconds": floor,  # reading or computing, whichever takes longer
+                    "share_of_floor": floor / seconds,
+                    "bytes_per_second": work.bytes / seconds,
+                    "share_of_bandwidth": work.bytes / seconds / ceilings.bytes_per_second,
+                    "flops_per_second": work.flops / seconds,
+                }
             )
-            points.append(KernelPoint(kind, case.name, case.size, seconds, case.work, floor, ceilings.bytes_per_second))
-    return points
+    return rows
 
 
 def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
@@ -150,14 +119,14 @@ def _each(layers: Sequence[Linear], x: Tensor) -> TimedCall:
     return run
 
 
-def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[KernelCase]:
+def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings, name: str) -> Iterator[KernelCase]:
     from chairlift.attention.backends.base import choose_backend
 
     layers = [layer for layer in model.attention_layers if layer.window == model.attention_layers[0].window]
     alike = [layer for layer in layers if layer.head_dim == layers[0].head_dim]
-    backend = choose_backend(settings.backend, alike, model.device, model.dtype)
+    backend = choose_backend(name, alike, model.device, model.dtype)
     for context in settings.contexts:
-        for batch in settings.batches:
+        for batch in settings.batch:
             spans = [(context - 1, 1)] * batch
             yield attention_case(model, alike, kv_dtype, backend, spans, "decode", f"{batch} of {context:,} tokens")
         yield attention_case(model, alike, kv_dtype, backend, [(0, context)], "prompt", f"{context:,} tokens")
@@ -246,14 +215,14 @@ def _host_sampler(logits: Tensor, params: SamplingParams) -> TimedCall:
 # Engine options that change kernels.
 RELEVANT = ("model", "device", "dtype", "quantization", "kv_dtype", "attention", "load_format", "quiet")
 COLUMNS = (
-    Column("Kernel", lambda point: point.name),
-    Column("Batch", lambda point: point.size),
-    Column("µs", lambda point: point.seconds, ",.1f", factor=1e6),
-    Column("Floor µs", lambda point: point.floor_seconds, ",.1f", factor=1e6),
-    Column("Of\nfloor", lambda point: point.share_of_floor, ".0%"),
-    Column("GB/s", lambda point: point.work.bytes / point.seconds, ",.1f", factor=1e-9),
-    Column("Of\nread", lambda point: point.share_of_bandwidth, ".0%"),
-    Column("GFLOP/s", lambda point: point.work.flops / point.seconds or None, ",.1f", factor=1e-9, missing=""),
+    Column("Kernel", lambda row: row["name"].rpartition(", ")[0]),
+    Column("Batch", lambda row: row["name"].rpartition(", ")[2]),
+    Column("µs", "seconds", ",.1f", factor=1e6),
+    Column("Floor µs", "floor_seconds", ",.1f", factor=1e6),
+    Column("Of\nfloor", "share_of_floor", ".0%"),
+    Column("GB/s", "bytes_per_second", ",.1f", factor=1e-9),
+    Column("Of\nread", "share_of_bandwidth", ".0%"),
+    Column("GFLOP/s", lambda row: row["flops_per_second"] or None, ",.1f", factor=1e-9, missing=""),
 )
 
 
@@ -269,13 +238,10 @@ def bench_kernels(
     engine: EngineOptions,
     shape: ShapeOptions,
     note: Note,
+    *,
     model_argument: ModelArgument = None,
-    kernels: Annotated[str, typer.Option(help="Kinds of kernels, separated by commas.")] = (
-        "products,attention,norms,sampling"
-    ),
-    rows: Annotated[Sequence[int], number_list("Rows of products and norms: tokens per step.")] = (1, 8, 32, 128, 512),
-    batch: Annotated[Sequence[int], number_list("Requests, for attention and sampling.")] = (1, 8, 32),
-    contexts: Annotated[Sequence[int], number_list("Context length of each request.")] = (128, 1024, 4096),
+    kernels: Annotated[str, typer.Option(help="Kinds of kernels, separated by commas.")] = ",".join(KINDS),
+    settings: KernelSettings,
 ) -> BenchResult:
     """Each kernel of a model alone: time, bandwidth and arithmetic, next to the least possible time.
 
@@ -289,9 +255,8 @@ def bench_kernels(
     from chairlift.engine.startup import load_model
     from chairlift.models.decoder import Decoder
     from chairlift_lab.common.floor import ceilings_for
-    from chairlift_lab.report.lists import parse_names
 
-    settings = KernelSettings(parse_names("kernels", kernels, KINDS), rows, batch, contexts, engine.attention)
+    kinds = parse_names("kernels", kernels, KINDS)
     others = [name for name in engine_option_names() if name not in RELEVANT]
     refuse_given(context, others, "has no effect on single kernels")
     with shape.resolve(context, engine, model_argument) as (path, config, name):
@@ -301,16 +266,10 @@ def bench_kernels(
             raise UnsupportedModel(f"{name} runs on the code of transformers, which has no kernels of ours")
         note("measuring the ceilings")
         ceilings = ceilings_for(model)
-        points = measure_kernels(model, kv_dtype(config, model), ceilings, settings, note)
-    asked = {
-        "kernels": settings.kinds,
-        "rows": settings.rows,
-        "batch": settings.batches,
-        "contexts": settings.contexts,
-        "attention": settings.backend,
-    }
+        rows = measure_kernels(model, kv_dtype(config, model), ceilings, settings, kinds, engine.attention, note)
+    asked = {"kernels": kinds} | asdict(settings) | {"attention": engine.attention}
     return BenchResult(
         asked | model_settings(name, model, ceilings),
-        [point.row() for point in points],
-        [Table(name, COLUMNS, points, ceilings_line(ceilings))],
+        rows,
+        [Table(name, COLUMNS, rows, ceilings_line(ceilings))],
     )

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.bench.shapes import WARM_UP_TOKENS
 from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, floor_seconds
 from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.common.shape_run import WARM_UP_TOKENS
+from chairlift_lab.report.options import Count, Counts, Settings, number_list
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -29,20 +29,11 @@ WARM_UPS = 2  # a prompt's step is captured when its shape occurs for the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencySettings:
-    batch: Annotated[Sequence[int], number_list("Requests sent at once.")] = (1, 8, 32)
-    prompt_tokens: Annotated[Sequence[int], number_list("Prompt lengths.")] = (128, 512)
-    output_tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 32
-    repeat: Annotated[int, typer.Option(help="Repetitions; the figures are medians.")] = 3
-
-    def __post_init__(self) -> None:
-        for parameter, values in (("batch", self.batch), ("prompt_tokens", self.prompt_tokens)):
-            if not values or min(values) < 1:
-                raise InvalidParameter(parameter, f"needs numbers of at least 1, got {list(values)}")
-        if self.output_tokens < 2:
-            raise InvalidParameter("output_tokens", f"must be at least 2, got {self.output_tokens}")
-        if self.repeat < 1:
-            raise InvalidParameter("repeat", f"must be at least 1, got {self.repeat}")
+class LatencySettings(Settings):
+    batch: Annotated[Counts, number_list("Requests sent at once.")] = (1, 8, 32)
+    prompt_tokens: Annotated[Counts, number_list("Prompt lengths.")] = (128, 512)
+    output_tokens: Annotated[int, at_least(2), typer.Option(help="Tokens per request.")] = 32
+    repeat: Annotated[Count, typer.Option(help="Repetitions; the figures are medians.")] = 3
 
 
 def measure_latency(
@@ -134,9 +125,9 @@ def bench_latency(
     same run.
     """
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.bench.shapes import model_cost
     from chairlift_lab.common.cpu_time import process_age
     from chairlift_lab.common.floor import ceilings_for
+    from chairlift_lab.common.step_work import model_cost
 
     refuse_given(
         context, ("speculate", "draft_length"), "the floor counts a step for every token; see bench speculation"

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.bench.shapes import WARM_UP_TOKENS, model_cost
 from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
 from chairlift_lab.common.engines import touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
 from chairlift_lab.common.kernel_cases import attention_case, device_seconds
 from chairlift_lab.common.model_shapes import read_json_config
 from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
-from chairlift_lab.common.timing import in_inference_mode, peak_bytes
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.common.shape_run import WARM_UP_TOKENS
+from chairlift_lab.common.timing import growth, in_inference_mode, peak_bytes
+from chairlift_lab.report.options import Settings, each, number_list
 
 if TYPE_CHECKING:
     import torch
@@ -38,61 +39,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LongContextSettings:
-    lengths: Annotated[Sequence[int], number_list("Prompt tokens.")] = (512, 2048, 8000)
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 64
-
-    def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 2:
-            raise InvalidParameter("lengths", f"needs numbers of at least 2, got {list(self.lengths)}")
-        if self.output_tokens < 2:
-            raise InvalidParameter("output_tokens", f"must be at least 2, got {self.output_tokens}")
+class LongContextSettings(Settings):
+    lengths: Annotated[Sequence[int], each(at_least(2)), number_list("Prompt tokens.")] = (512, 2048, 8000)
+    output_tokens: Annotated[int, at_least(2), typer.Option(help="Tokens generated after each prompt.")] = 64
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(self.lengths) + self.output_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class LongContextPoint:
-    tokens: int  # prompt tokens
-    chunks: int  # prefill steps
-    prefill_seconds: float  # until the first token
-    prefill_floor_seconds: float  # The arithmetic, attention included.
-    kv_bytes: int  # keys and values of the prompt
-    peak_bytes: int | None  # peak beyond weights and cache; None if unknown
-    tpot_seconds: float  # Of each token after the first.
-    tpot_floor_seconds: float  # weights and cache over the bandwidth
-    kv_floor_seconds: float  # the cache alone
-    attention_seconds: float | None  # one layer, one token; None for models that run on transformers
-    attention_floor_seconds: float  # its keys and values over the bandwidth
-
-    @property
-    def prefill_share_of_floor(self) -> float:
-        return self.prefill_floor_seconds / self.prefill_seconds
-
-    @property
-    def tpot_share_of_floor(self) -> float:
-        return self.tpot_floor_seconds / self.tpot_seconds
-
-    @property
-    def kv_times_floor(self) -> float:
-        """An upper bound: the whole step except the reading of weights, over the floor of the KV cache."""
-        return (self.tpot_seconds - self.tpot_floor_seconds) / self.kv_floor_seconds + 1
-
-    @property
-    def attention_times_floor(self) -> float | None:
-        return None if self.attention_seconds is None else self.attention_seconds / self.attention_floor_seconds
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "name": f"{self.tokens} tokens",
-            "prefill_share_of_floor": self.prefill_share_of_floor,
-            "tpot_share_of_floor": self.tpot_share_of_floor,
-            "kv_times_floor": self.kv_times_floor,
-            "attention_times_floor": self.attention_times_floor,
-        }
 
 
 @contextmanager
@@ -108,7 +62,7 @@ def made_longer(path: str, tokens: int) -> Iterator[str]:
 
 def measure_long_contexts(
     started: StartedEngine, ceilings: Ceilings, settings: LongContextSettings, note: Note = lambda text: None
-) -> list[LongContextPoint]:
+) -> list[dict[str, Any]]:
     """Random prompts, one after the other, each computed in chunks of the token budget."""
     touch_cache(started.runner.storage)
     rng = random.Random(0)
@@ -123,8 +77,9 @@ def _serve_one(engine: Engine, length: int, output: int, rng: random.Random) -> 
 
 def _measure(
     started: StartedEngine, ceilings: Ceilings, length: int, output: int, rng: random.Random, note: Note
-) -> LongContextPoint:
+) -> dict[str, Any]:
     from chairlift.models.decoder import Decoder
+    from chairlift_lab.common.step_work import model_cost
 
     note(f"{length:,} tokens")
     runs: list[ServedRequests] = []
@@ -137,22 +92,32 @@ def _measure(
     context = length + output // 2
     read_kv = cost.read_bytes(context, context)
     note(f"attention to {length:,} tokens")
-    attention, read = None, 0.0
+    attention, read = None, 0.0  # unknown for models that run on transformers
     if isinstance(model, Decoder):
         attention, read = _one_token(model, started.runner.attention, storage.keys[0].dtype, length)
-    return LongContextPoint(
-        tokens=length,
-        chunks=sum(step.prefill_tokens > 0 for step in run.steps),
-        prefill_seconds=times[0],
-        prefill_floor_seconds=_prompt_flops(started, cost, length) / ceilings.flops_per_second,
-        kv_bytes=length * cost.kv_bytes,
-        peak_bytes=peak,
-        tpot_seconds=(times[-1] - times[0]) / (output - 1),
-        tpot_floor_seconds=(cost.weight_bytes(1) + read_kv + 2 * cost.state_bytes) / ceilings.bytes_per_second,
-        kv_floor_seconds=read_kv / ceilings.bytes_per_second,
-        attention_seconds=attention,
-        attention_floor_seconds=read / ceilings.bytes_per_second,
-    )
+    prefill, tpot = times[0], (times[-1] - times[0]) / (output - 1)
+    prefill_floor = _prompt_flops(started, cost, length) / ceilings.flops_per_second
+    step_bytes = cost.weight_bytes(1) + read_kv + 2 * cost.state_bytes
+    tpot_floor, kv_floor, attention_floor = (moved / ceilings.bytes_per_second for moved in (step_bytes, read_kv, read))
+    return {
+        "tokens": length,
+        "chunks": sum(step.prefill_tokens > 0 for step in run.steps),
+        "prefill_seconds": prefill,
+        "prefill_floor_seconds": prefill_floor,  # the arithmetic, attention included
+        "kv_bytes": length * cost.kv_bytes,
+        "peak_bytes": peak,  # beyond weights and cache; None if unknown
+        "tpot_seconds": tpot,
+        "tpot_floor_seconds": tpot_floor,  # weights and cache over the bandwidth
+        "kv_floor_seconds": kv_floor,
+        "attention_seconds": attention,  # one layer, one token
+        "attention_floor_seconds": attention_floor,
+        "name": f"{length} tokens",
+        "prefill_share_of_floor": prefill_floor / prefill,
+        "tpot_share_of_floor": tpot_floor / tpot,
+        # An upper bound: the whole step except the reading of weights, over the floor of the KV cache.
+        "kv_times_floor": (tpot - tpot_floor) / kv_floor + 1,
+        "attention_times_floor": None if attention is None else attention / attention_floor,
+    }
 
 
 def _prompt_flops(started: StartedEngine, cost: ModelCost, length: int) -> float:
@@ -186,7 +151,13 @@ COLUMNS = (
     Column("Of\nfloor", "tpot_share_of_floor", ".0%"),
     Column("KV times\nfloor, <=", "kv_times_floor", ".2f", unit="x"),
     Column("Attention\nµs/layer", "attention_seconds", ",.1f", factor=1e6, missing=""),
-    Column("Floor\nµs", lambda row: _attention_floor(row), ",.1f", factor=1e6, missing=""),
+    Column(
+        "Floor\nµs",
+        lambda row: None if row["attention_seconds"] is None else row["attention_floor_seconds"],
+        ",.1f",
+        factor=1e6,
+        missing="",
+    ),
     Column("Times\nfloor", "attention_times_floor", ".2f", unit="x", missing=""),
 )
 
@@ -235,7 +206,7 @@ def bench_long_context(
             raise InvalidParameter("lengths", error.problem) from None
         note("measuring the ceilings")
         ceilings = ceilings_for(started.runner.model)
-        rows = [point.row() for point in measure_long_contexts(started, ceilings, settings, note)]
+        rows = measure_long_contexts(started, ceilings, settings, note)
     asked = asdict(settings) | {"chunk": resolve_machine(config).max_prefill_tokens}
     return BenchResult(
         asked | model_settings(name, started.runner.model, ceilings),
@@ -244,13 +215,7 @@ def bench_long_context(
     )
 
 
-def _attention_floor(row: Mapping[str, Any]) -> float | None:
-    return None if row["attention_seconds"] is None else row["attention_floor_seconds"]
-
-
 def _growth_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    from chairlift_lab.common.timing import growth
-
     peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"]]
     lengths = [row["tokens"] for row in rows]
     if len(peaks) < len(rows) or len(set(lengths)) < 2:

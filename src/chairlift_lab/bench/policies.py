@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -13,24 +14,25 @@ import typer
 from chairlift.attention.backends import BACKENDS
 from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift_lab.common.engine_run import measure_engine
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.measure import Measurement
-from chairlift_lab.common.plot import Plot, picture
 from chairlift_lab.common.workload import BenchRequest, SpreadLengths, Workload
-from chairlift_lab.report.lists import number_list, parse_names
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import Count, Positive, ReportOptions, Settings, each, number_list, parse_names
+from chairlift_lab.report.plots import Plot, picture
 
 LONGEST = 8  # limit of output lengths, as a multiple of the mean
-_PANEL = "Workload"
+AT_ONCE, POISSON = "at-once", "poisson"
+ARRIVALS = (AT_ONCE, POISSON)
+_option = partial(typer.Option, rich_help_panel="Workload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyWorkload:
+class PolicyWorkload(Settings):
     """Requests whose output lengths vary.
 
     The batch is large compared to the arrival rate, as in most servers: filling a batch then takes time, which is the
@@ -39,28 +41,17 @@ class PolicyWorkload:
 
     variations: Annotated[
         Sequence[float],
-        number_list("Variations of the output lengths: standard deviation / mean.", kind=float, panel=_PANEL),
+        each(at_least(0)),
+        number_list("Variations of the output lengths: standard deviation / mean.", kind=float, panel="Workload"),
     ] = (0.2, 0.6, 1.2)
-    requests: Annotated[int, typer.Option(help="Number of requests.", rich_help_panel=_PANEL)] = 64
-    prompt: Annotated[int, typer.Option(help="Mean prompt tokens.", rich_help_panel=_PANEL)] = 24
-    output: Annotated[int, typer.Option(help="Mean output tokens.", rich_help_panel=_PANEL)] = 20
-    seats: Annotated[int, typer.Option("--concurrency", help="Requests per step.", rich_help_panel=_PANEL)] = 32
+    requests: Annotated[Count, _option(help="Number of requests.")] = 64
+    prompt: Annotated[Count, _option(help="Mean prompt tokens.")] = 24
+    output: Annotated[Count, _option(help="Mean output tokens.")] = 20
+    seats: Annotated[Count, _option("--concurrency", help="Requests per step.")] = 32
     load: Annotated[
-        float,
-        typer.Option(
-            help="Rate of Poisson arrivals, as a share of the throughput of continuous batching.",
-            rich_help_panel=_PANEL,
-        ),
+        Positive, _option(help="Rate of Poisson arrivals, as a share of the throughput of continuous batching.")
     ] = 0.7
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_PANEL)] = 0
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "prompt", "output", "seats", "load"):
-            if not getattr(self, name) > 0:
-                parameter = "concurrency" if name == "seats" else name
-                raise InvalidParameter(parameter, f"must be above 0, got {getattr(self, name)}")
-        if not self.variations or not all(0 <= value < float("inf") for value in self.variations):
-            raise InvalidParameter("variations", f"must be numbers of at least 0, got {list(self.variations)}")
+    seed: Annotated[int, _option(help="The same seed gives the same requests.")] = 0
 
     def workload(self, vocabulary: Sequence[int], variation: float) -> Workload:
         """The same prompts for every variation; only the output lengths differ."""
@@ -80,10 +71,6 @@ class PolicyWorkload:
         return list(accumulate((source.expovariate(rate) for _ in range(self.requests - 1)), initial=0.0))
 
 
-AT_ONCE, POISSON = "at-once", "poisson"
-ARRIVALS = (AT_ONCE, POISSON)
-
-
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A batching policy and an attention backend."""
@@ -95,11 +82,11 @@ class Strategy:
     def parse(cls, text: str) -> Strategy:
         """ "static", or "static/padded"."""
         policy, _, attention = text.strip().partition("/")
-        made = cls(policy, attention or "auto")
-        if policy not in POLICIES.names() or made.attention not in ("auto", *BACKENDS.names()):
+        strategy = cls(policy, attention or "auto")
+        if policy not in POLICIES.names() or strategy.attention not in ("auto", *BACKENDS.names()):
             choices = f"{', '.join(POLICIES.names())}, each alone or with /{', /'.join(BACKENDS.names())}"
             raise InvalidParameter("strategies", f"there is no {text.strip()!r}; choose from {choices}")
-        return made
+        return strategy
 
     def __str__(self) -> str:
         return self.policy if self.attention == "auto" else f"{self.policy}/{self.attention}"
@@ -118,75 +105,52 @@ class PoliciesSettings(PolicyWorkload):
 
     def __post_init__(self) -> None:
         PolicyWorkload.__post_init__(self)
-        for name in self.arrivals:
-            if name not in ARRIVALS:
-                raise InvalidParameter("arrivals", f"there is no {name!r}; choose from {', '.join(ARRIVALS)}")
+        parse_names("arrivals", ",".join(self.arrivals), ARRIVALS)
         if not self.strategies or len(set(self.strategies)) < len(self.strategies):
             raise InvalidParameter("strategies", "must name each strategy once")
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyPoint:
-    strategy: Strategy
-    arrivals: str
-    variation: float
-    rate: float | None  # requests per second of Poisson arrivals
-    measured: Measurement
-
-    def row(self) -> dict[str, Any]:
-        named: dict[str, Any] = {
-            "strategy": str(self.strategy),
-            "policy": self.strategy.policy,
-            "attention": self.strategy.attention,
-        }
-        named |= {"arrivals": self.arrivals, "variation": self.variation, "rate": self.rate}
-        name = f"{self.strategy}, {self.arrivals}, variation {self.variation:g}"
-        return self.measured.row(name) | named
-
-
 def compare_policies(
     maker: EngineMaker, settings: PoliciesSettings, *, note: Note = lambda text: None
-) -> list[PolicyPoint]:
-    """One point for each variation, kind of arrivals and strategy, in this order."""
-    points: list[PolicyPoint] = []
+) -> list[dict[str, Any]]:
+    """A row for each variation, kind of arrivals and strategy, in this order."""
+
+    def measure(strategy: Strategy, rate: float | None) -> dict[str, Any]:
+        arrivals = AT_ONCE if rate is None else POISSON
+        note(f"{strategy}, {arrivals}, length variation {variation:g}")
+        engine = maker.engine(
+            policy=strategy.policy,
+            attention=strategy.attention,
+            max_delay_ms=settings.max_delay_ms if strategy.policy == "dynamic" else None,
+            max_batch_requests=settings.seats,
+            prefix_caching=False,  # random prompts have no common prefixes
+        )
+        times = None if rate is None else settings.poisson(rate)
+        measurement = measure_engine(engine, workload, lambda tokens: None, times)
+        return measurement.row(f"{strategy}, {arrivals}, variation {variation:g}") | {
+            "strategy": str(strategy),
+            "policy": strategy.policy,
+            "attention": strategy.attention,
+            "arrivals": arrivals,
+            "variation": variation,
+            "rate": rate,
+        }
+
+    rows: list[dict[str, Any]] = []
     vocabulary = maker.vocabulary()
     for variation in settings.variations:
         workload = settings.workload(vocabulary, variation)
-        reference: PolicyPoint | None = None  # continuous batching of all requests at once: a load of 1
+        reference: dict[str, Any] | None = None  # continuous batching of all requests at once: a load of 1
         for arrivals in settings.arrivals:
             rate = None
             if arrivals == POISSON:
-                reference = reference or _measure(maker, settings, CONTINUOUS, workload, variation, None, note)
-                rate = settings.load * settings.requests / reference.measured.seconds
+                reference = reference or measure(CONTINUOUS, None)
+                rate = settings.load * settings.requests / reference["seconds"]
             for strategy in settings.strategies:
-                points.append(_measure(maker, settings, strategy, workload, variation, rate, note))
+                rows.append(measure(strategy, rate))
                 if rate is None and strategy == CONTINUOUS:
-                    reference = points[-1]
-    return points
-
-
-def _measure(
-    maker: EngineMaker,
-    settings: PoliciesSettings,
-    strategy: Strategy,
-    workload: Workload,
-    variation: float,
-    rate: float | None,
-    note: Note,
-) -> PolicyPoint:
-    arrivals = AT_ONCE if rate is None else POISSON
-    note(f"{strategy}, {arrivals}, length variation {variation:g}")
-    engine = maker.engine(
-        policy=strategy.policy,
-        attention=strategy.attention,
-        max_delay_ms=settings.max_delay_ms if strategy.policy == "dynamic" else None,
-        max_batch_requests=settings.seats,
-        prefix_caching=False,  # random prompts have no common prefixes
-    )
-    times = None if rate is None else settings.poisson(rate)
-    return PolicyPoint(
-        strategy, arrivals, variation, rate, measure_engine(engine, workload, lambda tokens: None, times)
-    )
+                    reference = rows[-1]
+    return rows
 
 
 FIGURES = (
@@ -196,13 +160,13 @@ FIGURES = (
 )
 
 
-def policy_panels(points: Sequence[PolicyPoint]) -> list[Plot]:
+def policy_panels(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Throughput, latency and useful tokens, for each kind of arrivals."""
-    rows = sorted((point.row() for point in points), key=lambda row: row["variation"])
+    ordered = sorted(rows, key=lambda row: row["variation"])
     return [
         Plot(
             title=f"{PANEL_TITLES[arrivals]}: {name}",
-            rows=[row for row in rows if row["arrivals"] == arrivals],
+            rows=[row for row in ordered if row["arrivals"] == arrivals],
             x="variation",
             y=key,
             series="strategy",
@@ -210,13 +174,13 @@ def policy_panels(points: Sequence[PolicyPoint]) -> list[Plot]:
             x_label="variation of the output lengths (standard deviation / mean)",
             y_label=unit,
         )
-        for arrivals in dict.fromkeys(point.arrivals for point in points)
+        for arrivals in dict.fromkeys(row["arrivals"] for row in rows)
         for name, unit, key, factor in FIGURES
     ]
 
 
-PANEL_TITLES = {"at-once": "All at once", "poisson": "Poisson arrivals"}
-TABLE_TITLES = {"at-once": "All requests at once", "poisson": "Poisson arrivals"}
+PANEL_TITLES = {AT_ONCE: "All at once", POISSON: "Poisson arrivals"}
+TABLE_TITLES = {AT_ONCE: "All requests at once", POISSON: "Poisson arrivals"}
 COLUMNS = (
     Column("Strategy", "strategy"),
     Column("Spread", "variation", "g"),
@@ -243,9 +207,7 @@ def bench_policies(
     strategies: Annotated[
         str, typer.Option(help="Batching policies, each alone or with an attention backend (static/padded).")
     ] = "continuous,dynamic,static",
-    arrivals: Annotated[
-        str, typer.Option(help="Arrivals: at-once, poisson or both.", rich_help_panel="Workload")
-    ] = "at-once,poisson",
+    arrivals: Annotated[str, _option(help="Arrivals: at-once, poisson or both.")] = "at-once,poisson",
 ) -> BenchResult:
     """Batching policies on the same requests, for several variations of the output lengths.
 
@@ -253,8 +215,6 @@ def bench_policies(
     as a Poisson process, where a static batch waits until it is full. Latency is
     from a request's arrival to its last token.
     """
-    from chairlift_lab.common.engines import EngineMaker
-
     refuse_given(context, ("policy", "attention"), "is compared by this bench; see --strategies")
     refuse_given(context, ("max_batch_requests",), "is called --concurrency here")
     refuse_given(context, ("prefix_caching",), "has no effect: the prompts of this bench have no common prefixes")
@@ -265,18 +225,14 @@ def bench_policies(
         **asdict(workload),
     )
     maker = EngineMaker.from_options(engine, note, max_delay_ms=None)
-    points = compare_policies(maker, settings, note=note)
-    rows = [point.row() for point in points]
-    return BenchResult(
-        maker.settings() | asdict(settings) | {"strategies": [str(each) for each in settings.strategies]},
-        rows,
-        _tables(rows),
-        picture("Batching strategies", policy_panels(points), columns=3),
-    )
-
-
-def _tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    return [
-        Table(TABLE_TITLES[kind], COLUMNS, [row for row in rows if row["arrivals"] == kind], CAPTION)
-        for kind in dict.fromkeys(row["arrivals"] for row in rows)
+    rows = compare_policies(maker, settings, note=note)
+    tables = [
+        Table(TABLE_TITLES[each], COLUMNS, [row for row in rows if row["arrivals"] == each], CAPTION)
+        for each in dict.fromkeys(row["arrivals"] for row in rows)
     ]
+    return BenchResult(
+        maker.settings() | asdict(settings) | {"strategies": [str(strategy) for strategy in settings.strategies]},
+        rows,
+        tables,
+        picture("Batching strategies", policy_panels(rows), columns=3),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,35 +16,29 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engine_run import Session, run_sessions
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.measure import Measurement
-from chairlift_lab.common.plot import Plot, picture
 from chairlift_lab.common.workload import BenchRequest, TokenSource
-from chairlift_lab.report.lists import parse_names
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import Count, ReportOptions, Settings, parse_names
+from chairlift_lab.report.plots import Plot, picture
 
-_CHAT, _RAG, _AGENTS = "Chat", "RAG", "Agents"
+_chat, _rag, _agents = (partial(typer.Option, rich_help_panel=panel) for panel in ("Chat", "RAG", "Agents"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixSettings:
+class PrefixSettings(Settings):
     """Lengths are in tokens. The defaults take a minute or two on two cores with the default model."""
 
-    answer: Annotated[int, typer.Option(help="Tokens generated per request.")] = 16
-    message: Annotated[int, typer.Option(help="Tokens of a message, a question or a tool result.")] = 24
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0
-    users: Annotated[int, typer.Option(help="Number of conversations.", rich_help_panel=_CHAT)] = 8
-    turns: Annotated[int, typer.Option(help="Messages per conversation.", rich_help_panel=_CHAT)] = 4
-    system: Annotated[int, typer.Option(help="Tokens of the shared system prompt.", rich_help_panel=_CHAT)] = 48
-    documents: Annotated[int, typer.Option(help="Number of documents.", rich_help_panel=_RAG)] = 4
-    document: Annotated[int, typer.Option(help="Tokens per document.", rich_help_panel=_RAG)] = 256
-    questions: Annotated[int, typer.Option(help="Questions, each about one document.", rich_help_panel=_RAG)] = 16
-    agents: Annotated[int, typer.Option(help="Number of agents.", rich_help_panel=_AGENTS)] = 8
-    tools: Annotated[int, typer.Option(help="Tokens of the shared tool list.", rich_help_panel=_AGENTS)] = 384
-    steps: Annotated[int, typer.Option(help="Successive calls per agent.", rich_help_panel=_AGENTS)] = 3
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            at_least(0 if name == "seed" else 1)(name, value)
+    answer: Annotated[Count, typer.Option(help="Tokens generated per request.")] = 16
+    message: Annotated[Count, typer.Option(help="Tokens of a message, a question or a tool result.")] = 24
+    seed: Annotated[int, at_least(0), typer.Option(help="The same seed gives the same requests.")] = 0
+    users: Annotated[Count, _chat(help="Number of conversations.")] = 8
+    turns: Annotated[Count, _chat(help="Messages per conversation.")] = 4
+    system: Annotated[Count, _chat(help="Tokens of the shared system prompt.")] = 48
+    documents: Annotated[Count, _rag(help="Number of documents.")] = 4
+    document: Annotated[Count, _rag(help="Tokens per document.")] = 256
+    questions: Annotated[Count, _rag(help="Questions, each about one document.")] = 16
+    agents: Annotated[Count, _agents(help="Number of agents.")] = 8
+    tools: Annotated[Count, _agents(help="Tokens of the shared tool list.")] = 384
+    steps: Annotated[Count, _agents(help="Successive calls per agent.")] = 3
 
 
 MEMORY_SHARE = 0.5  # A share of what all sessions need: memory limits the batch.
@@ -86,49 +81,30 @@ SCENARIOS: dict[str, Callable[[PrefixSettings, TokenSource], list[Session]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixPoint:
-    """One kind of traffic, with or without prefix caching."""
-
-    scenario: str
-    caching: bool
-    kv_blocks: int  # blocks of the KV cache
-    measured: Measurement
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of the prompt tokens that were found in the cache."""
-        assert self.measured.inside is not None
-        return self.measured.inside.cached_tokens / self.measured.input_tokens
-
-    def row(self) -> dict[str, Any]:
-        name = f"{self.scenario}, {'with' if self.caching else 'without'} prefix caching"
-        extra = {"scenario": self.scenario, "prefix_caching": self.caching, "hit_rate": self.hit_rate}
-        return self.measured.row(name) | extra | {"kv_blocks": self.kv_blocks}
-
-
 def compare_prefix_caching(
     maker: EngineMaker,
     settings: PrefixSettings,
     *,
     scenarios: Sequence[str] = tuple(SCENARIOS),
     note: Note = lambda text: None,
-) -> list[PrefixPoint]:
-    """Without caching first, then with it: the same sessions, the same memory, a slot for each session."""
-    points = []
-    vocabulary = maker.vocabulary()
+) -> list[dict[str, Any]]:
+    """A row for each kind of traffic without caching, then with it: the same sessions and memory, a slot for each."""
+    rows = []
+    vocabulary, block_size = maker.vocabulary(), maker.config().block_size
     for scenario in scenarios:
         sessions = SCENARIOS[scenario](settings, TokenSource(vocabulary, f"{scenario} {settings.seed}"))
-        block_size = maker.config().block_size
         needs = [-(-session.longest // block_size) for session in sessions]
         num_blocks = max(int(sum(needs) * MEMORY_SHARE), max(needs) + 1)
         for caching in (False, True):
-            note(f"{scenario}, {'with' if caching else 'without'} prefix caching")
+            name = f"{scenario}, {'with' if caching else 'without'} prefix caching"
+            note(name)
             engine = maker.engine(
                 prefix_caching=caching, kv_memory=maker.kv_memory(num_blocks), max_batch_requests=len(sessions)
             )
-            points.append(PrefixPoint(scenario, caching, num_blocks, run_sessions(engine, sessions)))
-    return points
+            row = run_sessions(engine, sessions).row(name)
+            row |= {"scenario": scenario, "prefix_caching": caching}
+            rows.append(row | {"hit_rate": row["cached_tokens"] / row["input_tokens"], "kv_blocks": num_blocks})
+    return rows
 
 
 def prefix_panels(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -185,15 +161,12 @@ def bench_prefix(
     previous answer is complete. The KV cache holds half of what all of them
     would need without sharing.
     """
-    from chairlift_lab.common.engines import EngineMaker
-
     refuse_given(
         context, ("kv_memory", "memory_share", "max_batch_requests", "prefix_caching"), "is chosen by this bench"
     )
     chosen = parse_names("scenarios", scenarios, SCENARIOS)
     maker = EngineMaker.from_options(engine, note)
-    points = compare_prefix_caching(maker, settings, scenarios=chosen, note=note)
-    rows = [point.row() for point in points]
+    rows = compare_prefix_caching(maker, settings, scenarios=chosen, note=note)
     return BenchResult(
         maker.settings() | asdict(settings) | {"scenarios": chosen},
         rows,

@@ -24,10 +24,10 @@ from chairlift.options.config_file import read_text
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.plot import Plot, picture
 from chairlift_lab.common.texts import QUALITY_TEXTS
 from chairlift_lab.common.timing import in_inference_mode
 from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.plots import Plot, picture
 
 if TYPE_CHECKING:
     from torch import Tensor

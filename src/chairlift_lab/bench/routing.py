@@ -20,7 +20,7 @@ from chairlift.options.declaration import at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.report.lists import number_list
+from chairlift_lab.report.options import number_list
 
 PATH = "/v1/completions"
 NUM_TOKENS = 800_000  # room of a replica's KV cache: an 8B model on an H200

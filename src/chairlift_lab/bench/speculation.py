@@ -20,10 +20,9 @@ from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift_lab.common.engines import EngineMaker, touch_cache
-from chairlift_lab.common.plot import Plot, picture
 from chairlift_lab.common.texts import SCENARIOS
-from chairlift_lab.report.lists import number_list
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import ReportOptions, number_list
+from chairlift_lab.report.plots import Plot, picture
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

@@ -27,7 +27,7 @@ from chairlift_lab.common.measure import Measurement, TokenProgress, add_speedup
 from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload, text_like_ids
 from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
 from chairlift_lab.peers.process import PeerFailed
-from chairlift_lab.report.lists import parse_names, parse_numbers
+from chairlift_lab.report.options import parse_names, parse_numbers
 
 if TYPE_CHECKING:
     from chairlift.engine.settings import MachineSettings

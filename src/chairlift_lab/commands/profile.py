@@ -15,8 +15,7 @@ from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_give
 from chairlift.terminal.tables import show_table
 from chairlift_lab.common.shape_options import ShapeOptions, model_settings
 from chairlift_lab.report.json_report import check_writable, machine
-from chairlift_lab.report.lists import parse_numbers
-from chairlift_lab.report.options import JsonOptions
+from chairlift_lab.report.options import JsonOptions, parse_numbers
 
 if TYPE_CHECKING:
     from chairlift_lab.common.floor import Ceilings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.plan import StepPlan
@@ -12,7 +13,10 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
-from chairlift_lab.common.floor import Mixture
+from chairlift_lab.common.floor import Mixture, ModelCost
+
+if TYPE_CHECKING:
+    from chairlift.engine.startup import StartedEngine
 
 GEMM, ATTENTION, SAMPLING = "GEMM", "attention", "sampling"
 
@@ -69,6 +73,31 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
         elif layer.mlp is not None:
             yield linear_work(layer.mlp.first, rows)
             yield linear_work(layer.mlp.down, rows)
+
+
+def model_cost(started: StartedEngine) -> ModelCost:
+    from chairlift.engine.memory_plan import bytes_per_token
+
+    model, keys = started.runner.model, started.runner.storage.keys
+    dtype = keys[0].dtype if keys else model.dtype
+    windows: dict[int, int] = {}
+    for layer in model.attention_layers:
+        window = layer.window or layer.chunk  # At most so many positions of a chunk are read.
+        if window:
+            windows[window] = windows.get(window, 0) + bytes_per_token([layer], dtype)
+    moved: dict[str, Any] = {
+        "kv_bytes": bytes_per_token(model.attention_layers, dtype),
+        "window_bytes": windows,
+        "state_bytes": sum(layer.num_bytes for layer in model.recurrent_layers),
+    }
+    if not isinstance(model, Decoder):
+        weights = model.num_weight_bytes()
+        return ModelCost(weights, 2 * (weights // model.dtype.itemsize), **moved)
+    # An embedding lookup reads one row; a head that shares the matrix reads all of it.
+    step, prompt_token = total(products(model, 1, sampled=1)), total(products(model, 1, sampled=0))
+    mixtures = mixtures_of(model)
+    others = step.bytes + linear_bytes(model.head) - sum(mixture.read_bytes(1) for mixture in mixtures)
+    return ModelCost(round(others), int(prompt_token.flops), **moved, mixtures=mixtures)
 
 
 def linear_work(linear: Linear, rows: int) -> KernelWork:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.measure import Measurement, TokenProgress
 from chairlift_lab.common.workload import Workload
-from chairlift_lab.peers.process import PeerFailed, PeerProcess
+from chairlift_lab.peers.process import CHECK_SECONDS, PeerFailed, PeerProcess
 
-CHECK_SECONDS = 60.0
 HF_FOLDER = "python -m chairlift_lab.peers.hf_folder {model} HF_FOLDER"
 EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-with-past --weight-format BITS OV_FOLDER"
 INT4 = "int4 --group-size 64"  # the default of 128 does not divide the columns of all models, such as 576
@@ -119,10 +116,7 @@ class Peer:
             if "tokens" in line:
                 advance(line["tokens"])
 
-        with tempfile.TemporaryDirectory() as folder:
-            job = Path(folder) / "job.json"
-            job.write_text(json.dumps(self._job(workload, concurrency)), encoding="utf-8")
-            answer = self._process(self.timeout).ask(str(job), progress=progress)
+        answer = self._process(self.timeout).run(self._job(workload, concurrency), progress)
         measured = _read_answer(answer, workload)
         advance(workload.output_tokens)
         return measured

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+CHECK_SECONDS = 60.0  # to say which version of its package a Python has
 PROGRAMS = Path(__file__).parent / "programs"
 QUOTED = 400  # characters of standard error in the message of a failure
 LAST_LINES = 100  # lines of standard error that a failure keeps
@@ -36,6 +38,13 @@ class PeerProcess:
     program: str
     timeout: float  # seconds
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, job: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Run it on a job, which also gets the time of its start; see `ask`."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "job.json"
+            file.write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
+            return self.ask(str(file), progress=progress)
 
     def ask(self, *arguments: str, progress: Callable[[dict[str, Any]], None] = lambda line: None) -> dict[str, Any]:
         """Run it and return its last line; `progress` is called with each line."""

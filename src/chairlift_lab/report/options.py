@@ -1,16 +1,17 @@
-"""The options --json and --plot."""
+"""What benches have in common as options: --json and --plot, lists of numbers and names, and checked settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import Check, above, at_least
 from chairlift_lab.report.json_report import check_writable, machine, machine_line, write_report
 from chairlift_lab.report.plots import require_matplotlib
 
@@ -69,3 +70,78 @@ class ReportOptions(JsonOptions):
     def draw(self, draw: Draw | None) -> None:
         if self.plot is not None and draw is not None:
             draw(self.plot, machine_line(machine()))
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a bench, as options: a field whose annotation has a check, such as `Count`, is checked by it."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value, parts = getattr(self, name), getattr(hint, "__metadata__", ())
+            flags = [flag for part in parts for flag in getattr(part, "param_decls", None) or ()]
+            for check in filter(callable, parts):
+                if value is not None:
+                    check(flags[0].removeprefix("--").replace("-", "_") if flags else name, value)
+
+
+def each(check: Check) -> Check:
+    """Check every value of a list, which must not be empty."""
+
+    def check_all(parameter: str, values: Sequence[Any]) -> None:
+        if not values:
+            raise InvalidParameter(parameter, "must have at least one number")
+        for value in values:
+            check(parameter, value)
+
+    return check_all
+
+
+Count = Annotated[int, at_least(1)]
+Counts = Annotated[Sequence[int], each(at_least(1))]
+Positive = Annotated[float, above(0)]
+
+
+# ---- lists ---------------------------------------------------------------------------------------------------------
+
+
+def number_list(
+    help: str, *names: str, kind: Callable[[str], Any] = int, panel: str | None = None, default: str | None = None
+) -> Any:
+    """A typer option for numbers such as 1,4,16; `default` is what the help shows as its default."""
+
+    def numbers(value: Any) -> Any:
+        return tuple(_parse(value, kind)) if isinstance(value, str) else value
+
+    return typer.Option(
+        *names, help=help, metavar="N[,N…]", parser=numbers, rich_help_panel=panel, show_default=default or True
+    )
+
+
+def parse_numbers(parameter: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    """ "1,4,16" -> [1, 4, 16]."""
+    try:
+        return _parse(text, kind)
+    except ValueError as error:
+        raise InvalidParameter(parameter, str(error)) from None
+
+
+def parse_names(parameter: str, text: str, choices: Collection[str]) -> list[str]:
+    """ "chat, rag" -> ["chat", "rag"]; each must be one of `choices` and occur once."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in choices:
+            raise InvalidParameter(parameter, f"there is no {name!r}; choose from {', '.join(choices)}")
+    if len(set(names)) < len(names):
+        raise InvalidParameter(parameter, f"{text!r} names one twice")
+    return names
+
+
+def _parse(text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"must be numbers separated by commas, got {text!r}") from None

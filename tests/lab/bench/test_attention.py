@@ -15,10 +15,17 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.attention import EXPERIMENTS, KV_MEMORY, AttentionSettings, materialised, run_attention
+from chairlift_lab.bench.attention import (
+    EXPERIMENTS,
+    KV_MEMORY,
+    AttentionSettings,
+    materialised,
+    rows_of,
+    run_attention,
+)
 from chairlift_lab.common.timing import growth, peak_bytes
 from chairlift_lab.common.workload import SpreadLengths
-from chairlift_lab.report.lists import parse_names
+from chairlift_lab.report.options import parse_names
 
 CPU = torch.device("cpu")
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -43,30 +50,31 @@ def _measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_is_measured_and_counted() -> None:
     notes: list[str] = []
-    results = run_attention(SMALL, CPU, torch.float32, note=notes.append)
-    assert len(results.modes) == 2 * 2 * 2
-    for point in results.modes:
-        assert {"ragged", "bursted", "padded"} <= set(point.seconds)
-        assert all(seconds > 0 for seconds in point.seconds.values())
-        prompt = 9 if point.kind == "mixed" else 1
-        assert point.tokens == point.batch - 1 + prompt
-        assert point.padding == (prompt - 1) * (point.batch - 1)
-        assert point.padded_context >= point.context
-    assert [(point.tokens, point.full_seconds is not None) for point in results.tiling] == [(32, True), (64, True)]
-    mha, gqa, mqa = results.sharing
-    assert (mha.kv_heads, gqa.kv_heads, mqa.kv_heads) == (32, 8, 1)
-    assert mha.bytes_per_token == 2 * 32 * 16 * 4 == 4 * gqa.bytes_per_token == 32 * mqa.bytes_per_token
-    assert mha.largest_batch == KV_MEMORY // (mha.bytes_per_token * 32)  # 20 tokens take two blocks of 16
-    assert gqa.largest_batch == 4 * mha.largest_batch
-    assert [(point.cached_tokens, point.recompute_tokens) for point in results.cache] == [(2, 3), (4, 10)]
-    assert results.cache[0].recompute_seconds < results.cache[1].recompute_seconds
+    rows = run_attention(SMALL, CPU, torch.float32, note=notes.append)
+    modes, tiling, sharing, cache = (rows_of(experiment, rows) for experiment in EXPERIMENTS)
+    assert len(modes) == 2 * 2 * 2
+    for row in modes:
+        assert {"ragged", "bursted", "padded"} <= set(row["seconds"])
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+        prompt = 9 if row["kind"] == "mixed" else 1
+        assert row["tokens"] == row["batch"] - 1 + prompt
+        assert row["padding"] == (prompt - 1) * (row["batch"] - 1)
+        assert row["padded_context"] >= row["context"]
+    assert [(row["tokens"], row["full_seconds"] is not None) for row in tiling] == [(32, True), (64, True)]
+    assert [row["kv_heads"] for row in sharing] == [32, 8, 1]
+    mha, gqa, mqa = (row["bytes_per_token"] for row in sharing)
+    assert mha == 2 * 32 * 16 * 4 == 4 * gqa == 32 * mqa
+    assert sharing[0]["largest_batch"] == KV_MEMORY // (mha * 32)  # 20 tokens take two blocks of 16
+    assert sharing[1]["largest_batch"] == 4 * sharing[0]["largest_batch"]
+    assert [(row["cached_tokens"], row["recompute_tokens"]) for row in cache] == [(2, 3), (4, 10)]
+    assert cache[0]["recompute_seconds"] < cache[1]["recompute_seconds"]
     assert len(notes) == 8 + 2 + 3 + 2
 
 
 def test_every_key_is_documented() -> None:
     documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
-    results = run_attention(SMALL, CPU, torch.float32)
-    assert {key for row in results.rows() for key in row} <= documented
+    rows = run_attention(SMALL, CPU, torch.float32)
+    assert {key for row in rows for key in row} <= documented
     assert set(AttentionSettings.__dataclass_fields__) <= documented
 
 

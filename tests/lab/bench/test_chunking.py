@@ -156,9 +156,8 @@ def test_the_stall_of_a_long_prompt_shrinks_with_the_chunk(monkeypatch: pytest.M
 
     monkeypatch.setattr(claims, "run_long_prompts", run)
     whole, small = measure_stalls(random_maker("cpu"), prompt_len=1000, chunks=[64], decodes=2)
-    assert (whole.chunk, whole.worst_gap, whole.first_token) == (None, 1002, 1002)
-    assert (small.chunk, small.worst_gap, small.first_token) == (64, 66, 1000 + 2 * 16)
-    assert [point.row()["name"] for point in (whole, small)] == ["no chunks", "chunk 64"]
+    assert (whole["chunk"], whole["worst_gap"], whole["first_token"]) == (None, 1002, 1002)
+    assert (small["chunk"], small["worst_gap"], small["first_token"]) == (64, 66, 1000 + 2 * 16)
 
 
 def test_invalid_settings_are_refused_by_name(maker: EngineMaker) -> None:

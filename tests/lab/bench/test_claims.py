@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench import claims
-from chairlift_lab.bench.attention import AttentionSettings, ModesPoint, RecomputePoint, SharingPoint, TilingPoint
-from chairlift_lab.bench.claims import (
-    GROUPS,
-    BatchSizePoint,
-    ClaimsSettings,
-    ComputeShare,
-    Holds,
-    KVWaste,
-    SharedPrefix,
-    StallPoint,
-    run_claims,
-)
-from chairlift_lab.bench.policies import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
+from chairlift_lab.bench.attention import AttentionSettings
+from chairlift_lab.bench.claims import GROUPS, ClaimsSettings, run_claims
+from chairlift_lab.bench.policies import AT_ONCE, POISSON, PoliciesSettings, Strategy
+from chairlift_lab.common import verdicts
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.measure import EngineFigures, Measurement
-from chairlift_lab.report.lists import parse_names
+from chairlift_lab.common.verdicts import Holds
+from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -73,84 +63,109 @@ def _measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift_lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
 
 
-def point(strategy: str, arrivals: str, variation: float, tokens_per_s: float, useful: float) -> PolicyPoint:
-    inside = EngineFigures(1, 1.0, 0.0, 0, 1, 1, useful, 0)
-    seconds = 10 / tokens_per_s
-    measured = Measurement(seconds, 1, [[seconds] * 10], inside)
-    return PolicyPoint(Strategy.parse(strategy), arrivals, variation, None, measured)
+def row_of(strategy: str, arrivals: str, variation: float, tokens_per_s: float, useful: float) -> dict[str, Any]:
+    figures = {"output_tokens_per_s": tokens_per_s, "useful_token_share": useful}
+    return {"strategy": strategy, "arrivals": arrivals, "variation": variation} | figures
+
+
+def stall(chunk: int | None, worst_gap: float, first_token: float) -> dict[str, Any]:
+    return {"chunk": chunk, "worst_gap": worst_gap, "median_gap": 0.1, "first_token": first_token}
+
+
+def shared(prefix: int, used: int, separate: int, batch: int, separate_batch: int) -> dict[str, int]:
+    blocks = {"prefix_blocks": prefix, "shared_blocks": used, "separate_blocks": separate}
+    return blocks | {"shared_batch": batch, "separate_batch": separate_batch}
+
+
+def compute(achieved: float, ceiling: float) -> dict[str, float]:
+    return {"share": achieved / ceiling, "achieved_flops": achieved, "ceiling_flops": ceiling}
+
+
+def generation(tokens: int, cached: float, anew: float) -> dict[str, float]:
+    counts = {"tokens": tokens, "cached_tokens": tokens, "recompute_tokens": tokens * (tokens + 1) // 2}
+    return counts | {"cached_seconds": cached, "recompute_seconds": anew}
+
+
+def tiles(
+    tokens: int, tiled: float, full: float | None, tiled_bytes: int | None, full_bytes: int | None
+) -> dict[str, Any]:
+    seconds = {"tokens": tokens, "tiled_seconds": tiled, "full_seconds": full}
+    return seconds | {"tiled_bytes": tiled_bytes, "full_bytes": full_bytes}
 
 
 def test_verdicts_about_compute_and_batching() -> None:
-    assert claims.judge_compute_share(ComputeShare(5e9, 100e9)).holds is Holds.YES
-    assert claims.judge_compute_share(ComputeShare(20e9, 100e9)).holds is Holds.NO
-    assert claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 70.0)]).holds is Holds.YES
-    assert claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 30.0)]).holds is Holds.PARTLY
-    found = claims.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 20.0), BatchSizePoint(64, 15.0)])
+    assert verdicts.judge_compute_share(compute(5e9, 100e9)).holds is Holds.YES
+    assert verdicts.judge_compute_share(compute(20e9, 100e9)).holds is Holds.NO
+    assert verdicts.judge_batching({1: 10.0, 8: 70.0}).holds is Holds.YES
+    assert verdicts.judge_batching({1: 10.0, 8: 30.0}).holds is Holds.PARTLY
+    found = verdicts.judge_batching({1: 10.0, 8: 20.0, 64: 15.0})
     assert found.holds is Holds.NO
     assert found.figures["ratio"] == pytest.approx(2.0)
 
 
 def test_verdicts_about_policies() -> None:
-    points = [
-        point("continuous", AT_ONCE, 1.0, 120.0, 1.0),
-        point("static/padded", AT_ONCE, 1.0, 10.0, 0.4),
-        point("static", AT_ONCE, 1.0, 40.0, 0.6),
-        point("continuous", POISSON, 1.0, 100.0, 1.0),
-        point("dynamic", POISSON, 1.0, 80.0, 0.7),
-        point("static", POISSON, 1.0, 60.0, 0.6),
+    rows = [
+        row_of("continuous", AT_ONCE, 1.0, 120.0, 1.0),
+        row_of("static/padded", AT_ONCE, 1.0, 10.0, 0.4),
+        row_of("static", AT_ONCE, 1.0, 40.0, 0.6),
+        row_of("continuous", POISSON, 1.0, 100.0, 1.0),
+        row_of("dynamic", POISSON, 1.0, 80.0, 0.7),
+        row_of("static", POISSON, 1.0, 60.0, 0.6),
     ]
-    static = claims.judge_continuous_vs_static(points)
+    static = verdicts.judge_continuous_vs_static(rows)
     assert static.holds is Holds.YES
     assert static.figures == {"ratio_at_1": pytest.approx(12.0)}
-    dynamic = claims.judge_continuous_vs_dynamic(points)
+    dynamic = verdicts.judge_continuous_vs_dynamic(rows)
     assert dynamic.holds is Holds.YES
     assert "+25%" in dynamic.measured
-    assert claims.judge_useful_tokens(points).holds is Holds.YES
-    slower = [point("continuous", AT_ONCE, 1.0, 11.0, 1.0), *points[1:]]
-    assert claims.judge_continuous_vs_static(slower).holds is Holds.NO
+    assert verdicts.judge_useful_tokens(rows).holds is Holds.YES
+    slower = [row_of("continuous", AT_ONCE, 1.0, 11.0, 1.0), *rows[1:]]
+    assert verdicts.judge_continuous_vs_static(slower).holds is Holds.NO
 
 
 def test_verdict_about_chunking() -> None:
     whole, large, small = (
-        StallPoint(None, 5.0, 0.1, 5.0),
-        StallPoint(4096, 2.0, 0.1, 6.0),
-        StallPoint(128, 0.1, 0.1, 9.0),
+        stall(None, 5.0, 5.0),
+        stall(4096, 2.0, 6.0),
+        stall(128, 0.1, 9.0),
     )
-    found = claims.judge_chunking([whole, large, small], 10_000)
+    found = verdicts.judge_chunking([whole, large, small], 10_000)
     assert found.holds is Holds.YES
     assert "50x less" in found.measured
-    hasty = claims.judge_chunking([whole, large, replace(small, first_token=4.0)], 10_000)
+    hasty = verdicts.judge_chunking([whole, large, small | {"first_token": 4.0}], 10_000)
     assert hasty.holds is Holds.PARTLY
-    assert claims.judge_chunking([whole, large, replace(small, worst_gap=4.0)], 10_000).holds is Holds.NO
+    assert verdicts.judge_chunking([whole, large, small | {"worst_gap": 4.0}], 10_000).holds is Holds.NO
 
 
 def test_verdicts_about_counted_figures() -> None:
     exact = {"padded": 693, "ragged": 0}
-    assert claims.judge_joining_padding(exact, 100, 8).holds is Holds.YES
-    assert claims.judge_joining_padding({"padded": 692, "ragged": 0}, 100, 8).holds is Holds.NO
-    assert claims.judge_shared_prefix(SharedPrefix(62, 70, 194, 12, 3)).holds is Holds.YES
-    assert claims.judge_shared_prefix(SharedPrefix(62, 71, 194, 12, 3)).holds is Holds.NO
-    assert claims.judge_kv_waste(KVWaste(0.02, 0.8)).holds is Holds.YES
-    assert claims.judge_kv_waste(KVWaste(0.02, 0.3)).holds is Holds.PARTLY
-    assert claims.judge_kv_waste(KVWaste(0.1, 0.8)).holds is Holds.NO
+    assert verdicts.judge_joining_padding(exact, 100, 8).holds is Holds.YES
+    assert verdicts.judge_joining_padding({"padded": 692, "ragged": 0}, 100, 8).holds is Holds.NO
+    assert verdicts.judge_shared_prefix(shared(62, 70, 194, 12, 3)).holds is Holds.YES
+    assert verdicts.judge_shared_prefix(shared(62, 71, 194, 12, 3)).holds is Holds.NO
+    assert verdicts.judge_kv_waste({"paged": 0.02, "contiguous": 0.8}).holds is Holds.YES
+    assert verdicts.judge_kv_waste({"paged": 0.02, "contiguous": 0.3}).holds is Holds.PARTLY
+    assert verdicts.judge_kv_waste({"paged": 0.1, "contiguous": 0.8}).holds is Holds.NO
 
 
 def test_verdicts_about_attention() -> None:
-    sharing = [SharingPoint("MHA", 8, 400, 4.0, 10), SharingPoint("GQA", 2, 100, 1.0, 40), SharingPoint("", 1, 1, 1, 1)]
-    assert claims.judge_head_sharing(sharing).holds is Holds.YES
-    tiling = [TilingPoint(n, n / 10, n / 4, 1000 * n, n * n) for n in (1000, 2000, 4000)]
-    time, memory = claims.judge_tiling(tiling)
+    figures = ("kv_heads", "bytes_per_token", "decode_seconds", "largest_batch")
+    heads = ((8, 400, 4.0, 10), (2, 100, 1.0, 40), (1, 1, 1, 1))
+    sharing = [dict(zip(figures, each, strict=True)) for each in heads]
+    assert verdicts.judge_head_sharing(sharing).holds is Holds.YES
+    tiling = [tiles(n, n / 10, n / 4, 1000 * n, n * n) for n in (1000, 2000, 4000)]
+    time, memory = verdicts.judge_tiling(tiling)
     assert (time.holds, memory.holds) == (Holds.YES, Holds.YES)
     assert memory.figures == {"tiled_growth": pytest.approx(1.0), "full_growth": pytest.approx(2.0)}
-    unmeasured = [TilingPoint(1000, 1.0, 1.5, None, None), TilingPoint(2000, 1.0, None, None, None)]
-    (time,) = claims.judge_tiling(unmeasured)
+    unmeasured = [tiles(1000, 1.0, 1.5, None, None), tiles(2000, 1.0, None, None, None)]
+    (time,) = verdicts.judge_tiling(unmeasured)
     assert time.holds is Holds.NO
-    modes = [ModesPoint("decode", 4, 0.0, 4, 0, 9, 9, {"ragged": 1.0, "bursted": 3.0, "padded": 0.9})]
-    assert claims.judge_modes(modes).holds is Holds.YES
-    cache = [RecomputePoint(n, n * 0.1, n * n * 0.01, n, n * (n + 1) // 2) for n in (10, 20, 40, 80)]
-    assert claims.judge_cache(cache).holds is Holds.YES
-    flat = [RecomputePoint(n, n * 0.1, n * 0.2, n, n * (n + 1) // 2) for n in (10, 20, 40, 80)]
-    assert claims.judge_cache(flat).holds is Holds.NO
+    modes = [{"seconds": {"ragged": 1.0, "bursted": 3.0, "padded": 0.9}}]
+    assert verdicts.judge_modes(modes).holds is Holds.YES
+    cache = [generation(n, n * 0.1, n * n * 0.01) for n in (10, 20, 40, 80)]
+    assert verdicts.judge_cache(cache).holds is Holds.YES
+    flat = [generation(n, n * 0.1, n * 0.2) for n in (10, 20, 40, 80)]
+    assert verdicts.judge_cache(flat).holds is Holds.NO
 
 
 def test_every_claim_is_measured_and_every_key_documented(folder: str) -> None:

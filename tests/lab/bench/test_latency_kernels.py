@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
-from chairlift_lab.bench.kernels import KernelSettings
+from chairlift_lab.bench.kernels import KINDS, KernelSettings
 from chairlift_lab.bench.latency import LatencySettings
 from chairlift_lab.common.cpu_time import process_age
+from chairlift_lab.report.options import parse_names
 from tests.kernels.tiny_config import CONFIG
 
 
@@ -80,7 +81,7 @@ def test_kernels_of_latent_attention(tmp_path: Path) -> None:
 
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="kernels"):
-        KernelSettings(kinds=["products", "magic"])
+        parse_names("kernels", "products,magic", KINDS)
     with pytest.raises(InvalidParameter, match="rows"):
         KernelSettings(rows=[0])
     with pytest.raises(InvalidParameter, match="output_tokens"):

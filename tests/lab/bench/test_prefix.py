@@ -17,7 +17,7 @@ from chairlift_lab.bench.prefix import SCENARIOS, PrefixSettings, compare_prefix
 from chairlift_lab.common.engine_run import Session, run_sessions
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.workload import BenchRequest, TokenSource
-from chairlift_lab.report.lists import parse_names
+from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 SMALL = PrefixSettings(
@@ -63,26 +63,23 @@ def test_requests_arrive_at_their_times(maker: EngineMaker) -> None:
 
 
 def test_caching_finds_common_prefixes(maker: EngineMaker) -> None:
-    points = compare_prefix_caching(maker, SMALL)
-    assert [(point.scenario, point.caching) for point in points] == [(s, c) for s in SCENARIOS for c in (False, True)]
-    for off, on in zip(points[::2], points[1::2], strict=True):
-        assert off.hit_rate == 0
-        assert on.hit_rate > 0.2
-        assert on.measured.input_tokens == off.measured.input_tokens
-        assert on.measured.inside is not None
-        assert off.measured.inside is not None
-        assert on.measured.inside.mean_batch_requests >= off.measured.inside.mean_batch_requests
+    rows = compare_prefix_caching(maker, SMALL)
+    combinations = [(row["scenario"], row["prefix_caching"]) for row in rows]
+    assert combinations == [(s, c) for s in SCENARIOS for c in (False, True)]
+    for off, on in zip(rows[::2], rows[1::2], strict=True):
+        assert off["hit_rate"] == 0
+        assert on["hit_rate"] > 0.2
+        assert on["input_tokens"] == off["input_tokens"]
+        assert on["mean_batch_requests"] >= off["mean_batch_requests"]
     # Two later agents find the 64 tokens of tools, and the second call of all three what the first left in whole
     # blocks of 16: 64 tokens of tools, 7 of a task, 4 computed of an answer.
-    agents = points[-1]
-    assert agents.measured.inside is not None
-    assert agents.measured.inside.cached_tokens == 2 * 64 + 3 * 64
+    assert rows[-1]["cached_tokens"] == 2 * 64 + 3 * 64
 
 
 def test_every_key_is_documented(maker: EngineMaker) -> None:
     documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
-    (point, _) = compare_prefix_caching(maker, SMALL, scenarios=["rag"])
-    assert set(point.row()) | set(PrefixSettings.__dataclass_fields__) | set(maker.settings()) <= documented
+    (row, _) = compare_prefix_caching(maker, SMALL, scenarios=["rag"])
+    assert set(row) | set(PrefixSettings.__dataclass_fields__) | set(maker.settings()) <= documented
 
 
 def test_the_same_seed_gives_the_same_sessions() -> None:

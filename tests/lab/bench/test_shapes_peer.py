@@ -18,13 +18,27 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models import dummy
-from chairlift_lab.bench import shapes as shapes_peer
-from chairlift_lab.bench.shapes import CaseResult, ShapePeer, ShapeRun, _finished, _only_this, _run_own, make_cases
 from chairlift_lab.common.floor import Ceilings
+from chairlift_lab.common.shape_run import Cases, ShapeRun, make_cases
+from chairlift_lab.peers import shape_peer
 from chairlift_lab.peers.process import PROGRAMS, PeerProcess
+from chairlift_lab.peers.shape_peer import ShapePeer, only_this_gpu, run_own, valid_part
 from tests.kernels.tiny_config import CONFIG
 
-OWN = ShapeRun([CaseResult("decode-2", 2, 8, 16, 1.0, 0.5, 9, 0.7, 0.2)] * 2, Ceilings(1e9, 1e12), 3.0, 300)
+ROW = {
+    "name": "decode-2",
+    "requests": 2,
+    "prompt_tokens": 8,
+    "output_tokens": 16,
+    "seconds": 1.0,
+    "floor_seconds": 0.5,
+    "steps": 9,
+    "device_seconds": 0.7,
+    "host_seconds": 0.2,
+    "tokens_per_second": 16.0,
+    "share_of_floor": 0.5,
+}
+OWN = ShapeRun([ROW] * 2, Ceilings(1e9, 1e12), 3.0, 300)
 
 
 @pytest.fixture
@@ -95,7 +109,7 @@ def test_our_result_is_kept_when_the_peer_fails(
     behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
-    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (OWN, 5.0))
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report))
     assert result.exit_code == 2
@@ -106,7 +120,7 @@ def test_our_result_is_kept_when_the_peer_fails(
     assert "decode-2" in result.output
     written = json.loads(report.read_text())
     assert expected in written["settings"]["peer"]["failure"]
-    assert written["rows"] == [result.row() for result in OWN.results]
+    assert written["rows"] == OWN.rows
 
 
 @pytest.mark.parametrize(
@@ -120,8 +134,8 @@ def test_our_result_is_kept_when_the_peer_fails(
     ],
 )
 def test_a_partial_answer_is_kept_if_it_is_valid(answer: dict[str, Any], kept: list[float] | None) -> None:
-    found = _finished(answer, num_cases=2)
-    assert (found and found.seconds) == kept
+    part = valid_part(answer, num_cases=2)
+    assert (part and part["seconds"]) == kept
 
 
 def test_our_result_is_kept_when_the_peer_is_interrupted(
@@ -130,14 +144,14 @@ def test_our_result_is_kept_when_the_peer_is_interrupted(
     def interrupted(*how: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (OWN, 5.0))
     monkeypatch.setattr(ShapePeer, "_run", interrupted)
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report))
     assert result.exit_code == 130
     assert "decode-2" in result.output
     written = json.loads(report.read_text())
-    assert written["rows"] == [result.row() for result in OWN.results]
+    assert written["rows"] == OWN.rows
     assert written["settings"]["peer"]["start_seconds"] is None
 
 
@@ -145,8 +159,8 @@ def test_cases_that_the_peer_completed_before_a_failure_are_kept(
     shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies of prompts")
-    own = replace(OWN, results=[OWN.results[0], replace(OWN.results[0], name="prefill-1")])
-    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (own, 5.0))
+    own = replace(OWN, rows=[ROW, ROW | {"name": "prefill-1"}])
+    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (own, 5.0))
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 2
@@ -208,12 +222,12 @@ def test_errors_of_our_process_are_raised_here(
         run_chairlift_shapes.run(job | {"started": 0.0}, lambda **content: lines.append(content))
         return lines[-1]
 
-    monkeypatch.setattr(shapes_peer, "_ask", ask)
+    monkeypatch.setattr(shape_peer, "ask_with_notes", ask)
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     config = EngineConfig(device="cpu", load_format="dummy")
     with pytest.raises(ChairliftError, match=message) as raised:
-        _run_own(shape, config, ["decode-1"], print)
+        run_own(Cases(shape, config, ["decode-1"]), print)
     assert type(raised.value) is kind
 
 
@@ -221,12 +235,12 @@ def test_a_peer_sees_only_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = EngineConfig(device="cuda")
-    assert _only_this(config) == {}
+    assert only_this_gpu(config) == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     second = replace(config, device="cuda:1")
-    assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert only_this_gpu(second) == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
-    assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert only_this_gpu(second) == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
 def test_a_peer_that_draws_other_weights_is_refused(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chairlift.terminal.tables import show_table
-from chairlift_lab.bench.claims import ClaimsTable, ClaimVerdict, Holds
 from chairlift_lab.bench.quality import CPU_MODES, Quality, quality_table
+from chairlift_lab.common.verdicts import ClaimsTable, ClaimVerdict, Holds
 
 words = st.text("abcdefgh", min_size=1, max_size=9)
 phrases = st.lists(words, min_size=1, max_size=4).map(" ".join)

@@ -12,7 +12,7 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.throughput import ALL_ENGINES, ENGINES, ThroughputComparison
 from chairlift_lab.common.measure import TokenProgress
 from chairlift_lab.common.workload import LengthRange, make_workload
-from chairlift_lab.report.lists import parse_names
+from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 

@@ -12,13 +12,12 @@ from closed_loop import ReplyWriter, main
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     from chairlift.config import EngineConfig
     from chairlift.errors import ChairliftError, InvalidParameter
-    from chairlift_lab.bench.shapes import run_shape
+    from chairlift_lab.common.shape_run import Cases, run_shape
 
     imported = time.time() - job["started"]
     try:
-        config = EngineConfig(**job["config"])
-        lengths = {"scale": job["scale"], "layers": job["layers"]}
-        done = run_shape(job["shape"], config, job["cases"], lambda text: answer(note=text), **lengths)
+        cases = Cases(*(job[name] for name in Cases._fields))._replace(config=EngineConfig(**job["config"]))
+        done = run_shape(cases, lambda text: answer(note=text))
     except InvalidParameter as error:
         answer(parameter=error.parameter, problem=error.problem)
     except ChairliftError as error:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -29,32 +29,26 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.measure import percentile
 from chairlift_lab.common.workload import full_length
-from chairlift_lab.report.options import ReportOptions, number_list
+from chairlift_lab.report.options import Count, ReportOptions, Settings, number_list
 from chairlift_lab.report.plots import PlotPanel, save_panels
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
 
-_TRAFFIC = "Traffic"
+_option = partial(typer.Option, rich_help_panel="Traffic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingSettings:
+class ChunkingSettings(Settings):
     """Long prompts and the requests that decode beside them; lengths are in tokens."""
 
-    decodes: Annotated[int, typer.Option(help="Requests that decode all the time.", rich_help_panel=_TRAFFIC)] = 8
-    start: Annotated[int, typer.Option(help="Tokens of their prompts.", rich_help_panel=_TRAFFIC)] = 32
-    output: Annotated[
-        int, typer.Option(help="Tokens each of them generates before a new one replaces it.", rich_help_panel=_TRAFFIC)
-    ] = 512
-    prompts: Annotated[int, typer.Option(help="Long prompts per setting and round.", rich_help_panel=_TRAFFIC)] = 4
-    prompt_len: Annotated[int, typer.Option(help="Tokens of a long prompt.", rich_help_panel=_TRAFFIC)] = 1024
-    rounds: Annotated[int, typer.Option(help="Repetitions of everything, with new engines.")] = 1
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_TRAFFIC)] = 0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            at_least(0 if name == "seed" else 1)(name, value)
+    decodes: Annotated[Count, _option(help="Requests that decode all the time.")] = 8
+    start: Annotated[Count, _option(help="Tokens of their prompts.")] = 32
+    output: Annotated[Count, _option(help="Tokens each of them generates before a new one replaces it.")] = 512
+    prompts: Annotated[Count, _option(help="Long prompts per setting and round.")] = 4
+    prompt_len: Annotated[Count, _option(help="Tokens of a long prompt.")] = 1024
+    rounds: Annotated[Count, typer.Option(help="Repetitions of everything, with new engines.")] = 1
+    seed: Annotated[int, at_least(0), _option(help="The same seed gives the same requests.")] = 0
 
 
 @dataclass(slots=True)
@@ -471,7 +465,6 @@ def bench_chunking(
     the same target by the same rule.
     """
     from chairlift.engine.settings import resolve_machine
-    from chairlift_lab.common.engines import EngineMaker
 
     refuse_given(context, CHOSEN_HERE, "is chosen by this bench")
     targets = None if targets_ms is None else [ms / 1e3 for ms in targets_ms]

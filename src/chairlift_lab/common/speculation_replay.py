@@ -14,9 +14,9 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -91,7 +91,7 @@ class RecordedAnswer:
 
 @cache
 def load_recording() -> dict[str, list[RecordedAnswer]]:
-    path = resources.files("chairlift_lab.bench") / "recording.json.gz"
+    path = Path(__file__).with_name("recording.json.gz")
     found: dict[str, list[dict[str, Any]]] = json.loads(gzip.decompress(path.read_bytes()))
     return {name: [RecordedAnswer(**one) for one in some] for name, some in found.items()}
 
@@ -265,58 +265,22 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "longest_pause": {"longest_pause": SpeculationTuning().first_pause},
 }
 
-WORKLOADS = (
-    ReplayWorkload("quotes, batch 1", (("quotes", 1, 8),) * 2),
-    ReplayWorkload("chat, batch 1", (("chat", 1, 8),) * 2),
-    ReplayWorkload("quotes, batch 4", (("quotes", 4, 16),) * 3),
-    ReplayWorkload("chat, batch 4", (("chat", 4, 16),) * 3),
-    ReplayWorkload("code-edit, batch 4", (("code-edit", 4, 16),) * 3),
-    ReplayWorkload("quotes, batch 16", (("quotes", 16, 48),) * 3),
-    ReplayWorkload("chat, batch 16", (("chat", 16, 320),)),
-    ReplayWorkload("chat, batch 64", (("chat", 64, 128),)),
-    ReplayWorkload(
-        "all sizes",
-        (("quotes", 1, 4), ("chat", 16, 48), ("quotes", 4, 16), ("chat", 4, 16), ("code-edit", 16, 32), ("chat", 2, 8)),
-    ),
-    ReplayWorkload("machine slows down", (("quotes", 4, 16),) * 4, slowdown=1.4),
-    ReplayWorkload("machine speeds up", (("chat", 2, 8), ("chat", 4, 16)) * 3, slowdown=0.6),
-    ReplayWorkload("overconfident head", (("chat", 1, 4), ("chat", 4, 16), ("quotes", 16, 48)), overconfident=4),
-    ReplayWorkload("quotes, batch 1, GPU", (("quotes", 1, 8),) * 2, costs=H200),
-    ReplayWorkload("chat, batch 1, GPU", (("chat", 1, 8),) * 2, costs=H200),
-    ReplayWorkload("quotes, batch 8, GPU", (("quotes", 8, 32),) * 2, costs=H200),
-    ReplayWorkload("chat, batch 8, GPU", (("chat", 8, 32),) * 2, costs=H200),
-    ReplayWorkload("chat, batch 32, GPU", (("chat", 32, 128),) * 2, costs=H200),
-    ReplayWorkload(
-        "all sizes, GPU", (("chat", 32, 64), ("quotes", 1, 4), ("chat", 4, 16), ("quotes", 8, 32)), costs=H200
-    ),
-)
+MACHINES = {"CPU": CPU, "H200": H200}
 
 
-@dataclass(frozen=True, slots=True)
-class AblationPoint:
-    """The time of all replays with one change, relative to the default."""
-
-    name: str
-    changed: Mapping[str, Any]
-    ratio: float  # the geometric mean over all workloads and proposers; above 1: the constant saves time
-    noise: float  # the standard error of its logarithm
-    ratios: Mapping[str, float]  # The ratio of each workload and proposer.
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        return max(self.ratios.items(), key=lambda item: item[1])
-
-    @property
-    def earns_its_place(self) -> bool:
-        """Whether the constant saves time beyond the noise on average, or 3% in one workload."""
-        return math.log(self.ratio) > 2 * self.noise or self.worst[1] > 1.03
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self) | {"worst_workload": self.worst[0], "worst_ratio": self.worst[1]}
+def _workload(name: str, waves: Sequence[Sequence[Any]], costs: str = "CPU", **more: Any) -> ReplayWorkload:
+    return ReplayWorkload(name, tuple((scenario, size, count) for scenario, size, count in waves), costs=MACHINES[costs], **more)
 
 
-def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[AblationPoint]:
-    """Replay all workloads with each change, all with the same seeds and so the same noise."""
+WORKLOADS = tuple(_workload(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
+
+
+def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[dict[str, Any]]:
+    """A row for each change: the time of all replays relative to the default, with the same seeds and so the same noise.
+
+    `ratio` is the geometric mean over all workloads and proposers (above 1: the constant saves time), `noise` the
+    standard error of its logarithm.
+    """
     cases = [(workload, proposer, seed) for workload in WORKLOADS for proposer in PROPOSERS for seed in range(seeds)]
     with ProcessPoolExecutor() as pool:
 
@@ -325,11 +289,16 @@ def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[AblationPoint
 
         note("the default")
         default = seconds(SpeculationTuning())
-        points = []
+        rows = []
         for name, changed in CHANGES.items():
             note(f"without {name}")
-            points.append(_compare(name, changed, cases, seconds(replace(SpeculationTuning(), **changed)), default))
-    return points
+            rows.append(_compare(name, changed, cases, seconds(replace(SpeculationTuning(), **changed)), default))
+    return rows
+
+
+def earns_its_place(row: Mapping[str, Any]) -> bool:
+    """Whether the constant saves time beyond the noise on average, or 3% in one workload."""
+    return bool(math.log(row["ratio"]) > 2 * row["noise"] or row["worst_ratio"] > 1.03)
 
 
 def _replay(case: tuple[ReplayWorkload, str, int, SpeculationTuning]) -> float:
@@ -343,10 +312,19 @@ def _compare(
     cases: Sequence[tuple[ReplayWorkload, str, int]],
     seconds: Sequence[float],
     default: Sequence[float],
-) -> AblationPoint:
+) -> dict[str, Any]:
     logs: dict[str, list[float]] = {}
     for (workload, proposer, _), one, other in zip(cases, seconds, default, strict=True):
         logs.setdefault(f"{workload.name}, {proposer}", []).append(math.log(one / other))
     every = [log for some in logs.values() for log in some]
     ratios = {key: math.exp(mean(some)) for key, some in logs.items()}
-    return AblationPoint(name, changed, math.exp(mean(every)), stdev(every) / len(every) ** 0.5, ratios)
+    worst = max(ratios, key=lambda key: ratios[key])
+    return {
+        "name": name,
+        "changed": changed,
+        "ratio": math.exp(mean(every)),
+        "noise": stdev(every) / len(every) ** 0.5,
+        "ratios": ratios,
+        "worst_workload": worst,
+        "worst_ratio": ratios[worst],
+    }

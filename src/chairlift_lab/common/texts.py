@@ -6,29 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-_NAMES = ("Ada Lovelace", "Alan Turing", "Grace Hopper", "Edsger Dijkstra", "Barbara Liskov", "Donald Knuth")
-_TOWNS = ("London", "Paris", "Vienna", "Lisbon", "Oslo", "Prague", "Zurich", "Madrid")
-_THINGS = ("price", "weight", "length", "score", "speed", "distance", "volume", "rating")
-_QUESTIONS = (
-    "What makes a good teacher?",
-    "Describe a walk through a forest in autumn.",
-    "Why do people enjoy sad songs?",
-    "How would you explain money to someone from another planet?",
-    "What should I think about before I move to another city?",
-    "Write a letter from a lighthouse keeper to his sister.",
-    "What is the difference between knowledge and wisdom?",
-    "Suggest a weekend plan for a rainy day.",
-    "How did people tell the time before clocks?",
-    "What can we learn from failure?",
-    "Invent a holiday and describe how it is celebrated.",
-    "Why is the sky blue during the day and red in the evening?",
+_TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_NAMES, _TOWNS, _THINGS, _QUESTIONS, _STORY = (
+    _TEXTS[part] for part in ("names", "towns", "things", "questions", "story")
 )
-_STORY = (
-    "The bridge over the {town} river was closed on Monday after engineers found a crack in the main cable. "
-    '"We could not take the risk," said {name}, who leads the inspection team. "Forty thousand people cross this '
-    'bridge every day." Repairs will take about three weeks and cost two million. The city has promised more ferries '
-    'until then. "It is the right decision, but it should have been made years ago," said a shop owner nearby.'
-)
+
+# Prose, instructions, code, tables, dialogue and other languages, by which lossy options are judged.
+QUALITY_TEXTS: tuple[str, ...] = tuple(_TEXTS["quality"])
 
 
 def extraction(index: int) -> str:
@@ -73,8 +57,3 @@ SCENARIOS: dict[str, Callable[[int], str]] = {
     "quotes": quotes,
     "chat": chat,
 }
-
-# Prose, instructions, code, tables, dialogue and other languages, by which lossy options are judged.
-QUALITY_TEXTS: tuple[str, ...] = tuple(
-    json.loads(Path(__file__).with_name("quality_texts.json").read_text(encoding="utf-8"))
-)

@@ -27,9 +27,16 @@ from chairlift.terminal.options import EngineOptions
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.workload import BenchRequest
-from chairlift_lab.load.arrivals import Arrivals
-from chairlift_lab.load.client import LoadClient, RequestFormat
-from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadLoop, LoadRecord, OpenLoop
+from chairlift_lab.load.client import (
+    ClosedLoop,
+    LoadClient,
+    LoadGenerator,
+    LoadLoop,
+    LoadRecord,
+    OpenLoop,
+    RequestFormat,
+)
+from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.simulator.outcome import Arrival, Targets, figures, percentile
 from chairlift_lab.simulator.simulation import simulate

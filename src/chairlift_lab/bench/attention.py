@@ -22,7 +22,7 @@ from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.kernel_cases import BLOCK_SIZE, plan_of
-from chairlift_lab.common.shape_options import MachineOptions
+from chairlift_lab.common.model_shapes import MachineOptions
 from chairlift_lab.common.timing import best_seconds, in_inference_mode, peak_bytes
 from chairlift_lab.common.workload import SpreadLengths
 from chairlift_lab.report.options import Count, Counts, ReportOptions, Settings, each, number_list, parse_names

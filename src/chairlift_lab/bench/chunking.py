@@ -26,8 +26,8 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.engine_run import percentile
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.measure import percentile
 from chairlift_lab.common.workload import full_length
 from chairlift_lab.report.options import Count, ReportOptions, Settings, number_list
 from chairlift_lab.report.plots import PlotPanel, save_panels

@@ -23,13 +23,12 @@ from chairlift.terminal.options import EngineOptions, ModelArgument
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.bench.serve import MAX_WAITING
-from chairlift_lab.common.measure import percentile
-from chairlift_lab.common.shape_options import ShapeOptions
+from chairlift_lab.common.engine_run import percentile
+from chairlift_lab.common.model_shapes import ShapeOptions
 from chairlift_lab.common.workload import BenchRequest, LengthRange, draw_requests
-from chairlift_lab.load.client import LoadClient, RequestFormat
+from chairlift_lab.load.client import ClosedLoop, LoadClient, LoadGenerator, LoadRecord, RequestFormat
 from chairlift_lab.load.figures import Latency
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
-from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadRecord
 from chairlift_lab.report.options import number_list
 
 WARM_SECONDS = 5.0  # The load after a warm start is short: its first token counts.

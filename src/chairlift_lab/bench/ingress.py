@@ -20,7 +20,7 @@ from chairlift.options.declaration import above, at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.shape_options import TokenizerModel
+from chairlift_lab.common.model_shapes import TokenizerModel
 from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
 from chairlift_lab.report.options import number_list
 

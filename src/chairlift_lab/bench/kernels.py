@@ -21,7 +21,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.kernel_cases import KernelCase, attention_case, device_seconds
-from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
+from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.common.timing import TimedCall, in_inference_mode
 from chairlift_lab.report.options import Counts, Settings, number_list, parse_names
 

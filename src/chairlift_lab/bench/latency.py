@@ -18,7 +18,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, floor_seconds
-from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
+from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.common.shape_run import WARM_UP_TOKENS
 from chairlift_lab.report.options import Count, Counts, Settings, number_list
 
@@ -125,9 +125,9 @@ def bench_latency(
     same run.
     """
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.common.cpu_time import process_age
     from chairlift_lab.common.floor import ceilings_for
     from chairlift_lab.common.step_work import model_cost
+    from chairlift_lab.common.timing import process_age
 
     refuse_given(
         context, ("speculate", "draft_length"), "the floor counts a step for every token; see bench speculation"

@@ -23,8 +23,7 @@ from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
 from chairlift_lab.common.engines import touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
 from chairlift_lab.common.kernel_cases import attention_case, device_seconds
-from chairlift_lab.common.model_shapes import read_json_config
-from chairlift_lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
+from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings, read_json_config
 from chairlift_lab.common.shape_run import WARM_UP_TOKENS
 from chairlift_lab.common.timing import growth, in_inference_mode, peak_bytes
 from chairlift_lab.report.options import Settings, each, number_list

@@ -167,7 +167,7 @@ def bench_profile(
     """
     from chairlift.config import EngineConfig
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.common.cpu_time import OtherPrograms
+    from chairlift_lab.common.timing import OtherPrograms
     from chairlift_lab.common.workload import LengthRange
     from chairlift_lab.planning.recording import RunRecorder, RunSettings, compare
 

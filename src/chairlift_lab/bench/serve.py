@@ -17,16 +17,23 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.measure import add_speedups
+from chairlift_lab.common.engine_run import add_speedups
 from chairlift_lab.common.workload import BenchRequest, LengthRange, Workload
-from chairlift_lab.load.client import WORDS, LoadClient, RequestFormat
-from chairlift_lab.load.figures import load_row
+from chairlift_lab.load.client import (
+    WORDS,
+    ClosedLoop,
+    LoadClient,
+    LoadGenerator,
+    LoadLoop,
+    LoadProgress,
+    LoadRun,
+    RequestFormat,
+)
+from chairlift_lab.load.figures import LoadTables, load_row, watch_load
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
 from chairlift_lab.load.offline_worker import run_offline
 from chairlift_lab.load.options import JudgeOptions, LoadOptions, LoadTargetOptions, LoadWorkload
 from chairlift_lab.load.plot import plot_load
-from chairlift_lab.load.report import LoadTables, watch_load
-from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadLoop, LoadProgress, LoadRun
 from chairlift_lab.load.traces import TraceEntry
 from chairlift_lab.report.options import ReportOptions
 

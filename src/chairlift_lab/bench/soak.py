@@ -40,8 +40,8 @@ from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.cpu_time import children
-from chairlift_lab.common.measure import percentile
+from chairlift_lab.common.engine_run import percentile
+from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_server
 
 FEW = 4  # file descriptors or threads that may be added: pools start threads lazily

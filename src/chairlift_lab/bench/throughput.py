@@ -23,7 +23,7 @@ from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.measure import Measurement, TokenProgress, add_speedups
+from chairlift_lab.common.engine_run import Measurement, TokenProgress, add_speedups
 from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload, text_like_ids
 from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
 from chairlift_lab.peers.process import PeerFailed

@@ -194,8 +194,7 @@ def simulate(
         return
     from chairlift.core.kv.swap import check_mode
     from chairlift_lab.common.workload import LengthRange
-    from chairlift_lab.load.arrivals import Arrivals
-    from chairlift_lab.load.traces import load_trace
+    from chairlift_lab.load.traces import Arrivals, load_trace
     from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome, random_arrivals, trace_arrivals
     from chairlift_lab.simulator.outcome import figures
     from chairlift_lab.simulator.simulation import AutoscaledSize

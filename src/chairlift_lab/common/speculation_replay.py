@@ -269,14 +269,16 @@ MACHINES = {"CPU": CPU, "H200": H200}
 
 
 def _workload(name: str, waves: Sequence[Sequence[Any]], costs: str = "CPU", **more: Any) -> ReplayWorkload:
-    return ReplayWorkload(name, tuple((scenario, size, count) for scenario, size, count in waves), costs=MACHINES[costs], **more)
+    return ReplayWorkload(
+        name, tuple((scenario, size, count) for scenario, size, count in waves), costs=MACHINES[costs], **more
+    )
 
 
 WORKLOADS = tuple(_workload(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
 
 
 def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[dict[str, Any]]:
-    """A row for each change: the time of all replays relative to the default, with the same seeds and so the same noise.
+    """A row for each change: the time of all replays relative to the default, all with the same seeds and noise.
 
     `ratio` is the geometric mean over all workloads and proposers (above 1: the constant saves time), `noise` the
     standard error of its logarithm.

@@ -17,7 +17,7 @@ from chairlift.core.events import Event, RequestAdmitted, RequestFinished, Token
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift_lab.common.workload import BenchRequest, Workload
-from chairlift_lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
+from chairlift_lab.load.client import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

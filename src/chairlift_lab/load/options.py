@@ -14,11 +14,9 @@ import typer
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
-from chairlift_lab.load.arrivals import ARRIVALS, Arrivals
-from chairlift_lab.load.client import APIS, RequestFormat
+from chairlift_lab.load.client import APIS, ClosedLoop, LoadLoop, OpenLoop, RequestFormat
 from chairlift_lab.load.figures import LatencyLimits
-from chairlift_lab.load.run import ClosedLoop, LoadLoop, OpenLoop
-from chairlift_lab.load.traces import TraceEntry, load_trace, trace_requests
+from chairlift_lab.load.traces import ARRIVALS, Arrivals, TraceEntry, load_trace, trace_requests
 
 _load, _workload, _server, _good = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Workload", "Server", "What counts as good")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chairlift_lab.load.client import LoadRecord, LoadRun
 from chairlift_lab.load.figures import Latency, LatencyLimits, answered, token_gaps
-from chairlift_lab.load.run import LoadRecord, LoadRun
 from chairlift_lab.report.plots import PlotPanel, save_panels
 
 COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: safe for most kinds of colour blindness

@@ -1,4 +1,4 @@
-"""Recorded traffic of real services: arrival times, lengths and common prefixes.
+"""Arrivals of an open loop, and recorded traffic of real services: times, lengths and common prefixes.
 
 Two public formats are read: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's traces of 2023
 and 2024), and JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake's), where equal ids
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,42 @@ def trace_requests(
         if missing > 0:
             prompt += random.Random(f"{seed} request {index}").choices(vocabulary, k=missing)
         yield BenchRequest(tuple(prompt[: entry.n_in]), entry.n_out)
+
+
+ARRIVALS = ("poisson", "bursty", "uniform")
+BURSTY = 0.25  # the default shape of bursty arrivals: gaps vary twice as much as those of a Poisson process
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests per second, and the shape of the gamma distribution of the gaps between them.
+
+    The mean gap is 1 / rate for every shape; its coefficient of variation is 1 / √shape. A shape of 1 is a Poisson
+    process, a smaller one is bursty, a larger one more even, and infinity gives equal gaps.
+    """
+
+    rate: float
+    shape: float
+
+    @classmethod
+    def parse(cls, rate: float, kind: str, burstiness: float | None) -> Arrivals:
+        if not 0 < rate < float("inf"):
+            raise InvalidParameter("rate", f"must be a number of requests per second above 0, got {rate}")
+        if kind not in ARRIVALS:
+            raise InvalidParameter("arrivals", f"there is no {kind!r}; choose from {', '.join(ARRIVALS)}")
+        if burstiness is not None and kind != "bursty":
+            raise InvalidParameter("burstiness", "only goes with --arrivals bursty")
+        if burstiness is not None and not 0 < burstiness < float("inf"):
+            raise InvalidParameter("burstiness", f"must be above 0, got {burstiness}")
+        shape = {"poisson": 1.0, "bursty": burstiness or BURSTY, "uniform": float("inf")}[kind]
+        return cls(rate, shape)
+
+    def times(self, seed: int) -> Iterator[float]:
+        """Endless arrival times in seconds from the start; the first request arrives at once."""
+        source = random.Random(f"arrivals {seed}")
+        return accumulate(self._gaps(source), initial=0.0)
+
+    def _gaps(self, source: random.Random) -> Iterator[float]:
+        mean = 1 / self.rate
+        while True:
+            yield mean if self.shape == float("inf") else source.gammavariate(self.shape, mean / self.shape)

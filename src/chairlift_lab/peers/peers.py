@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.common.measure import Measurement, TokenProgress
+from chairlift_lab.common.engine_run import Measurement, TokenProgress
 from chairlift_lab.common.workload import Workload
 from chairlift_lab.peers.process import CHECK_SECONDS, PeerFailed, PeerProcess
 

@@ -19,8 +19,7 @@ from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift_lab.common.workload import LengthRange
-from chairlift_lab.load.arrivals import Arrivals
-from chairlift_lab.load.traces import HASHED_TOKENS, TraceEntry
+from chairlift_lab.load.traces import HASHED_TOKENS, Arrivals, TraceEntry
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.plots import save_panels
 from chairlift_lab.simulator.kv_cache import SimulatedKVCache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import read_text
 from chairlift_lab.common.workload import BenchRequest, LengthRange
-from chairlift_lab.load.arrivals import Arrivals
+from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings, simulate_alone
 from chairlift_lab.simulator.outcome import Arrival, Gaps, RequestRecord, SimulationOutcome, Targets, figures
 from chairlift_lab.simulator.replica import Replica
@@ -21,7 +21,7 @@ from chairlift_lab.simulator.step_cost import MeasuredCost
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
-    from chairlift_lab.common.measure import Measurement
+    from chairlift_lab.common.engine_run import Measurement
 
 MAX_RECORDING_MIB = 1024
 

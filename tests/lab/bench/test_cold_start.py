@@ -17,7 +17,7 @@ from chairlift_lab.bench.cold_start import (
     phase_table,
     start_phases,
 )
-from chairlift_lab.load.run import LoadRecord
+from chairlift_lab.load.client import LoadRecord
 from tests.kernels.tiny_config import CONFIG
 
 

@@ -13,7 +13,7 @@ from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.kernels import KINDS, KernelSettings
 from chairlift_lab.bench.latency import LatencySettings
-from chairlift_lab.common.cpu_time import process_age
+from chairlift_lab.common.timing import process_age
 from chairlift_lab.report.options import parse_names
 from tests.kernels.tiny_config import CONFIG
 

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.client.http import Address, HttpClient
 from chairlift_lab.common.workload import BenchRequest
-from chairlift_lab.load.client import LoadClient, RequestFormat
+from chairlift_lab.load.client import ClosedLoop, LoadClient, LoadGenerator, LoadRun, OpenLoop, RequestFormat
 from chairlift_lab.load.figures import LatencyLimits, load_row
 from chairlift_lab.load.local_server import LocalServer, engine_arguments, local_server
-from chairlift_lab.load.run import ClosedLoop, LoadGenerator, LoadRun, OpenLoop
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"

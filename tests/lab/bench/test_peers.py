@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift_lab.bench.throughput import Rounds, ThroughputComparison, median_row
-from chairlift_lab.common.measure import TokenProgress
+from chairlift_lab.common.engine_run import TokenProgress
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
 from chairlift_lab.peers.process import PROGRAMS, PeerFailed, PeerProcess

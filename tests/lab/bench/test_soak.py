@@ -31,7 +31,7 @@ from chairlift_lab.bench.soak import (
     growth_problems,
     memory_growth,
 )
-from chairlift_lab.common.cpu_time import children
+from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import LocalServer
 from tests.cluster.own_ray import own_ray
 from tests.tiny import write_tiny_checkpoint

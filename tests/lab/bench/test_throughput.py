@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.throughput import ALL_ENGINES, ENGINES, ThroughputComparison
-from chairlift_lab.common.measure import TokenProgress
+from chairlift_lab.common.engine_run import TokenProgress
 from chairlift_lab.common.workload import LengthRange, make_workload
 from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint

@@ -102,7 +102,7 @@ def after_reasoning(
     """Let the structure of the answer to a rendered chat begin after the model's reasoning."""
     if params.structure is None or format_ is None:
         return params
-    from chairlift.text.reasoning.reasoning_use import ReasoningUse  # imported late, like the tokenizer
+    from chairlift.text.reasoning import ReasoningUse  # imported late, like the tokenizer
 
     reasoning = ReasoningUse.after(chat["prompt_token_ids"], format_, tokenizer)
     return params.clone(structure=params.structure.after(reasoning.grammar(answer=True, preambles=False)))

@@ -19,7 +19,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.llm import LLM
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.base import choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import CHATML, write_tiny_checkpoint

@@ -20,9 +20,8 @@ from chairlift.text.assistant_parts import (
     PlainParser,
     ReasoningDelta,
 )
-from chairlift.text.reasoning.phase import Phase
-from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
-from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
+from chairlift.text.reasoning import ReasoningUse, effort_variables
+from chairlift.text.reasoning_formats.base import Phase, ReasoningFormat, choose_reasoning
 from chairlift.text.reasoning_formats.cohere import CohereReasoning
 from chairlift.text.reasoning_formats.granite import GraniteReasoning
 from chairlift.text.reasoning_formats.harmony import HarmonyReasoning

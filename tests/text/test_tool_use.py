@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import choose_format

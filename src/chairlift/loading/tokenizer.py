@@ -15,7 +15,7 @@ from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.json_file import read_optional_json_object
-from chairlift.text.backend_failures import is_failure
+from chairlift.text.detokenizer import is_failure
 from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 
 MAX_TOKENIZER_BYTES = 1 << 28  # the largest known have about 35 MB

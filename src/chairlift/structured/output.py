@@ -15,8 +15,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.sampling.draw import Bits, TokenMasks
 from chairlift.structured.compiler import BadStructure, GrammarCompiler, mask_words
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
-from chairlift.text.reasoning.tracker import ReasoningTracker, Restriction
+from chairlift.text.reasoning import ReasoningTracker, ReasoningUse, Restriction
 from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 

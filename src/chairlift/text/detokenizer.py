@@ -1,21 +1,40 @@
 """Incremental detokenization, with the same result as decoding all tokens at once.
 
 A character may be spread over several tokens. Complete characters are emitted at once and the rest is held back, so no
-piece contains half a character. The cost per token does not depend on the length of the text.
-"""
+piece contains half a character. The cost per token does not depend on the length of the text."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer as Backend
 
-from chairlift.text.backend_failures import backend_failures
+from chairlift.errors import ChairliftError, UnsupportedModel
+
+
+@contextmanager
+def backend_failures() -> Iterator[None]:
+    """Raise UnsupportedModel for a failure of the library, such as a regular expression that backtracks too much."""
+    try:
+        yield
+    except ChairliftError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from None
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether this is an exception or a Rust panic, which is no `Exception`, rather than an interrupt."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

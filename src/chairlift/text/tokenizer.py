@@ -11,13 +11,13 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter, UnsupportedModel
-from chairlift.text.backend_failures import backend_failures
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.detokenizer import (
     IncrementalDetokenizer,
     PieceDetokenizer,
     TokenPieces,
     WindowDetokenizer,
+    backend_failures,
     decoding_rules,
 )
 from chairlift.text.messages import checked_messages, plain_data

@@ -16,7 +16,7 @@ from chairlift.server.generation.usage import Usage
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
 from chairlift.server.wire.unknown_fields import check_unknown
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning import ReasoningUse
 
 MAX_PARAMETERS = 256
 MAX_PATH = 300  # characters of a field's path in an error

@@ -23,7 +23,7 @@ from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
-from chairlift.text.reasoning.tracker import ReasoningTracker
+from chairlift.text.reasoning import ReasoningTracker
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.unknown_fields import check_unknown, say_ignored, without_unknown
 from chairlift.text.assistant_parts import AssistantParser
 from chairlift.text.messages import known_roles
-from chairlift.text.reasoning.reasoning_use import ReasoningUse, split_reasoning
+from chairlift.text.reasoning import ReasoningUse, split_reasoning
 from chairlift.text.tools.tool_use import ToolUse
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart
-from chairlift.text.reasoning.phase import Phase
-from chairlift.text.reasoning_formats.base import REASONING_FORMATS, ReasoningFormat
+from chairlift.text.reasoning_formats.base import REASONING_FORMATS, Phase, ReasoningFormat
 from chairlift.text.tools.reader import prefix_at_end
 
 _SENTENCE = "Here is my thought process:"

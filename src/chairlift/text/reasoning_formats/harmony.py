@@ -7,12 +7,12 @@ from typing import Any
 
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart
-from chairlift.text.reasoning.marked_parser import TrimmedReasoning
-from chairlift.text.reasoning.phase import Phase
 from chairlift.text.reasoning_formats.base import (
     REASONING_FORMATS,
     Message,
+    Phase,
     ReasoningFormat,
+    TrimmedReasoning,
     reasoning_rules,
     renamed_reasoning,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
-from chairlift.text.tools.bare_json import BareJSONParser
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, bare_objects, call_object
+from chairlift.text.tools.call_parser import BareJSONParser
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tool import Tool
 

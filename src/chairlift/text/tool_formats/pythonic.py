@@ -22,8 +22,7 @@ from chairlift.text.tools.call_grammar import (
 )
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import MAX_DEPTH, SPACES, NotACall, Reading
-from chairlift.text.tools.tool import Tool
-from chairlift.text.tools.value_types import property_schema, types_of
+from chairlift.text.tools.tool import Tool, property_schema, types_of
 
 START, END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[a-zA-Z0-9_-]*")

@@ -238,3 +238,19 @@ def _decoded(text: str) -> object:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         raise NotACall from None
+
+
+class BareJSONParser(CallParser):
+    """Parses calls that are JSON objects without any marker."""
+
+    arguments_optional = False  # only the arguments distinguish {"name": …} from any other JSON
+
+    def read_objects(self) -> Reading[None]:
+        """One object, or several with ; or , between them."""
+        while True:
+            yield from self.read_object()
+            yield from self.reader.run(SPACES)
+            if (yield from self.reader.peek()) not in (";", ","):
+                return
+            self.reader.at += 1
+            yield from self.reader.run(SPACES)

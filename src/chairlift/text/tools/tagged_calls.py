@@ -12,8 +12,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.tools.call_grammar import json_value, literal, one_of, pattern
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, NotACall, Reading, prefix_at_end
-from chairlift.text.tools.tool import Tool
-from chairlift.text.tools.value_types import as_json, is_text, property_schema
+from chairlift.text.tools.tool import Tool, as_json, is_text, property_schema
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]*")
 

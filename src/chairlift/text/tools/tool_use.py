@@ -14,7 +14,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import Message, ToolFormat

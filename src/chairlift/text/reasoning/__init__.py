@@ -1,1 +1,0 @@
-"""Reasoning in a model's output: parsing, grammars and the thinking budget."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.engine.model_check import check_model
-from chairlift.loading.model_config import read_model_config
+from chairlift.loading.resolve import read_model_config
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.loading.json_file import read_json_object
+from chairlift.loading.config_file import read_json_object
 from chairlift.options.config_file import MAX_MIB, read_text
 from chairlift.server.access.keys import KeySources
 from chairlift.server.batch.run import BatchRun

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chairlift.loading.read_ahead import read_ahead
+from chairlift.loading.stored_weight import read_ahead
 
 
 def test_the_same_items_in_order() -> None:

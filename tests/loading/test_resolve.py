@@ -24,8 +24,7 @@ from chairlift.loading import known_models as known
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, cache_dir, known_models
-from chairlift.loading.model_config import read_model_config
-from chairlift.loading.resolve import resolve_model
+from chairlift.loading.resolve import read_model_config, resolve_model
 from tests.loading.stub_hub import stub_hub
 
 CONTENT = bytes(range(256)) * 400
@@ -181,7 +180,7 @@ _FETCH = """
 import sys
 from pathlib import Path
 from chairlift.loading import fetch, known_models as known
-from chairlift.loading.model_config import read_model_config
+from chairlift.loading.resolve import read_model_config
 from chairlift.loading.resolve import resolve_model
 from tests.loading.stub_hub import stub_hub
 

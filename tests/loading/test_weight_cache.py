@@ -22,8 +22,7 @@ from chairlift.loading.weight_cache.cache_file import (
     UnusableCache,
     read_cache,
 )
-from chairlift.loading.weight_cache.identity import checkpoint_state, config_state
-from chairlift.loading.weight_cache.store import WeightRecorder
+from chairlift.loading.weight_cache.store import WeightRecorder, checkpoint_state, config_state
 
 IDENTITY = {"checkpoint": "a", "version": [1, 2]}
 

@@ -25,10 +25,9 @@ from chairlift.engine.weight_cache import build_with_cache
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
-from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
 from chairlift.loading.resolve import resolve_model
-from chairlift.loading.stored_weight import dequantized_matrices
+from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.machine.cores import interleaved

@@ -11,8 +11,8 @@ from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.loading.model_config import ModelConfig, read_model_config
-from chairlift.loading.quantized_checkpoint import quantized_reader
+from chairlift.loading.resolve import ModelConfig, read_model_config
+from chairlift.loading.safetensors_checkpoint import quantized_reader
 from chairlift.models import describe, is_native, model_obstacles
 from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
 from chairlift.models.wrappers import kind, text_config, text_part_notice

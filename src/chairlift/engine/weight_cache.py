@@ -15,8 +15,14 @@ from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.known_models import cache_dir
 from chairlift.loading.weight_cache.cache_file import UnusableCache
-from chairlift.loading.weight_cache.identity import checkpoint_state, code_state, config_state
-from chairlift.loading.weight_cache.store import StoredWeights, WeightRecorder, WeightStore
+from chairlift.loading.weight_cache.store import (
+    StoredWeights,
+    WeightRecorder,
+    WeightStore,
+    checkpoint_state,
+    code_state,
+    config_state,
+)
 from chairlift.models import is_native
 from chairlift.models.base import CausalLM
 

@@ -64,8 +64,11 @@ def _open(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
-        from chairlift.loading.quantized_checkpoint import QuantizedCheckpoint, quantized_reader
-        from chairlift.loading.safetensors_checkpoint import SafetensorsCheckpoint
+        from chairlift.loading.safetensors_checkpoint import (
+            QuantizedCheckpoint,
+            SafetensorsCheckpoint,
+            quantized_reader,
+        )
 
         files = SafetensorsCheckpoint(folder)
         reader = quantized_reader(files.config)

@@ -10,8 +10,7 @@ from typing import Any
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
-from chairlift.loading.config_checkpoint import ConfigCheckpoint
-from chairlift.loading.json_file import MAX_JSON_BYTES, read_json_object
+from chairlift.loading.config_file import MAX_JSON_BYTES, ConfigCheckpoint, read_json_object
 
 _KINDS = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,

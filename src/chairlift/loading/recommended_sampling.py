@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.loading.json_file import read_json_object
+from chairlift.loading.config_file import read_json_object
 from chairlift.loading.known_models import known_models
 
 log = logging.getLogger("chairlift")

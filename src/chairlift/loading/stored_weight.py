@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -206,3 +208,18 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     numbers: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return numbers.to(torch.uint8).flatten(-2)
+
+
+T = TypeVar("T")
+
+_NOTHING = object()
+
+
+def read_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, each prepared in a thread while the caller processes the one before."""
+    iterator = iter(items)
+    with ThreadPoolExecutor(1, thread_name_prefix="chairlift-read-ahead") as thread:
+        upcoming = thread.submit(next, iterator, cast(T, _NOTHING))
+        while (item := upcoming.result()) is not _NOTHING:
+            upcoming = thread.submit(next, iterator, cast(T, _NOTHING))
+            yield item

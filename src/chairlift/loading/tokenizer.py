@@ -13,8 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
-from chairlift.loading.config_checkpoint import ConfigCheckpoint
-from chairlift.loading.json_file import read_optional_json_object
+from chairlift.loading.config_file import ConfigCheckpoint, read_optional_json_object
 from chairlift.text.detokenizer import is_failure
 from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chairlift.layers.expert_weights import ExpertRows
 from chairlift.layers.parts import Targets
-from chairlift.loading.config_checkpoint import ConfigCheckpoint
+from chairlift.loading.config_file import ConfigCheckpoint
 from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, StoredWeight, dequantized
 from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.config_checkpoint import ConfigCheckpoint
+from chairlift.loading.config_file import ConfigCheckpoint
 from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
-from chairlift.loading.json_file import decode_special_floats
+from chairlift.loading.config_file import decode_special_floats
 from chairlift.models.fallback.adapters import find_adapter
 from chairlift.models.fallback.plugged import ADAPTED_NAME, REGISTERED_NAME, PluggedModel, register_attention
 from chairlift.models.families import FAMILIES

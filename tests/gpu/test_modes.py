@@ -12,8 +12,8 @@ import transformers
 
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
+from chairlift.kernels.graphs import memory_taken
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift.runner.memory import memory_taken
 from chairlift_lab.bench.quality import score
 from tests.engine.invariance import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny

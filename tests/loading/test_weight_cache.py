@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chairlift.loading.weight_cache import cache_file, identity
+from chairlift.loading.weight_cache import cache_file, store
 from chairlift.loading.weight_cache.cache_file import (
     TRAILER,
     CacheWriter,
@@ -254,25 +254,25 @@ def test_a_changed_config_has_another_state() -> None:
 def test_a_changed_reader_family_or_format_has_another_state(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for source in identity.SOURCES:
-        shutil.copytree(identity.PACKAGE / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(identity.PACKAGE / identity.VERSION, tmp_path)
-    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
-    before = identity.code_state.__wrapped__()
-    assert identity.code_state.__wrapped__() == before
+    for source in store.SOURCES:
+        shutil.copytree(store.PACKAGE / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(store.PACKAGE / store.VERSION, tmp_path)
+    monkeypatch.setattr(store, "PACKAGE", tmp_path)
+    before = store.code_state.__wrapped__()
+    assert store.code_state.__wrapped__() == before
     changed = tmp_path / file
     changed.write_text(changed.read_text() + "# changed")
-    assert identity.code_state.__wrapped__() != before
+    assert store.code_state.__wrapped__() != before
 
 
 def test_plugins_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text("one")
-    states = [identity.code_state.__wrapped__()]
-    monkeypatch.setattr(identity, "plugin_sources", lambda: [plugin])
-    states.append(identity.code_state.__wrapped__())
+    states = [store.code_state.__wrapped__()]
+    monkeypatch.setattr(store, "plugin_sources", lambda: [plugin])
+    states.append(store.code_state.__wrapped__())
     plugin.write_text("two")
-    states.append(identity.code_state.__wrapped__())
+    states.append(store.code_state.__wrapped__())
     assert len({repr(state) for state in states}) == 3
 
 

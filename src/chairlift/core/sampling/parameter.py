@@ -79,6 +79,12 @@ def declared(default: Any, check: Check, stage: Stage, **options: Any) -> Any:
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
+def check_all(parameters: Mapping[str, SamplingParameter], values: object) -> None:
+    """Check the values of all parameters, which are attributes of `values`."""
+    for name, parameter in parameters.items():
+        parameter.check(name, getattr(values, name))
+
+
 def integer(low: int, high: int | None = None) -> Check:
     limits = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
 
@@ -106,6 +112,36 @@ def number(low: float, high: float, *, low_open: bool = False) -> Check:
 def boolean(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise InvalidParameter(name, f"must be true or false, got {value!r}")
+
+
+def instance_of(expected: type) -> Check:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, expected):
+            raise InvalidParameter(name, f"must be a {expected.__name__}, got {type(value).__name__}")
+
+    return check
+
+
+def boolean_or(word: str) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value not in (True, False, word) or not isinstance(value, (bool, str)):
+            raise InvalidParameter(name, f"must be true, false or {word!r}, got {value!r:.40}")
+
+    return check
+
+
+def texts(most: int, most_characters: int) -> Check:
+    """Check a sequence of non-empty strings."""
+
+    def check(name: str, strings: Sequence[Any]) -> None:
+        if len(strings) > most:
+            raise InvalidParameter(name, f"at most {most} strings, got {len(strings)}")
+        if not all(isinstance(text, str) and text for text in strings):
+            raise InvalidParameter(name, "must be non-empty strings")
+        if sum(map(len, strings)) > most_characters:
+            raise InvalidParameter(name, f"at most {most_characters} characters in all strings together")
+
+    return check
 
 
 def optional(check: Check) -> Check:

@@ -11,12 +11,16 @@ from chairlift.core.sampling.parameter import (
     SamplingParameter,
     Stage,
     boolean,
+    boolean_or,
+    check_all,
     declared,
     each,
     extra_parameter,
+    instance_of,
     integer,
     number,
     optional,
+    texts,
     token_biases,
 )
 from chairlift.core.sampling.structure import Structure
@@ -30,30 +34,6 @@ MAX_STOP_CHARACTERS = 4096  # The sum of all: every completion searches for them
 MAX_SEED = 2**63 - 1
 # Below this, logits divided by the temperature may overflow, so the arg max (the limit) is sampled instead.
 MIN_TEMPERATURE = 1e-5
-
-
-def _check_stop(name: str, strings: Any) -> None:
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidParameter(name, f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
-    if not all(isinstance(text, str) and text for text in strings):
-        raise InvalidParameter(name, "must be non-empty strings")
-    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
-        raise InvalidParameter(name, f"at most {MAX_STOP_CHARACTERS} characters in all strings together")
-
-
-def _check_structure(name: str, value: Any) -> None:
-    if not isinstance(value, Structure):
-        raise InvalidParameter(name, f"must be a Structure, got {type(value).__name__}")
-
-
-def _check_pooling(name: str, value: Any) -> None:
-    if not isinstance(value, Pooling):
-        raise InvalidParameter(name, f"must be a Pooling, got {type(value).__name__}")
-
-
-def _check_early_stopping(name: str, value: Any) -> None:
-    if value not in (True, False, "never") or not isinstance(value, (bool, str)):
-        raise InvalidParameter(name, f"must be true, false or 'never', got {value!r:.40}")
 
 
 def _check_extra_args(name: str, values: Any) -> None:
@@ -86,7 +66,9 @@ class SamplingParams:
     seed: int | None = declared(None, optional(integer(0, MAX_SEED)), Stage.DRAW, on_device=True, with_beams=True)
     max_tokens: int | None = declared(16, optional(integer(0)), Stage.REQUEST, with_beams=True)
     min_tokens: int = declared(0, integer(0), Stage.LOGITS, with_beams=True)
-    stop: str | Sequence[str] | None = declared(None, _check_stop, Stage.REQUEST, neutral=())
+    stop: str | Sequence[str] | None = declared(
+        None, texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS), Stage.REQUEST, neutral=()
+    )
     stop_token_ids: Sequence[int] | None = declared(None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True)
     include_stop_str_in_output: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     ignore_eos: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
@@ -94,14 +76,14 @@ class SamplingParams:
     # The log-probability of each prompt token, and of as many of the likeliest tokens in its place.
     prompt_logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.REQUEST)
     # Return one vector for the prompt and generate nothing.
-    pooling: Pooling | None = declared(None, optional(_check_pooling), Stage.REQUEST)  # noqa: RUF009
+    pooling: Pooling | None = declared(None, optional(instance_of(Pooling)), Stage.REQUEST)  # noqa: RUF009
     skip_special_tokens: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
     # Special tokens that stay in the text despite skip_special_tokens, such as <tool_call>.
     visible_special_ids: Sequence[int] | None = declared(
         None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True
     )
     detokenize: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
-    structure: Structure | None = declared(None, optional(_check_structure), Stage.GRAMMAR)  # noqa: RUF009
+    structure: Structure | None = declared(None, optional(instance_of(Structure)), Stage.GRAMMAR)  # noqa: RUF009
     # The most tokens of reasoning, after which its end marker is forced.
     thinking_token_budget: int | None = declared(None, optional(integer(0)), Stage.GRAMMAR)
     # Generate this many completions and return the `n` with the highest mean log-probability.
@@ -111,14 +93,13 @@ class SamplingParams:
     # The score of a hypothesis is log-probability / length ** length_penalty.
     length_penalty: float = declared(1.0, number(-10.0, 10.0), Stage.REQUEST, with_beams=True)
     # When a beam search ends: True, False or "never", as in transformers.
-    early_stopping: bool | str = declared(False, _check_early_stopping, Stage.REQUEST, with_beams=True)
+    early_stopping: bool | str = declared(False, boolean_or("never"), Stage.REQUEST, with_beams=True)
     # Values of plugins' parameters by name.
     extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
 
     def __post_init__(self) -> None:
         self._normalise()
-        for name, parameter in PARAMETERS.items():
-            parameter.check(name, getattr(self, name))
+        check_all(PARAMETERS, self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problem = f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}"
             raise InvalidParameter("min_tokens", problem)

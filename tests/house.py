@@ -221,21 +221,24 @@ class RequestTrace:
 
 def trace_request() -> RequestTrace:
     """Trace one streaming chat request through the front end; a request before it imports what is imported late."""
-    from tests.server.front_end import ScriptedEngine, answer_ok, front_end
+    from tests.server.front_end import front_end
 
     inward, outward = Trace(), Trace()
-
-    def script(engine: ScriptedEngine, message: Any) -> None:
-        if inward.active:
-            inward.active, outward.active = False, True
-        answer_ok(engine, message)
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         (outward if outward.active else inward).profile(frame, event, arg)
 
     threading.setprofile(profile)
     try:
-        with front_end(script) as running:
+        with front_end() as running:
+            receive = running.engine._send
+
+            def submit(message: bytes) -> None:
+                inward.active, active = False, inward.active  # What follows is the engine's: it decodes the message.
+                receive(message)
+                outward.active = outward.active or active
+
+            running.engine._send = submit  # type: ignore[method-assign]
             post_chat(running.url)
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), running.engine.loop).result()  # Its end is handled.
             inward.active = True

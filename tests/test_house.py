@@ -40,8 +40,8 @@ MOST_MEMBERS = 14
 FAN_OUT = {"chairlift.engine.startup": 20, "chairlift.runner.gpu.runner": 33}
 DECODER_LINES = 165
 MOST_IMPORTS = 26
-REQUEST_FILES = 34
-REQUEST_REENTRIES = 24
+REQUEST_FILES = 25
+REQUEST_REENTRIES = 4
 STEP_FILES = 54
 
 
@@ -104,19 +104,20 @@ def test_a_chat_request_enters_few_files_twice(request_trace: house.RequestTrace
     assert len(again) <= REQUEST_REENTRIES, again
 
 
-# How often a chat request enters the stages of its walk. The chat is parsed, and tokenized in a thread; an admission
-# for parsing ends before the request is admitted; the engine's client is asked for room before prompts are submitted.
-# The event loop starts and ends the job of the tokenizer, and begins to watch for a disconnect in the handler.
+# How often a chat request enters the stages of its walk.
 STAGES = {
     "server/http/boundary.py": 1,
     "server/http/guards.py": 1,
+    "server/http/bodies.py": 1,
+    "server/generation/endpoint.py": 1,
     "server/http/routes.py": 1,
-    "server/generation/handler.py": 2,
-    "server/generation/admission.py": 2,
-    "server/generation/tokenizer_pool.py": 2,
-    "server/generation/usage.py": 1,
-    "server/openai/chat.py": 2,
-    "server/process/engine_client.py": 2,
+    "server/openai/types.py": 1,
+    "server/generation/handler.py": 1,
+    "server/generation/admission.py": 1,
+    "server/generation/tokenizer_pool.py": 1,
+    "server/openai/chat.py": 1,
+    "text/tokenizer.py": 1,
+    "server/process/engine_client.py": 1,
 }
 
 

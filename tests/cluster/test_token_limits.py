@@ -133,7 +133,7 @@ def test_servers_report_that_their_engine_died(stream: bool, has_begun: bool) ->
     def die(engine: ScriptedEngine, message: ToEngine) -> None:
         if isinstance(message, Submit):
             if has_begun:
-                engine._deliver(Update(message.request_id, text="a", tokens=[5]))
+                engine.requests.deliver(Update(message.request_id, text="a", tokens=[5]))
             engine.loop.call_soon(engine._fail_all, EngineDied("died"))
 
     proxied = KeyTable(KeySources(proxy=KEY).read())

@@ -76,7 +76,7 @@ def test_nothing_is_recorded_without_an_open_page() -> None:
             next_frame(frames, "key")
         watches = [message for message in front.engine.received if isinstance(message, RecordSteps)]
         assert watches[0].keyframe
-        wait_for(lambda: not front.service.subscribers.watching, "the page to be forgotten")
+        wait_for(lambda: not front.service.subscribers.texts.is_watched, "the page to be forgotten")
 
 
 def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other() -> None:

@@ -56,7 +56,7 @@ class ScriptedEngine(EngineClient):
 
     def publish(self, update: Update, after: float = 0.0) -> None:
         """Deliver an update; callable from any thread."""
-        self.loop.call_soon_threadsafe(self.loop.call_later, after, self._deliver, update)
+        self.loop.call_soon_threadsafe(self.loop.call_later, after, self.requests.deliver, update)
 
 
 def answer_ok(engine: ScriptedEngine, message: ToEngine) -> None:

@@ -114,7 +114,7 @@ def test_requests_of_a_step_that_raised_count_as_in_flight() -> None:
             for one in (stream, other):
                 async for _ in one:
                     pass
-            client._record_death()
+            client.requests.record_death()
         with pytest.raises(InvalidParameter):
             client.submit([prompt("again", 1)])
         client.submit([prompt("again", 2)])

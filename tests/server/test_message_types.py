@@ -163,8 +163,7 @@ def test_bodies_and_events_have_the_declared_types(front: FrontEnd, name: str) -
 def test_the_input_of_a_tool_is_streamed_in_pieces(front: FrontEnd) -> None:
     model = front.service.model
     generation = MessagesGeneration(MessagesRequest(**BODY), model, "req-1")
-    generation.tokenize(2048)
-    builder = generation.response_builder("msg_1", ["r"], Usage())
+    builder = generation.tokenize(2048).reply("msg_1", ["r"], Usage())
     text = "Hm.</think>" + CALL
     updates = [Update("r", text=text[at : at + 10], tokens=[5]) for at in range(0, len(text), 10)]
     events = [event for update in updates for event in builder.events(update)]

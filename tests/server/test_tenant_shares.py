@@ -75,7 +75,7 @@ def admit(front: FrontEnd, requests: list[Submit]) -> None:
 
 
 def waiting_ids(front: FrontEnd, tenant: str) -> list[str]:
-    return [stream.ids[0] for stream in front.engine.newest_waiting() if stream.tenant == tenant]
+    return [stream.ids[0] for stream in front.engine.requests.newest_waiting() if stream.tenant == tenant]
 
 
 def finish_all(front: FrontEnd) -> None:
@@ -122,7 +122,7 @@ def test_requests_that_run_are_not_displaced() -> None:
         admit(front, submitted(front))
         clients.send("B")
         clients.send("B", n=5)
-        assert front.engine.open_by_tenant == {"crowd": 12, "quiet": 6}
+        assert front.engine.requests.sequences_by_tenant == {"crowd": 12, "quiet": 6}
         assert post(front, "B").status_code == post(front, "A").status_code == 429
         admit(front, submitted(front))
         clients.send("C", n=4)
@@ -140,16 +140,16 @@ def test_a_tenant_displaces_no_more_than_its_share() -> None:
         for _ in range(16):
             clients.send("B")
         assert post(front, "B").status_code == 429
-        assert front.engine.open_by_tenant == {"crowd": 16, "quiet": 16}
+        assert front.engine.requests.sequences_by_tenant == {"crowd": 16, "quiet": 16}
         clients.send("C")  # displaces one of the larger ones
-        assert front.engine.open_by_tenant["third"] == 1
+        assert front.engine.requests.sequences_by_tenant["third"] == 1
 
 
 def test_shares_follow_the_weights_of_tenants() -> None:
     with flooded(Limits(max_waiting=4, tenant_weights={"crowd": 2.0})) as (front, clients):
         clients.send("B", n=4)
         assert post(front, "B").status_code == 429
-        assert front.engine.open_by_tenant == {"crowd": 8, "quiet": 4}
+        assert front.engine.requests.sequences_by_tenant == {"crowd": 8, "quiet": 4}
 
 
 def test_requests_that_are_being_tokenized_are_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_without_keys_tenants_are_users() -> None:
         clients.send("", user="bob")
         assert post(front, "", user="alice").status_code == 429
         clients.send("", user="bob")
-        assert front.engine.open_by_tenant == {"alice": 6, "bob": 2}
+        assert front.engine.requests.sequences_by_tenant == {"alice": 6, "bob": 2}
         finish_all(front)
         clients.join()
 

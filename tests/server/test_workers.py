@@ -347,7 +347,7 @@ def test_the_hub_forgets_streams_that_are_finished_or_cancelled() -> None:
         for name in ("a", "b", "c"):
             await link._handle(SubmitAll([Submit(name, [1], SamplingParams(n=2), None, "")]))
         for one in ("a", "a#1", "b"):
-            engine._deliver(Update(one, text="x", tokens=[1], finish_reason="stop"))
+            engine.requests.deliver(Update(one, text="x", tokens=[1], finish_reason="stop"))
         assert link._streams.keys() == {"b", "c"}
         await asyncio.sleep(0)
         (updates,) = channel.sent

@@ -12,6 +12,12 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
 
+    def check_lengths(self, num_prompt: int, max_tokens: int | None, parameter: str, *, prompt_only: bool) -> None:
+        """Raise if a prompt, or a prompt and the `max_tokens` of output that were asked for, exceed the context."""
+        self.check_prompt_length(num_prompt, parameter, prompt_only=prompt_only)
+        if max_tokens is not None:
+            self.check_total_length(num_prompt, max_tokens)
+
     def check_prompt_length(self, num_tokens: int, parameter: str = "prompt", *, prompt_only: bool = False) -> None:
         """Raise if a prompt of `num_tokens` is empty or leaves no room for output, if there is to be any."""
         if num_tokens < 1:

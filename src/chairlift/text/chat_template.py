@@ -62,58 +62,52 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the prompt; raises for unknown `variables` and for tools that the template would not show."""
+        return self.render_checked(
+            checked_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=plain_data("tools", tools),
+            special_tokens=special_tokens or {},
+            variables={name: plain_data(name, value) for name, value in (variables or {}).items()},
+        )
+
+    def render_checked(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        special_tokens: Mapping[str, str | None],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Like `render`, for arguments that are known to be plain data."""
+        if tools and not self.shows_tools:
+            raise InvalidParameter("tools", "this model's chat template has no place for tools")
         context: dict[str, Any] = {
-            "messages": checked_messages(messages),
-            "tools": self._checked_tools(tools),
+            "messages": messages,
+            "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        context |= {name: token for name, token in (special_tokens or {}).items() if token is not None}
-        context |= self._checked_variables(variables or {}, context)
-        context |= {
-            "raise_exception": _refuse,
-            "strftime_now": self._strftime,
-            "range": _BoundedRange(),
-        }
-        return self._run(context)
-
-    def _strftime(self, pattern: str) -> str:
-        if len(pattern) > 200 or re.search(r"\d{3}", pattern):  # C libraries pad to a width of any size
-            raise SecurityError("the pattern of strftime_now is too long")
-        return self._clock().strftime(pattern)
-
-    def _run(self, context: dict[str, Any]) -> str:
-        self._sandbox.begin()
-        pieces: list[str] = []
-        room = MAX_OUTPUT
+        context |= {name: token for name, token in special_tokens.items() if token is not None}
+        for name in variables:
+            if name in context:
+                raise InvalidParameter(name, "is set by the engine and cannot be a template variable")
+            if name not in self.reads:
+                raise InvalidParameter(name, "is not a variable of this model's chat template")
+        context |= variables
+        context |= {"raise_exception": _refuse, "strftime_now": self._strftime, "range": _BoundedRange()}
         try:
-            for piece in self._template.generate(context):
-                room -= len(piece)
-                if room < 0:
-                    problem = f"the rendered conversation exceeds {MAX_OUTPUT} characters; send less"
-                    raise InvalidParameter("messages", problem)
-                pieces.append(piece)
+            return self._sandbox.render(self._template, context, MAX_OUTPUT)
         except _Refused as refusal:
             raise RefusedByTemplate("messages", f"refused by the model's chat template: {refusal}") from refusal
         except InvalidParameter:
             raise
         except Exception as error:  # the template's code may raise any exception
             raise UnsupportedModel(f"the model's chat template failed on these messages: {error}") from error
-        return "".join(pieces)
 
-    def _checked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        if not tools:
-            return None
-        if not self.shows_tools:
-            raise InvalidParameter("tools", "this model's chat template has no place for tools")
-        return plain_data("tools", tools)
-
-    def _checked_variables(self, variables: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-        for name in variables:
-            if name in taken:
-                raise InvalidParameter(name, "is set by the engine and cannot be a template variable")
-            if name not in self.reads:
-                raise InvalidParameter(name, "is not a variable of this model's chat template")
-        return {name: plain_data(name, value) for name, value in variables.items()}
+    def _strftime(self, pattern: str) -> str:
+        if len(pattern) > 200 or re.search(r"\d{3}", pattern):  # C libraries pad to a width of any size
+            raise SecurityError("the pattern of strftime_now is too long")
+        return self._clock().strftime(pattern)
 
 
 class _BoundedRange:

@@ -8,27 +8,19 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer as Backend
 
-from chairlift.errors import ChairliftError, UnsupportedModel
+from chairlift.errors import UnsupportedModel
 
 
-@contextmanager
-def backend_failures() -> Iterator[None]:
-    """Raise UnsupportedModel for a failure of the library, such as a regular expression that backtracks too much."""
-    try:
-        yield
-    except ChairliftError:
-        raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from None
+def backend_failure(error: BaseException) -> BaseException:
+    """Return UnsupportedModel for a failure of the library, such as a regular expression that backtracks too much; an
+    interrupt is returned unchanged."""
+    return UnsupportedModel(f"the model's tokenizer failed on this text: {error}") if is_failure(error) else error
 
 
 def is_failure(error: BaseException) -> bool:
@@ -189,8 +181,10 @@ class WindowDetokenizer:
         return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        with backend_failures():
+        try:
             return self._backend.decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            raise backend_failure(error) from None
 
 
 def decoding_rules(backend: Backend) -> DecodingRules | None:

@@ -32,16 +32,20 @@ class CallArguments(dict[str, Any]):
         return f"{before}{self}"
 
 
-def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return validated copies of messages with text content. Errors name the path, such as `messages[2].content`."""
+def checked_messages(messages: Any, named: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Return validated copies of messages with text content. Errors name the path, such as `messages[2].content`.
+
+    With `named`, roles that are neither OpenAI's nor `named` in the chat template are refused, and the role `developer`
+    becomes `system` unless the template has it.
+    """
+    if named is not None:
+        messages = _known_roles(messages, named)
     if not _is_list(messages) or not messages:
         raise InvalidParameter("messages", "must be a non-empty list of messages")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def known_roles(messages: Sequence[Mapping[str, Any]], named: Collection[str]) -> Sequence[Mapping[str, Any]]:
-    """Refuse roles that are neither OpenAI's nor `named` in the chat template. The role `developer` becomes `system`
-    unless the template has it."""
+def _known_roles(messages: Sequence[Mapping[str, Any]], named: Collection[str]) -> Sequence[Mapping[str, Any]]:
     for i, message in enumerate(messages):
         role = message.get("role")
         if isinstance(role, str) and role not in ROLES and role not in named:

@@ -24,6 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
+from chairlift.errors import InvalidParameter
+
 _OPERATORS = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 _MAX_PADDING = 10_000  # The limit of padding.
 _CALL_STEPS = 8  # a call takes as long as several operators
@@ -32,7 +34,7 @@ _REFUSED_METHODS = frozenset(["translate", "maketrans"])
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """An environment with the functions that templates expect; use `metered` around each rendering."""
+    """An environment with the functions that templates expect."""
 
     intercepted_binops = _OPERATORS
 
@@ -54,12 +56,19 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def meter(self) -> Meter:
         """The meter of the rendering in this thread."""
         if not hasattr(self._local, "meter"):
-            self.begin()  # constants are computed when the template is compiled
+            self._local.meter = Meter()  # constants are computed when the template is compiled
         return self._local.meter  # type: ignore[no-any-return]
 
-    def begin(self) -> None:
-        """Start to count for a new rendering."""
+    def render(self, template: jinja2.Template, context: dict[str, Any], most: int) -> str:
+        """Render a template with a new meter; raises for a text of more than `most` characters."""
         self._local.meter = Meter()
+        pieces, length = list[str](), 0
+        for piece in template.generate(context):
+            length += len(piece)
+            if length > most:
+                raise InvalidParameter("messages", f"the rendered conversation exceeds {most} characters; send less")
+            pieces.append(piece)
+        return "".join(pieces)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parse, then have the items of loops counted and the sizes of list, tuple and dict displays measured."""

@@ -17,10 +17,10 @@ from chairlift.text.detokenizer import (
     PieceDetokenizer,
     TokenPieces,
     WindowDetokenizer,
-    backend_failures,
+    backend_failure,
     decoding_rules,
 )
-from chairlift.text.messages import checked_messages, plain_data
+from chairlift.text.messages import CallArguments, checked_messages, plain_data
 
 _PROBE = 16  # characters per allowed token: how much of a long text is encoded to test whether it can fit
 _MARKER = re.compile(r"<[^<>]+>")
@@ -65,8 +65,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # A batch of one, because only batch calls release the GIL.
-        with backend_failures():
+        try:
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        except BaseException as error:
+            raise backend_failure(error) from None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, which may be half a character; empty for an unknown id."""
@@ -111,19 +113,19 @@ class Tokenizer:
         """Return the id of an added token, special or not; None for other tokens."""
         return self._added_ids.get(token)
 
-    @property
+    @cached_property
     def template_strings(self) -> frozenset[str]:
         """The strings in the source of the chat template, such as the roles that it knows."""
         return frozenset() if self._template is None else self._template.strings
 
-    @property
+    @cached_property
     def template_names(self) -> frozenset[str]:
         """The names of fields that the chat template may read in a message."""
         return frozenset() if self._template is None else self._template.names
 
-    @property
+    @cached_property
     def template_shows_tools(self) -> bool:
-        return self._template is not None and self._template.shows_tools
+        return "tools" in self.template_reads
 
     @cached_property
     def template_shows_later_system(self) -> bool:
@@ -136,7 +138,7 @@ class Tokenizer:
         except (InvalidParameter, UnsupportedModel):
             return False
 
-    @property
+    @cached_property
     def template_reads(self) -> frozenset[str]:
         """The names of the chat template's variables."""
         return frozenset() if self._template is None else self._template.reads
@@ -155,15 +157,8 @@ class Tokenizer:
 
         `kwargs` are variables of the model's template, such as `enable_thinking`.
         """
-        if self._template is None:
-            raise InvalidParameter("messages", "this model has no chat template; use plain prompts")
-        return self._template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            special_tokens=self._template_variables,
-            variables=kwargs,
-        )
+        plain = {name: plain_data(name, value) for name, value in {"tools": tools, **kwargs}.items()}
+        return self._render(checked_messages(messages), add_generation_prompt=add_generation_prompt, **plain)
 
     def encode_chat(
         self,
@@ -181,13 +176,28 @@ class Tokenizer:
 
         Only the template can write special tokens: one in a message, a tool or a template's variable stays text.
         """
+        plain = {name: plain_data(name, value) for name, value in options.items()}
+        return self.encode_checked_chat(
+            checked_messages(messages), max_tokens=max_tokens, continue_final_message=continue_final_message, **plain
+        )
+
+    def encode_checked_chat(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        max_tokens: int | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
+        """Like `encode_chat`, for messages and options that are known to be plain data."""
         escaper = SpecialTokenEscaper(self._special_texts)
-        escaped = {name: escaper.escape(plain_data(name, value)) for name, value in options.items()}
-        checked = escaper.escape(checked_messages(messages))
+        escaped = {name: escaper.escape(value) for name, value in options.items()}
+        hidden = escaper.escape(messages)
         if continue_final_message:
-            rendered = self._render_unfinished(checked, escaper.end_marker, escaped)
+            rendered = self._render_unfinished(hidden, escaper.end_marker, escaped)
         else:
-            rendered = self.apply_chat_template(checked, **escaped)
+            rendered = self._render(hidden, **escaped)
         self._check_length("messages", rendered, max_tokens)
         text, ids = "", list[int]()
         for piece, is_text in escaper.pieces(rendered):
@@ -204,12 +214,29 @@ class Tokenizer:
         if not last["content"]:
             raise InvalidParameter(parameter, "the final message has no content to continue")
         marked = [*messages[:-1], last | {"content": last["content"] + marker}]
-        prompt, found, _ = self.apply_chat_template(marked, **{**options, "add_generation_prompt": False}).partition(
-            marker
-        )
-        if not found:
+        prompt, end, _ = self._render(marked, **{**options, "add_generation_prompt": False}).partition(marker)
+        if not end:
             raise InvalidParameter(parameter, "this model's chat template does not show the final message as it is")
         return prompt
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        if self._template is None:
+            raise InvalidParameter("messages", "this model has no chat template; use plain prompts")
+        return self._template.render_checked(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            special_tokens=self._template_variables,
+            variables=variables,
+        )
 
     def _check_length(self, parameter: str, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or not isinstance(text, str) or len(text) <= _PROBE * max_tokens:
@@ -268,12 +295,13 @@ def _encoded(
 ) -> list[list[int]]:
     if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter(parameter, "must be a string of valid Unicode")
-    with backend_failures():
-        try:
-            # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.
-            return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-            raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
+    try:
+        # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.
+        return [encoding.ids for encoding in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
+    except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+        raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
+    except BaseException as error:
+        raise backend_failure(error) from None
 
 
 class SpecialTokenEscaper:
@@ -298,7 +326,8 @@ class SpecialTokenEscaper:
         if isinstance(value, str):
             return self._special.sub(lambda found: self._placeholder % self._numbers[found[0]], value)
         if isinstance(value, Mapping):
-            return {self.escape(key): self.escape(item) for key, item in value.items()}
+            escaped = {self.escape(key): self.escape(item) for key, item in value.items()}
+            return CallArguments(escaped) if isinstance(value, CallArguments) else escaped
         if isinstance(value, (list, tuple)):
             return [self.escape(item) for item in value]
         return value

@@ -24,16 +24,16 @@ _TYPES = {
 }
 # Codes of OpenAI's format that are Anthropic's too; clients look for them in `details`.
 _DETAILS = frozenset({THREAD_UNSUPPORTED})
-_PATH = re.compile(r"/+(v1/+)?messages")  # What follows may be anything.
-_VERSION_HEADER = b"anthropic-version"  # All of Anthropic's clients send it.
+MESSAGES_PATH = re.compile(r"/+(v1/+)?messages")  # What follows may be anything.
+VERSION_HEADER = b"anthropic-version"  # All of Anthropic's clients send it.
 
 
 def is_messages_path(path: str) -> bool:
-    return _PATH.match(path) is not None
+    return MESSAGES_PATH.match(path) is not None
 
 
 def is_anthropic_client(scope: Scope) -> bool:
-    return _VERSION_HEADER in dict(scope["headers"])
+    return VERSION_HEADER in dict(scope["headers"])
 
 
 def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
@@ -45,11 +45,6 @@ def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[
         message = f"{parameter}: {message}"
     details = {"details": {"error_code": code}} if code in _DETAILS else {}
     return {"type": "error", "error": {"type": type_, "message": message, **details}, "request_id": request_id}
-
-
-def speaks_anthropic(scope: Scope) -> bool:
-    """Return whether errors of this request are to have Anthropic's format."""
-    return is_messages_path(scope["path"]) or is_anthropic_client(scope)
 
 
 def converting_send(send: Send) -> Send:

@@ -25,6 +25,7 @@ class _Text:
 
 class RequestTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_watched = False  # whether any page is open, and texts are to be added
         self._tokenizer = tokenizer
         self._texts: OrderedDict[str, _Text] = OrderedDict()
 

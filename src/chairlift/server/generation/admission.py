@@ -11,11 +11,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-
-from starlette.requests import Request as HTTPRequest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.metrics import Metrics
@@ -44,10 +42,10 @@ class Admission(ABC):
     def reserve_text_job(self, tenant: str) -> Iterator[None]:
         """Reserve one text job: parsing, tokenization or detokenization without the engine."""
         self._check_not_draining()
-        if not self._text_jobs.has_room(tenant, 1):
-            raise self._too_busy("too many texts are being tokenized; try again in a moment")
-        self._text_jobs.take(tenant, 1)
+        has_room = self._text_jobs.take(tenant, 1)
         try:
+            if not has_room:
+                raise self._too_busy("too many texts are being tokenized; try again in a moment")
             yield
         finally:
             self._text_jobs.give_back(tenant, 1)
@@ -118,7 +116,7 @@ class AdmissionControl(Admission):
                 f"{count} completions (prompts times n, best_of or beam_width) in one request; the limit is {most}"
             )
             raise InvalidParameter("n" if n > 1 else "prompt", problem)
-        missing = count + self._engine.num_open + self.num_preparing - capacity
+        missing = count + self._engine.requests.num_sequences + self.num_preparing - capacity
         if missing > 0:
             self._claim_share(missing, tenant, count, capacity)
         reservation = Reservation(tenant, count, loaded, on_displaced)
@@ -131,7 +129,7 @@ class AdmissionControl(Admission):
     def _claim_share(self, missing: int, tenant: str, count: int, capacity: int) -> None:
         """End waiting requests of tenants above their share until `missing` sequences are free or none is left; raises
         if `tenant` would exceed its own share."""
-        using = Counter(self._engine.open_by_tenant)
+        using = Counter(self._engine.requests.sequences_by_tenant)
         for one in self._reservations:
             using[one.tenant] += one.count
         using[tenant] += count
@@ -155,7 +153,7 @@ class AdmissionControl(Admission):
         found: defaultdict[str, list[tuple[int, Callable[[], None]]]] = defaultdict(list)
         for one in reversed(self._reservations):
             found[one.tenant].append((one.count, partial(self._displace_reservation, one)))
-        for stream in self._engine.newest_waiting():
+        for stream in self._engine.requests.newest_waiting():
             found[stream.tenant].append((stream.num_open, partial(self._displace_stream, stream)))
         return found
 
@@ -173,11 +171,3 @@ class AdmissionControl(Admission):
             self._metrics.refused.labels("503").inc()
             raise unavailable(f"the engine is {state.value}")
         return loaded
-
-
-async def end_admission_for_parsing(http: HTTPRequest) -> None:
-    """Release what was reserved to parse a large body. The caller reserves what the request needs right after, before
-    any other task runs, so the place in the queue is not lost in between."""
-    held: AsyncExitStack | None = getattr(http.state, "parsing", None)
-    if held is not None:
-        await held.aclose()

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
+from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
 from chairlift.server.wire.unknown_fields import check_unknown
@@ -45,7 +54,7 @@ def _check_count(data: Any, limit: int, what: str) -> Any:
 def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidParameter:
     """Convert pydantic's errors about the first invalid field of `data`. The name is the path of the field, such as
     `stop[2]` or `response_format.json_schema.name`; an error of the whole body has no name."""
-    error = _best_match([one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]], data)
+    error = _best_match([each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]], data)
     if isinstance(refusal := error.get("ctx", {}).get("error"), InvalidParameter):
         return refusal
     kind, steps = error["type"], list(_steps_in_data(error["loc"], data))
@@ -86,10 +95,10 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _limit_parameters(cls, data: Any) -> Any:
-        return _check_count(data, MAX_PARAMETERS, "parameters")
+    def _validate(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        return handler(_check_count(data, MAX_PARAMETERS, "parameters"))
 
     @classmethod
     def known_fields(cls) -> Collection[str]:
@@ -99,11 +108,15 @@ class StrictModel(BaseModel):
     def check_unknown_fields(self, location: str) -> None:
         """Apply the rule for unknown fields to this object at `location` and to all objects in it."""
         if self.__pydantic_extra__:
+            self.take_extras(self.__pydantic_extra__)
             self.check_unknown_names(location, self.__pydantic_extra__)
             self.__pydantic_extra__.clear()
         for name in self.model_fields_set & type(self).model_fields.keys():
             field = type(self).model_fields[name].alias or name
             _check_value(f"{location}.{field}" if location else field, getattr(self, name))
+
+    def take_extras(self, extras: dict[str, Any]) -> None:
+        """Remove the parameters that are no fields of the class but known nevertheless."""
 
     def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
         check_unknown(location, given, self.known_fields())
@@ -124,10 +137,12 @@ class RequestBody(StrictModel):
     # Parameters of other endpoints that would change the answer here; they are refused.
     refused_names: ClassVar[Collection[str]] = ()
 
-    @model_validator(mode="after")
-    def _check_unknown_fields(self) -> Self:
-        self.check_unknown_fields("")
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(_check_count(data, MAX_PARAMETERS, "parameters"))
+        body.check_unknown_fields("")
+        return body
 
     def check_unknown_names(self, location: str, given: Mapping[str, Any]) -> None:
         for name in self.refused_names:
@@ -143,12 +158,12 @@ Model = TypeVar("Model", bound=StrictModel)
 def parse_at(location: str, model: type[Model], given: Any) -> Model:
     """Validate a part of a body; errors name the field below `location`, which is empty for the whole body."""
     try:
-        found = model.model_validate(given)
+        part = model.model_validate(given)
     except ValidationError as error:
         field = invalid_field(error.errors(include_url=False), given)
         raise field.renamed(".".join(filter(None, (location, field.parameter)))) from error
-    found.check_unknown_fields(location)
-    return found
+    part.check_unknown_fields(location)
+    return part
 
 
 def renamed_parameter(parameter: str, names: Mapping[str, str]) -> str:
@@ -169,17 +184,6 @@ class EngineBody(RequestBody):
     priority: Integer | None = None
     # Does not change the output; with fair scheduling it is the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
-
-    @property
-    def streams(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompts:
-    prompts: list[list[int]]
-    params: SamplingParams
-    reasoning: ReasoningUse | None = None
 
 
 class ResponseBuilder(Protocol):
@@ -203,31 +207,36 @@ class ResponseBuilder(Protocol):
         """Return the events that end a failed stream."""
 
 
-class GenerationRequest(ABC):
-    """One request to a generation endpoint.
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The prompts of a request with their final parameters, and the format of the reply."""
 
-    Its constructor validates the body. `GenerationHandler` then calls `tokenize`, submits the prompts to the engine,
-    and feeds the engine's updates to the response builder.
-    """
+    prompts: list[list[int]]
+    params: SamplingParams
+    # Makes the builder of the response, of the response's id, the ids of all completions and their usage.
+    reply: Callable[[str, list[str], Usage], ResponseBuilder]
+    reasoning: ReasoningUse | None = None  # None: the output has none
+
+
+@dataclass(eq=False)
+class GenerationRequest(ABC):
+    """One request to a generation endpoint, whose body is valid. `GenerationHandler` calls `tokenize`, submits the
+    prompts to the engine, and feeds the engine's updates to the builder of the response."""
 
     id_prefix: ClassVar[str]  # prefix of the response's id
-    prompt_parameter: str  # name of the prompt in errors
+
+    body: EngineBody
+    model: ServedModel
+    params: SamplingParams
+    max_tokens: int | None = None  # The number that the client gave.
+    streams: bool = False
+    prompt_parameter: str = "prompt"  # The prompt's name in errors.
     num_prompts: int = 1
     at_once: int | None = None  # prompts submitted at the same time; the others follow when these are done
 
-    def __init__(self, body: EngineBody, params: SamplingParams, max_tokens: int | None = None) -> None:
-        """`max_tokens` is the number that the client gave."""
-        self.body = body
-        self.params = params
-        self.max_tokens = max_tokens
-
     @abstractmethod
-    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+    def tokenize(self, max_tokens: int) -> Tokenized:
         """Tokenize the prompts; runs in a thread, once the request is admitted."""
-
-    @abstractmethod
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        """Create the builder of the response; called after `tokenize`."""
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         """Translate the parameter of an error to this endpoint's name."""

@@ -10,11 +10,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -23,8 +22,8 @@ from chairlift.core.request import completion_ids
 from chairlift.core.request_limits import RequestLimits
 from chairlift.errors import InvalidParameter
 from chairlift.server.dashboard.request_texts import RequestTexts
-from chairlift.server.generation.admission import Admission, end_admission_for_parsing
-from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
+from chairlift.server.generation.admission import Admission
+from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
 from chairlift.server.generation.reply import EventStream, collect, encoded_body, first_updates, response_events
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import StreamMetrics, Usage
@@ -37,8 +36,6 @@ from chairlift.server.wire.messages import Submit
 
 RETRY_SECONDS = 0.05  # between attempts to submit the rest of a request while the queue is full
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
@@ -48,6 +45,8 @@ class Parsed:
     http: HTTPRequest
     tenant: str
     cache_salt: str  # requests with equal salts share cached prefixes
+    num_sequences: int  # for each prompt
+    timeout: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +56,18 @@ class Admitted:
     parsed: Parsed
     num_prompts: int  # to submit at first
     limits: RequestLimits
-    deadline: Deadline
+    deadline: float | None  # on the monotonic clock
 
 
 @dataclass(slots=True)
 class Submitted:
     """A request whose prompts are submitted, at least the first of them."""
 
-    parsed: Parsed
-    tokenized: TokenizedPrompts
-    deadline: Deadline
+    admitted: Admitted
+    tokenized: Tokenized
     response_id: str
     updates: UpdateStream  # Those of the prompts that were submitted last.
-    num_submitted: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return len(self.tokenized.prompts) - self.num_submitted
-
-    @property
-    def completion_ids(self) -> list[str]:
-        """The ids of all completions, also of prompts that are not submitted yet."""
-        prompts = range(len(self.tokenized.prompts))
-        return [each for index in prompts for each in completion_ids(self.prompt_id(index), self.tokenized.params.n)]
-
-    def prompt_id(self, index: int) -> str:
-        return f"{self.response_id}-{index}"
+    num_left: int  # prompts that are not submitted yet
 
 
 class GenerationHandler:
@@ -93,7 +78,7 @@ class GenerationHandler:
         admission: Admission,
         tokenizer_pool: TokenizerPool,
         metrics: Metrics,
-        watched_texts: Callable[[], RequestTexts | None],
+        texts: RequestTexts,
         *,
         default_timeout: float | None,
         isolate_keys: bool,
@@ -103,14 +88,15 @@ class GenerationHandler:
         self._admission = admission
         self._tokenizer_pool = tokenizer_pool
         self._metrics = metrics
-        self._watched_texts = watched_texts  # Open dashboard pages show them; None while there are none.
+        self._texts = texts  # Open dashboard pages show them.
         self._default_timeout = default_timeout
         self._isolate_keys = isolate_keys
 
     async def handle(self, request: GenerationRequest, http: HTTPRequest) -> Response:
         self._model.check_name(request.body.model)
         try:
-            async with self._admit(self._parsed(request, http)) as admitted:
+            parsed = self._parsed(request, http)
+            async with self._admit(parsed) as admitted:
                 tokenized = await self._tokenize(admitted)
                 submitted = await self._submit(admitted, tokenized)
             return await self._reply(submitted)
@@ -124,72 +110,83 @@ class GenerationHandler:
         salt = body.cache_salt or ""
         if self._isolate_keys and key is not None:
             salt = hashlib.sha256(key + salt.encode("utf-8", "surrogatepass")).hexdigest()
-        return Parsed(request, http, tenant, salt)
+        timeout = self._default_timeout if body.timeout is None else body.timeout
+        return Parsed(request, http, tenant, salt, request.params.num_sequences, timeout)
 
     @asynccontextmanager
     async def _admit(self, parsed: Parsed) -> AsyncIterator[Admitted]:
         """Reserve capacity for the body of the `async with`. A refused request must cost no work."""
-        request, http = parsed.request, parsed.http
+        request, state, timeout = parsed.request, parsed.http.state, parsed.timeout
         count = min(request.num_prompts, request.at_once or request.num_prompts)
-        await end_admission_for_parsing(http)
-        async with self._admission.reserve(count, request.params.num_sequences, parsed.tenant) as loaded:
-            timeout = self._default_timeout if request.body.timeout is None else request.body.timeout
-            yield Admitted(parsed, count, loaded.limits, Deadline(http.state.arrived, timeout))
+        await state.parsing.aclose()  # What parsing had reserved; no other task runs before the rest is.
+        async with self._admission.reserve(count, parsed.num_sequences, parsed.tenant) as loaded:
+            if timeout is not None and not timeout > 0:
+                raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
+            deadline = None if timeout is None else state.arrived + timeout
+            yield Admitted(parsed, count, loaded.limits, deadline)
 
-    async def _tokenize(self, admitted: Admitted) -> TokenizedPrompts:
-        request, http, limits = admitted.parsed.request, admitted.parsed.http, admitted.limits
-        tokenize = partial(request.tokenize, limits.max_model_len)
-        async with admitted.deadline.enforced():
-            work = self._tokenizer_pool.run(admitted.parsed.tenant, len(await http.body()), tokenize)
-            tokenized = await unless_disconnected(http, work)
+    async def _tokenize(self, admitted: Admitted) -> Tokenized:
+        request, size = admitted.parsed.request, len(await admitted.parsed.http.body())
+        async with _until(admitted.deadline):
+            work = partial(request.tokenize, admitted.limits.max_model_len)
+            tokenized = await self._tokenizer_pool.run(admitted.parsed.tenant, size, work)
         # The engine checks this too, but here a prompt that is too long does not reach its loop.
         longest, prompt_only = max(map(len, tokenized.prompts)), tokenized.params.max_tokens == 0
-        limits.check_prompt_length(longest, request.prompt_parameter, prompt_only=prompt_only)
-        if request.max_tokens is not None:
-            limits.check_total_length(longest, request.max_tokens)
+        admitted.limits.check_lengths(longest, request.max_tokens, request.prompt_parameter, prompt_only=prompt_only)
         return tokenized
 
-    async def _submit(self, admitted: Admitted, tokenized: TokenizedPrompts) -> Submitted:
-        parsed = admitted.parsed
-        if parsed.http.state.allowance is not None:
-            await parsed.http.state.allowance.charge(_most_tokens(tokenized))
-        response_id = f"{parsed.request.id_prefix}{uuid.uuid4().hex}"
-        submitted = Submitted(parsed, tokenized, admitted.deadline, response_id, UpdateStream([]))
-        self._submit_prompts(submitted, admitted.num_prompts)
-        return submitted
+    async def _submit(self, admitted: Admitted, tokenized: Tokenized) -> Submitted:
+        request, allowance = admitted.parsed.request, admitted.parsed.http.state.allowance
+        if allowance is not None:
+            output = (tokenized.params.max_tokens or 0) * admitted.parsed.num_sequences
+            await allowance.charge(sum(len(prompt) + output for prompt in tokenized.prompts))
+        response_id = f"{request.id_prefix}{uuid.uuid4().hex}"
+        updates = self._submit_prompts(admitted, tokenized, response_id, 0, admitted.num_prompts)
+        return Submitted(admitted, tokenized, response_id, updates, len(tokenized.prompts) - admitted.num_prompts)
 
-    def _submit_prompts(self, submitted: Submitted, count: int) -> None:
-        """Submit the next `count` prompts."""
-        state, messages = submitted.parsed.http.state, _messages(submitted, count)
-        texts = self._watched_texts()
-        observer = StreamMetrics(
-            self._metrics,
-            state.arrived,
-            texts,
-            timelines=state.timelines,
-            prompt_lengths=[len(message.prompt) for message in messages],
-        )
-        submitted.updates = self._engine.submit(messages, observer)
-        submitted.num_submitted += len(messages)
+    def _submit_prompts(
+        self, admitted: Admitted, tokenized: Tokenized, response_id: str, first: int, count: int
+    ) -> UpdateStream:
+        """Submit `count` prompts, beginning with the prompt `first`."""
+        parsed, params = admitted.parsed, tokenized.params
+        messages = [
+            Submit(
+                request_id=f"{response_id}-{index}",
+                prompt=prompt,
+                params=params,
+                timeout=_seconds_left(admitted.deadline),
+                cache_salt=parsed.cache_salt,
+                priority=parsed.request.body.priority or 0,
+                tenant=parsed.tenant,
+            )
+            for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
+        ]
+        state, texts = parsed.http.state, self._texts if self._texts.is_watched else None
+        for message in messages:
+            self._metrics.request_prompt_tokens.observe(len(message.prompt))
+        updates = self._engine.submit(messages, StreamMetrics(self._metrics, state.arrived, state.timelines, texts))
         if texts is not None:
             for message in messages:
-                texts.open(completion_ids(message.request_id, message.params.n), message.prompt, state.key)
+                texts.open(completion_ids(message.request_id, params.n), message.prompt, state.key)
+        return updates
 
     async def _reply(self, submitted: Submitted) -> Response:
-        request, http, tokenized = submitted.parsed.request, submitted.parsed.http, submitted.tokenized
+        parsed, tokenized, response_id = submitted.admitted.parsed, submitted.tokenized, submitted.response_id
         new_tracker = None if tokenized.reasoning is None else tokenized.reasoning.tracker
-        usage = http.state.usage = Usage(sum(map(len, tokenized.prompts)), new_tracker=new_tracker)
+        usage = parsed.http.state.usage = Usage(sum(map(len, tokenized.prompts)), new_tracker=new_tracker)
         try:
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-            builder = request.response_builder(submitted.response_id, submitted.completion_ids, usage)
+            prompt_ids = [f"{response_id}-{index}" for index in range(len(tokenized.prompts))]
+            ids = [each for prompt_id in prompt_ids for each in completion_ids(prompt_id, tokenized.params.n)]
+            builder = tokenized.reply(response_id, ids, usage)
             updates = aiter(submitted.updates)
-            if not request.body.streams:
-                size = await unless_disconnected(http, collect(updates, builder))
+            if not parsed.request.streams:
+                size = await collect(updates, builder)
                 while submitted.num_left:
                     await self._submit_more(submitted)
-                    size += await unless_disconnected(http, collect(aiter(submitted.updates), builder))
+                    size += await collect(aiter(submitted.updates), builder)
                 return Response(await encoded_body(builder, size), media_type="application/json")
-            first = await unless_disconnected(http, first_updates(updates))
+            first = await first_updates(updates)
         except BaseException as error:
             self._engine.cancel(submitted.updates)
             usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
@@ -200,83 +197,37 @@ class GenerationHandler:
 
     async def _submit_more(self, submitted: Submitted) -> None:
         """Submit further prompts of a request, once there is room for them."""
-        request, tenant = submitted.parsed.request, submitted.parsed.tenant
-        count = min(submitted.num_left, request.at_once or submitted.num_left)
+        admitted, tokenized = submitted.admitted, submitted.tokenized
+        parsed, first = admitted.parsed, len(tokenized.prompts) - submitted.num_left
+        count = min(submitted.num_left, admitted.num_prompts)
         while True:
             try:
-                async with self._admission.reserve(count, request.params.num_sequences, tenant):
-                    self._submit_prompts(submitted, count)
+                async with self._admission.reserve(count, parsed.num_sequences, parsed.tenant):
+                    submitted.updates = self._submit_prompts(admitted, tokenized, submitted.response_id, first, count)
+                    submitted.num_left -= count
                     return
             except APIError as error:
                 if error.status_code != 429:
                     raise
-            async with submitted.deadline.enforced():
-                await unless_disconnected(submitted.parsed.http, asyncio.sleep(RETRY_SECONDS))
+            async with _until(admitted.deadline):
+                await asyncio.sleep(RETRY_SECONDS)
 
 
-def _messages(submitted: Submitted, count: int) -> list[Submit]:
-    """Return the messages to the engine with the next `count` prompts."""
-    parsed, tokenized, first = submitted.parsed, submitted.tokenized, submitted.num_submitted
-    return [
-        Submit(
-            request_id=submitted.prompt_id(index),
-            prompt=prompt,
-            params=tokenized.params,
-            timeout=submitted.deadline.seconds_left(),
-            cache_salt=parsed.cache_salt,
-            priority=parsed.request.body.priority or 0,
-            tenant=parsed.tenant,
-        )
-        for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
-    ]
+def _seconds_left(deadline: float | None) -> float | None:
+    """Return the seconds left; raises a 408 error once the deadline has passed."""
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise timed_out()
+    return left
 
 
-def _most_tokens(tokenized: TokenizedPrompts) -> int:
-    """Return the tokens that a request may use, as far as its client limits them."""
-    output = (tokenized.params.max_tokens or 0) * tokenized.params.num_sequences
-    return sum(len(prompt) + output for prompt in tokenized.prompts)
-
-
-class Deadline:
-    def __init__(self, arrived: float, timeout: float | None) -> None:
-        """`arrived` is a time of the monotonic clock; without a timeout there is no deadline."""
-        if timeout is not None and not timeout > 0:
-            raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
-        self._end = None if timeout is None else arrived + timeout
-
-    def seconds_left(self) -> float | None:
-        """Return the seconds left; raises a 408 error once the deadline has passed."""
-        if self._end is None:
-            return None
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise timed_out()
-        return left
-
-    @asynccontextmanager
-    async def enforced(self) -> AsyncIterator[None]:
-        """Cancel the body of the `async with` and raise a 408 error when the deadline passes."""
-        try:
-            async with asyncio.timeout(self.seconds_left()):
-                yield
-        except TimeoutError:
-            raise timed_out() from None
-
-
-async def unless_disconnected(http: HTTPRequest, work: Awaitable[T]) -> T:
-    """Await `work`, but cancel it as soon as the client disconnects."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.create_task(_disconnect(http))
+@asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Cancel the body of the `async with` and raise a 408 error when the deadline passes."""
     try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise APIError(499, "the client closed the connection", type_="client_closed")
-        return task.result()
-    finally:
-        task.cancel()
-        disconnect.cancel()
-
-
-async def _disconnect(http: HTTPRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+        async with asyncio.timeout(_seconds_left(deadline)):
+            yield
+    except TimeoutError:
+        raise timed_out() from None

@@ -6,11 +6,9 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 LONG_TEXT = 20_000  # characters or token ids
 JOB_SIZE = 1000  # A job costs as much beside its text.
@@ -20,9 +18,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    work: Callable[[], Any]
+    """A job that waits for a thread."""
+
     size: int
-    result: asyncio.Future[Any]
+    turn: asyncio.Future[None]  # done once a thread is free for it
 
 
 class FairThreads:
@@ -46,42 +45,48 @@ class FairThreads:
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """Run `work` in a thread, with the context of its request, which keeps the request's unknown fields. A job that
         is cancelled before it starts is not run."""
-        job = _Job(partial(copy_context().run, work), size, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        job = _Job(size, loop.create_future())
         self._waiting.setdefault(tenant, deque()).append(job)
         self._served.setdefault(tenant, self._last_served)
-        self._start_jobs()
+        self._give_turns()
         try:
-            result: T = await job.result
-            return result
-        finally:
-            with suppress(KeyError, ValueError):  # it has started
+            await job.turn
+        except asyncio.CancelledError:
+            if not job.turn.cancelled():  # it has a thread, which it has not used yet
+                self._end(tenant)
+            elif job in self._waiting.get(tenant, ()):
                 self._waiting[tenant].remove(job)
             self._forget_if_idle(tenant)
+            raise
+        running = loop.run_in_executor(self._threads, copy_context().run, work)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            if running.done():
+                self._end(tenant)
+            else:  # its client has left, but the thread works on
+                running.add_done_callback(lambda _: self._end(tenant))
 
-    def _start_jobs(self) -> None:
+    def _give_turns(self) -> None:
         while self._running.total() <= self._most:
             ready = [tenant for tenant, jobs in self._waiting.items() if jobs and self._running[tenant] < self._most]
             if not ready:
                 return
             tenant = min(ready, key=self._served.__getitem__)
             job = self._waiting[tenant].popleft()
+            if job.turn.cancelled():
+                continue
             self._last_served = self._served[tenant]
             self._served[tenant] += (job.size + JOB_SIZE) / self._weights.get(tenant, 1.0)
             self._running[tenant] += 1
-            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
-            running.add_done_callback(lambda done, tenant=tenant, job=job: self._end(tenant, job, done))  # type: ignore[misc]
+            job.turn.set_result(None)
 
-    def _end(self, tenant: str, job: _Job, done: asyncio.Future[Any]) -> None:
+    def _end(self, tenant: str) -> None:
+        """Give the thread of a job to the next one."""
         self._running[tenant] -= 1
-        error = done.exception()
-        if job.result.done():  # its client has left
-            pass
-        elif error is not None:
-            job.result.set_exception(error)
-        else:
-            job.result.set_result(done.result())
         self._forget_if_idle(tenant)
-        self._start_jobs()
+        self._give_turns()
 
     def _forget_if_idle(self, tenant: str) -> None:
         if not self._running[tenant] and not self._waiting.get(tenant):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,26 +102,15 @@ class Timeline:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class StreamMetrics:
     """Records metrics when updates arrive at the front end, so that slow clients do not affect them. Times count from
     the request's arrival."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        arrived: float,
-        texts: RequestTexts | None = None,
-        *,
-        timelines: dict[str, Timeline] | None = None,
-        prompt_lengths: Iterable[int] = (),
-    ) -> None:
-        """`timelines` is filled, by completion; `prompt_lengths` are counted."""
-        self._metrics = metrics
-        self._arrived = arrived
-        self._texts = texts  # None while no dashboard page is open
-        self._timelines = {} if timelines is None else timelines
-        for count in prompt_lengths:
-            metrics.request_prompt_tokens.observe(count)
+    _metrics: Metrics
+    _arrived: float
+    _timelines: dict[str, Timeline]  # The key is the completion.
+    _texts: RequestTexts | None  # None while no dashboard page is open
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()

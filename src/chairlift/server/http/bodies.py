@@ -11,9 +11,9 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
-from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from starlette.types import Message, Receive
 
 from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.endpoint import EngineBody, invalid_field
-from chairlift.server.generation.handler import unless_disconnected
 from chairlift.server.generation.tokenizer_pool import FairThreads
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError, as_api_error, too_busy
@@ -52,18 +51,26 @@ def threaded_body_route(admission: Admission, weights: Mapping[str, float] | Non
                 return handle
             body_type: type[BaseModel] = model
 
-            async def handle_large(request: Request) -> Response:
-                async with AsyncExitStack() as parsing:
-                    request.state.parsing = parsing
-                    return await handle(_ThreadedBody(request, body_type, admission, threads))
+            async def handle_body(request: Request) -> Response:
+                body = _Body(request, body_type, admission, threads)
+                try:
+                    async with body.present, AsyncExitStack() as request.state.parsing:
+                        return await handle(body)
+                except TimeoutError:
+                    if not body.present.expired():
+                        raise
+                    raise APIError(499, "the client closed the connection", type_="client_closed") from None
+                finally:
+                    body.stop_watching()
 
-            return handle_large
+            return handle_body
 
     return Route
 
 
-class _ThreadedBody(Request):
-    """A request whose `json()` returns a validated model for a large body, which FastAPI accepts."""
+class _Body(Request):
+    """A request that ends when its client disconnects. For a large body its `json()` returns a validated model, which
+    FastAPI accepts."""
 
     def __init__(
         self, request: Request, body_type: type[BaseModel], admission: Admission, threads: FairThreads
@@ -72,18 +79,30 @@ class _ThreadedBody(Request):
         self._body_type = body_type
         self._admission = admission
         self._threads = threads
+        self.present = asyncio.timeout(None)  # expires when the client disconnects
+        self._watch: asyncio.Future[Message] | None = None
 
     async def json(self) -> Any:
         body = await self.body()
+        self._watch = asyncio.ensure_future(self.receive())  # After a whole body, only the disconnect is received.
+        self._watch.add_done_callback(self._end)
         if len(body) < LARGE_BODY:
             return await super().json()
         await self._reserve()
-        parse = partial(copy_context().run, _parse, self._body_type, body)
-        return await unless_disconnected(self, self._threads.run(self.state.tenant or "", len(body), parse))
+        return await self._threads.run(self.state.tenant or "", len(body), partial(_parse, self._body_type, body))
+
+    def _end(self, watch: asyncio.Future[Message]) -> None:
+        if not watch.cancelled():
+            self.present.reschedule(0.0)
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._end)
+            self._watch.cancel()
 
     async def _reserve(self) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
-        yet. It is held until the request reserves that (`end_admission_for_parsing`)."""
+        yet. It is held until the request reserves that, in the same step of the event loop."""
         held, tenant = self.state.parsing, self.state.tenant or ""
         if issubclass(self._body_type, EngineBody):
             await held.enter_async_context(self._admission.reserve(1, 1, tenant))
@@ -105,6 +124,7 @@ def _parse_integer(digits: str) -> int:
     return int(digits)
 
 
+@dataclass
 class ValueCounter:
     """Counts the values of a JSON text as it arrives in pieces.
 
@@ -112,10 +132,9 @@ class ValueCounter:
     counting those of one piece takes a millisecond.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._in_string = False
-        self._escaping = False  # whether the last piece ended with an escaping backslash
+    count: int = 0
+    _in_string: bool = False
+    _escaping: bool = False  # whether the last piece ended with an escaping backslash
 
     def feed(self, piece: bytes) -> None:
         if self._escaping:
@@ -128,30 +147,29 @@ class ValueCounter:
         self._in_string ^= len(parts) % 2 == 0
 
 
+@dataclass(eq=False)
 class LimitedBody:
     """An ASGI `receive` that limits a body's bytes, values and time of arrival.
 
     The byte limit does not rely on Content-Length. A request has arrived when its body is complete.
     """
 
-    def __init__(
-        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
-    ) -> None:
-        """`held` are the bytes of the bodies of all requests in flight."""
-        self._receive = receive
-        self._limits = limits
-        self._held = held
-        self._metrics = metrics
-        self._state = state
-        self._tenant: str = state["tenant"] or ""
-        self._size = 0
-        self._values = ValueCounter()
-        self._complete = False
-        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+    _receive: Receive
+    _limits: Limits
+    _held: SharedLimit  # bytes of the bodies of all requests in flight
+    _metrics: Metrics
+    _state: dict[str, Any]
+    _tenant: str
+    _deadline: float  # on the clock of the event loop
+    _size: int = 0
+    _values: ValueCounter = field(default_factory=ValueCounter)
+    _complete: bool = False
 
-    async def __call__(self) -> Message:
-        if self._complete:  # the next message is the disconnect, without a time limit
-            return await self._receive()
+    def __call__(self) -> Awaitable[Message]:
+        # After a complete body the next message is the disconnect, without a time limit.
+        return self._receive() if self._complete else self._receive_limited()
+
+    async def _receive_limited(self) -> Message:
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
@@ -168,9 +186,8 @@ class LimitedBody:
         """Raise if the body exceeds a limit with its next piece."""
         if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
             raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
-        has_room = self._held.has_room(self._tenant, len(piece))
         self._size += len(piece)
-        self._held.take(self._tenant, len(piece))
+        has_room = self._held.take(self._tenant, len(piece))
         if self._size > self._limits.max_body_bytes:
             raise too_large(self._limits.max_body_bytes)
         if not has_room:
@@ -184,15 +201,11 @@ class LimitedBody:
         self._held.give_back(self._tenant, self._size)
 
 
+@dataclass(eq=False)
 class LimitedUpload(LimitedBody):
     """The body of an upload: it may be longer and is not JSON, and only a part of it is in memory."""
 
-    def __init__(
-        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
-    ) -> None:
-        super().__init__(receive, limits, held, metrics, state)
-        self._deadline = asyncio.get_running_loop().time() + limits.file_seconds
-        self._uploaded = 0
+    _uploaded: int = 0
 
     def _check(self, piece: bytes) -> None:
         self._uploaded += len(piece)

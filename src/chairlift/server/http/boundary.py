@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import is_full
-from chairlift.server.anthropic.errors import converting_send, speaks_anthropic
+from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, converting_send
 from chairlift.server.wire.errors import as_api_error
 
 log = logging.getLogger("chairlift.server")
@@ -102,7 +102,8 @@ class RequestBoundary:
                 end(sent)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        outgoing = converting_send(send) if speaks_anthropic(scope) else send
+        speaks_anthropic = MESSAGES_PATH.match(scope["path"]) or VERSION_HEADER in dict(scope["headers"])
+        outgoing = converting_send(send) if speaks_anthropic else send
         started = False
 
         async def send_with_id(message: Message) -> None:

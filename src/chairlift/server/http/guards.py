@@ -6,6 +6,7 @@ the tokens and the ignored fields.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import time
@@ -28,7 +29,7 @@ from chairlift.server.wire.unknown_fields import (
     IgnoredFieldsLog,
     UnknownFields,
     UnknownFieldsRule,
-    reading_request,
+    ignored_fields,
 )
 
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # without a key and for any host name: they reveal nothing else
@@ -123,8 +124,11 @@ class RequestMeter:
                 self._ignored_fields.note(client, names)
             await send(message)
 
-        with reading_request(fields):
+        token = ignored_fields.set(fields)
+        try:
             await self._app(scope, receive, send_with_ignored)
+        finally:
+            ignored_fields.reset(token)
 
 
 class RequestGuard(RequestMeter):
@@ -172,8 +176,10 @@ class RequestGuard(RequestMeter):
         if refusal := self._refusal(scope, dict(scope["headers"])):
             await refusal.response()(scope, receive, send)
             return
-        limited = LimitedUpload if self._is_upload(scope) else LimitedBody
-        body = limited(receive, self._limits, self._held, self._metrics, state)
+        is_upload, limits, loop = self._is_upload(scope), self._limits, asyncio.get_running_loop()
+        deadline = loop.time() + (limits.file_seconds if is_upload else limits.body_seconds)
+        limited = LimitedUpload if is_upload else LimitedBody
+        body = limited(receive, limits, self._held, self._metrics, state, state["tenant"] or "", deadline)
         try:
             await self._count(scope, body, send)
         finally:

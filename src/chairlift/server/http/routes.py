@@ -22,8 +22,6 @@ from chairlift.server.anthropic.endpoint import (
 )
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.generation.admission import end_admission_for_parsing
-from chairlift.server.generation.handler import unless_disconnected
 from chairlift.server.generation.reply import json_pieces
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.guards import check_sees_all
@@ -64,7 +62,9 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        return await service.generation.handle(ChatGeneration(body, service.model), http)
+        params = body.params(service.model)
+        request = ChatGeneration(body, service.model, params, params.max_tokens, streams=bool(body.stream))
+        return await service.generation.handle(request, http)
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
@@ -146,21 +146,22 @@ async def _run_text_job(service: Service, http: Request, size: int, work: Callab
     """Respond with the JSON of `work`, which runs in a thread; `size` decides in which. The client's key is charged the
     tokens, whose number is estimated until the work is done."""
     tenant = http.state.tenant or ""
-    await end_admission_for_parsing(http)
+    await http.state.parsing.aclose()
     with service.admission.reserve_text_job(tenant):
         usage = Usage(1 + size // CHARACTERS_PER_TOKEN)
         if http.state.allowance is not None:
             await http.state.allowance.charge(usage.prompt_tokens)
         http.state.usage = usage  # also if the client leaves
-        done = service.tokenizer_pool.run_text_job(tenant, size, work)
-        content, usage.prompt_tokens = await unless_disconnected(http, done)
+        content, usage.prompt_tokens = await service.tokenizer_pool.run_text_job(tenant, size, work)
         return Response(content, media_type="application/json")
 
 
 def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:
-    prompt = tokenize_messages(body, chat_of(body, model), max_model_len or MAX_COUNTED_TOKENS)
-    original = {} if prompt.edits is None else {"context_management": {"original_input_tokens": prompt.original_tokens}}
-    return msgspec.json.encode({"input_tokens": prompt.num_tokens, **original}), prompt.num_tokens
+    tokenized = tokenize_messages(body, chat_of(body, model), max_model_len or MAX_COUNTED_TOKENS)
+    answer: dict[str, Any] = {"input_tokens": len(tokenized.prompt.tokens)}
+    if tokenized.edits is not None:
+        answer["context_management"] = {"original_input_tokens": tokenized.original_tokens}
+    return msgspec.json.encode(answer), answer["input_tokens"]
 
 
 def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> TextJobResult:

@@ -39,14 +39,15 @@ class Service:
         self.admission = admission
         self.rate_limits = rate_limits
         self.tokenizer_pool = TokenizerPool(limits.tenant_weights)
-        self.subscribers = Subscribers(engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting)
+        texts = RequestTexts(model.tokenizer)
+        self.subscribers = Subscribers(engine, metrics, texts, greeting=self._greeting)
         self.generation = GenerationHandler(
             model,
             engine,
             self.admission,
             self.tokenizer_pool,
             metrics,
-            self.subscribers.watched_texts,
+            texts,
             default_timeout=limits.default_timeout,
             isolate_keys=isolate_keys,
         )

@@ -140,21 +140,13 @@ class Subscribers:
         self._recorder_off_in: Loaded | None = None  # engine process with its recorder switched off
         engine.on_frame = self.receive
 
-    @property
-    def watching(self) -> bool:
-        """Whether any page is open."""
-        return bool(self._subscribers) or self._watched_elsewhere
-
-    def watched_texts(self) -> RequestTexts | None:
-        """Return the texts of requests, to which new ones are added while a page is open."""
-        return self.texts if self.watching else None
-
     def set_watched_elsewhere(self, on: bool) -> None:
         self._watched_elsewhere = on
-        self._clear_if_unwatched()
+        self._note_watching()
 
-    def _clear_if_unwatched(self) -> None:
-        if not self.watching:
+    def _note_watching(self) -> None:
+        self.texts.is_watched = bool(self._subscribers) or self._watched_elsewhere
+        if not self.texts.is_watched:
             self.texts.clear()
 
     async def find_text(self, request_id: str, key: bytes | None) -> Text | None:
@@ -204,11 +196,12 @@ class Subscribers:
             raise _too_many(f"{MAX_SUBSCRIBERS_OF_KEY} pages with this key")
         subscriber = Subscriber(key, tenant)
         self._subscribers.add(subscriber)
+        self._note_watching()
         return subscriber
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.discard(subscriber)
-        self._clear_if_unwatched()
+        self._note_watching()
 
     async def stream(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Yield the page's server-sent events until it is closed."""

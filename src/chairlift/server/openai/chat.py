@@ -3,95 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
-from chairlift.server.generation.usage import Usage
+from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
 from chairlift.server.openai.response_builder import ChatChoiceFormat, CompletionResponseBuilder, ParsedChoiceFormat
-from chairlift.server.openai.types import ChatRequest
+from chairlift.server.openai.types import ChatRequest, ThinkingSwitch
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.unknown_fields import check_unknown, say_ignored, without_unknown
 from chairlift.text.assistant_parts import AssistantParser
-from chairlift.text.messages import known_roles
 from chairlift.text.reasoning import ReasoningUse, split_reasoning
+from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tools.tool import Calling, ToolChoice
 from chairlift.text.tools.tool_use import ToolUse
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A tokenized conversation, and how the output after it is read."""
+
+    tokens: list[int]
+    params: SamplingParams
+    tools: ToolUse
+    reasoning: ReasoningUse
+    is_plain: bool  # whether the output has neither reasoning nor calls
+
+    def parser(self) -> AssistantParser:
+        """Create a parser for one completion's text."""
+        return self.reasoning.parser(self.tools.parser())
+
+
+@dataclass(eq=False)
 class ChatGeneration(GenerationRequest):
     id_prefix = "chatcmpl-"
-    prompt_parameter = "messages"
 
-    def __init__(self, body: ChatRequest, model: ServedModel) -> None:
-        params = body.params(model.sampling)
-        if params.thinking_token_budget is None and model.reasoning_format is not None:
-            params = params.clone(thinking_token_budget=body.given_budget)
-        super().__init__(body, params, body.given_max_tokens)
-        self._body = body
-        self._model = model
-        self.reasoning = ReasoningUse(None, model.tokenizer)  # replaced once the prompt is known
+    body: ChatRequest
+    prompt_parameter: str = "messages"
 
     @cached_property
     def tools(self) -> ToolUse:
         """The tool settings, validated on first use, which is in a thread since schemas may be large."""
-        body = self._body
-        tools, choice = known_tools(body.tools), known_choice(body.tool_choice)
-        return ToolUse.of(self._model.tool_format, tools, choice, body.parallel_tool_calls)
+        body, format_ = self.body, self.model.tool_format
+        if not body.tools and body.tool_choice is None and body.parallel_tool_calls is None:
+            return ToolUse(format_, (), ToolChoice(Calling.NONE))
+        return ToolUse.of(format_, known_tools(body.tools), known_choice(body.tool_choice), body.parallel_tool_calls)
 
-    @property
-    def shows_later_system(self) -> bool:
-        """Whether the model's chat template shows what the system says in mid-conversation."""
-        return self._model.tokenizer.template_shows_later_system
+    def tokenize(self, max_tokens: int) -> Tokenized:
+        body, model = self.body, self.model
+        check_message_fields(body.messages, model.tokenizer)
+        if model.reasoning_format is None and _effort(body) not in (None, "none"):
+            say_ignored("reasoning_effort" if body.reasoning_effort else "thinking")
+        prompt = self.encode(body.messages, max_tokens)
+        choices = ChatChoiceFormat(bool(body.logprobs))
+        if not prompt.is_plain:
+            shown = body.include_reasoning is not False
+            choices = ParsedChoiceFormat(choices.with_logprobs, prompt.tools, prompt.parser, include_reasoning=shown)
+        reply = partial(CompletionResponseBuilder, choices, model, body)
+        return Tokenized([prompt.tokens], prompt.params, reply, None if prompt.is_plain else prompt.reasoning)
 
-    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
-        check_message_fields(self._body.messages, self._model.tokenizer.template_names)
-        if self._model.reasoning_format is None and self._body.effort not in (None, "none"):
-            say_ignored("reasoning_effort" if self._body.reasoning_effort else "thinking")
-        return self.tokenize_messages(self._body.messages, max_tokens)
-
-    def tokenize_messages(
+    def encode(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, continue_final: bool = False
-    ) -> TokenizedPrompts:
-        tools, model, options = self.tools, self._model, checked_variables(self._body.chat_template_kwargs)
-        if self._body.add_generation_prompt is not None:
-            options["add_generation_prompt"] = self._body.add_generation_prompt
-        options["continue_final_message"] = continue_final or bool(self._body.continue_final_message)
-        if self._body.verbosity is not None:
-            options |= self._verbosity(self._body.verbosity)
-        options, effort = split_reasoning(options, self._body.effort, model.reasoning_format, model.tokenizer)
-        prompt = tools.encode(
-            model.tokenizer,
-            known_roles(messages, model.tokenizer.template_strings),
-            reasoning=model.reasoning_format,
+    ) -> ChatPrompt:
+        """Tokenize these messages with the settings of the request."""
+        body, tokenizer, format_ = self.body, self.model.tokenizer, self.model.reasoning_format
+        tools, effort, variables = self.tools, _effort(body), checked_variables(body.chat_template_kwargs)
+        if body.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = body.add_generation_prompt
+        if body.verbosity is not None:
+            # Templates without this variable write as they do, which is what the usual verbosity asks for.
+            if "verbosity" in tokenizer.template_reads:
+                variables["verbosity"] = body.verbosity
+            elif body.verbosity != "medium":
+                say_ignored("verbosity")
+        if variables or effort is not None:
+            variables, switches = split_reasoning(variables, effort, format_, tokenizer)
+            variables = switches | variables
+        tokens = tools.encode(
+            tokenizer,
+            messages,
+            reasoning=format_,
             max_tokens=max_tokens,
-            **effort | options,
+            continue_final_message=continue_final or bool(body.continue_final_message),
+            **variables,
         )
-        self.reasoning = ReasoningUse.after(prompt, model.reasoning_format, model.tokenizer)
-        return TokenizedPrompts([prompt], tools.applied_to(self.params, self.reasoning), self.reasoning)
+        reasoning = ReasoningUse(None, tokenizer)
+        if format_ is not None:
+            reasoning = ReasoningUse.after(tokens, format_, tokenizer)
+        is_plain = not tools.tools and (format_ is None or not reasoning.active)
+        params = self.params if is_plain else tools.applied_to(self.params, reasoning)
+        return ChatPrompt(tokens, params, tools, reasoning, is_plain)
 
-    def _verbosity(self, level: str) -> dict[str, str]:
-        """Return the variable of templates that have one; without it, only the usual verbosity is what is asked for."""
-        if "verbosity" in self._model.tokenizer.template_reads:
-            return {"verbosity": level}
-        if level != "medium":
-            say_ignored("verbosity")
-        return {}
 
-    def parser(self) -> AssistantParser:
-        """Create a parser for one completion's text; called after `tokenize`."""
-        return self.reasoning.parser(self.tools.parser())
-
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        choices = ChatChoiceFormat(bool(self._body.logprobs))
-        if self.tools.tools or self.reasoning.active:
-            shown = self._body.include_reasoning is not False
-            choices = ParsedChoiceFormat(choices.with_logprobs, self.tools, self.parser, include_reasoning=shown)
-        return CompletionResponseBuilder(choices, self._model, self._body, response_id, completion_ids, usage)
+def _effort(body: ChatRequest) -> str | None:
+    """Return the reasoning effort that the client asks for, in one of several ways."""
+    if body.reasoning_effort is not None:
+        return body.reasoning_effort
+    switch = body.thinking if body.enable_thinking is None else body.enable_thinking
+    if isinstance(switch, ThinkingSwitch):
+        switch = None if switch.type == "auto" else switch.type != "disabled"
+    return None if switch is None else "medium" if switch else "none"
 
 
 _RETURNED = ("refusal", "reasoning", "reasoning_content", "annotations", "audio", "parsed")  # parts of responses
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *_RETURNED)
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *_RETURNED})
 _PART_FIELDS = ("type", "text", "refusal", "cache_control")
 _CALL_FIELDS = ("id", "type", "index", "function")
 _CALLED_FIELDS = ("name", "arguments", "parsed_arguments")
@@ -111,24 +128,25 @@ _REFUSED_FIELDS = {
 }
 
 
-def check_message_fields(messages: Sequence[Mapping[str, Any]], named: Collection[str]) -> None:
-    """Apply the rule for unknown fields to messages, and refuse known ones that would be lost. Fields that are `named`
-    in the chat template are known."""
+def check_message_fields(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+    """Apply the rule for unknown fields to messages, and refuse known ones that would be lost. Fields that are named in
+    the chat template are known."""
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
-        check_unknown(place, message, _MESSAGE_FIELDS, named)
+        path = f"messages[{index}]"
+        if not message.keys() <= _MESSAGE_FIELDS:
+            check_unknown(path, message, _MESSAGE_FIELDS, tokenizer.template_names)
         for name, problem in _REFUSED_FIELDS.items():
-            if message.get(name) is not None and name not in named:
-                raise InvalidParameter(f"{place}.{name}", problem)
+            if message.get(name) is not None and name not in tokenizer.template_names:
+                raise InvalidParameter(f"{path}.{name}", problem)
         for part_index, part in _objects(message.get("content")):
             # Parts of other types are refused as such.
             if part.get("type") == "text":
-                check_unknown(f"{place}.content[{part_index}]", part, _PART_FIELDS)
+                check_unknown(f"{path}.content[{part_index}]", part, _PART_FIELDS)
         for call_index, call in _objects(message.get("tool_calls")):
-            call_place = f"{place}.tool_calls[{call_index}]"
-            check_unknown(call_place, call, _CALL_FIELDS, named)
+            call_path = f"{path}.tool_calls[{call_index}]"
+            check_unknown(call_path, call, _CALL_FIELDS, tokenizer.template_names)
             if isinstance(function := call.get("function"), dict):
-                check_unknown(f"{call_place}.function", function, _CALLED_FIELDS, named)
+                check_unknown(f"{call_path}.function", function, _CALLED_FIELDS, tokenizer.template_names)
 
 
 def encode_messages(
@@ -139,10 +157,9 @@ def encode_messages(
 ) -> list[int]:
     """Return the prompt of a conversation that nothing is generated for. `options` are those of
     `Tokenizer.encode_chat`."""
-    check_message_fields(messages, model.tokenizer.template_names)
+    check_message_fields(messages, model.tokenizer)
     use = ToolUse.of(model.tool_format, known_tools(tools), None, None)
-    roles = known_roles(messages, model.tokenizer.template_strings)
-    return use.encode(model.tokenizer, roles, reasoning=model.reasoning_format, **options)
+    return use.encode(model.tokenizer, messages, reasoning=model.reasoning_format, **options)
 
 
 def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -165,12 +182,12 @@ def known_choice(choice: Any) -> Any:
     return _known_function("tool_choice", choice, ("name",)) if isinstance(choice, dict) else choice
 
 
-def _known_function(place: str, given: dict[str, Any], fields: Collection[str]) -> dict[str, Any]:
+def _known_function(path: str, given: dict[str, Any], fields: Collection[str]) -> dict[str, Any]:
     if given.get("type") != "function":
         return given  # refused as such
-    kept = without_unknown(place, given, ("type", "function"))
+    kept = without_unknown(path, given, ("type", "function"))
     if isinstance(function := kept.get("function"), dict):
-        kept["function"] = without_unknown(f"{place}.function", function, fields)
+        kept["function"] = without_unknown(f"{path}.function", function, fields)
     return kept
 
 

@@ -184,12 +184,13 @@ class CompletionResponseBuilder:
         self._prompt_logprobs = body.prompt_logprobs
         self._format = choice_format
         self._tokenizer = model.tokenizer
-        self._include_usage = body.include_usage
-        self._continuous_usage = body.continuous_usage
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
         self._head = {
             "id": response_id,
             "created": int(time.time()),
-            "model": model.name,
+            "model": model.names[0],
             "system_fingerprint": model.fingerprint,
         }
         if isinstance(body, ChatRequest) and body.service_tier is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
@@ -14,6 +14,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import EngineBody, Integer, RequestBody, StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs
+from chairlift.server.served_model import ServedModel
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -88,21 +89,13 @@ class GenerationBody(EngineBody):
     structured_outputs: StructuredOutputs | None = None
     _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters registered by plugins
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _take_extra_args(cls, data: Any, handler: ModelWrapValidatorHandler[GenerationBody]) -> GenerationBody:
-        names = [name for name in extra_parameter_names() if isinstance(data, dict) and name in data]
-        body = handler({name: value for name, value in data.items() if name not in names} if names else data)
-        body._extra_args = {name: data[name] for name in names if data[name] is not None}
-        return body
+    def take_extras(self, extras: dict[str, Any]) -> None:
+        values = {name: extras.pop(name) for name in extra_parameter_names() if name in extras}
+        self._extra_args = {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def known_fields(cls) -> Collection[str]:
         return {*super().known_fields(), *extra_parameter_names()}
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.stream)
 
     def structure(self) -> Structure | None:
         """Return the requested structure."""
@@ -187,14 +180,6 @@ class CompletionBody(GenerationBody):
         if width < 2:
             raise InvalidParameter("beam_width", "must be at least 2: say how many beams the search has")
         return {"beam_width": width}
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -283,28 +268,7 @@ class ChatRequest(WithLabels, CompletionBody):
     audio: Any = None
     web_search_options: Any = None
 
-    @property
-    def given_max_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @property
-    def effort(self) -> Effort | None:
-        """The reasoning effort that the client asks for, in one of several ways."""
-        if self.reasoning_effort is not None:
-            return self.reasoning_effort
-        given = self.thinking if self.enable_thinking is None else self.enable_thinking
-        if isinstance(given, ThinkingSwitch):
-            given = None if given.type == "auto" else given.type != "disabled"
-        return None if given is None else "medium" if given else "none"
-
-    @property
-    def given_budget(self) -> int | None:
-        """The budget of other servers' parameters, which has no effect on models that do not reason."""
-        if self.thinking_budget is None and isinstance(self.thinking, ThinkingSwitch):
-            return self.thinking.budget_tokens
-        return self.thinking_budget
-
-    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def params(self, model: ServedModel) -> SamplingParams:
         self.check_stream_options()
         for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
@@ -313,12 +277,17 @@ class ChatRequest(WithLabels, CompletionBody):
             raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs: true")
-        limit = self.given_max_tokens
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         check_max_tokens(name, limit, about_prompt=self.prompt_logprobs is not None)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        scored = self.prompt_logprobs
-        return self.sampling_params(defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
+        more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}
+        if model.reasoning_format is not None and self.thinking_token_budget is None:
+            # The budget of other servers' parameters, which has no effect on models that do not reason.
+            more["thinking_token_budget"] = self.thinking_budget
+            if self.thinking_budget is None and isinstance(self.thinking, ThinkingSwitch):
+                more["thinking_token_budget"] = self.thinking.budget_tokens
+        return self.sampling_params(model.sampling, max_tokens=limit, **more)
 
 
 class TokenizeRequest(RequestBody):

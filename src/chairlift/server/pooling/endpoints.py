@@ -7,11 +7,12 @@ from abc import abstractmethod
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from chairlift.core.sampling.params import Pooling, SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, Tokenized
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import checked_variables, encode_messages
 from chairlift.server.openai.types import check_token_ids
@@ -63,42 +64,45 @@ PROMPTS_AT_ONCE = 128  # A long list of one request must not fill the queue.
 
 class EmbeddingGeneration(GenerationRequest):
     id_prefix = "embd-"
-    at_once = PROMPTS_AT_ONCE
+
+    body: EmbeddingRequest
 
     def __init__(self, body: EmbeddingRequest, model: ServedModel) -> None:
         model.embedding.require()
         pooling = Pooling(
             body.pooling or model.embedding.kind, body.dimensions, True if body.normalize is None else body.normalize
         )
-        super().__init__(body, SamplingParams(max_tokens=0, pooling=pooling))
-        self._body = body
-        self._model = model
-        self._inputs = body.inputs()
-        self.num_prompts = len(self._inputs) or 1
-        self.prompt_parameter = "input" if body.messages is None else "messages"
+        params, self._inputs = SamplingParams(max_tokens=0, pooling=pooling), body.inputs()
+        super().__init__(
+            body,
+            model,
+            params,
+            prompt_parameter="input" if body.messages is None else "messages",
+            num_prompts=len(self._inputs) or 1,
+            at_once=PROMPTS_AT_ONCE,
+        )
 
-    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
-        if self._body.messages is not None:
+    def tokenize(self, max_tokens: int) -> Tokenized:
+        body, prompts = self.body, [self._encode(text, max_tokens) for text in self._inputs]
+        if body.messages is not None:
             prompt = encode_messages(
-                self._model,
-                self._body.messages,
-                add_generation_prompt=bool(self._body.add_generation_prompt),
-                continue_final_message=bool(self._body.continue_final_message),
+                self.model,
+                body.messages,
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message),
                 max_tokens=max_tokens,
-                **checked_variables(self._body.chat_template_kwargs),
+                **checked_variables(body.chat_template_kwargs),
             )
-            return TokenizedPrompts([prompt], self.params)
-        return TokenizedPrompts([self._encode(one, max_tokens) for one in self._inputs], self.params)
+            prompts = [prompt]
+        encoded = body.encoding_format == "base64"
+        reply = partial(EmbeddingResponseBuilder, model=self.model.name, encoded=encoded)
+        return Tokenized(prompts, self.params, reply)
 
     def _encode(self, text: str | list[int], max_tokens: int) -> list[int]:
         if not isinstance(text, str):
             return check_token_ids("input", text)
         check_texts("input", [text])
-        return self._model.tokenizer.encode(text, max_tokens=max_tokens)
-
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> PooledResponseBuilder:
-        encoded = self._body.encoding_format == "base64"
-        return EmbeddingResponseBuilder(response_id, completion_ids, usage, self._model.name, encoded=encoded)
+        return self.model.tokenizer.encode(text, max_tokens=max_tokens)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return error.renamed(self.prompt_parameter) if error.parameter == "prompt" else error
@@ -122,19 +126,28 @@ class EmbeddingResponseBuilder(PooledResponseBuilder):
 class PairGeneration(GenerationRequest):
     """A request for the scores of pairs of texts."""
 
-    at_once = PROMPTS_AT_ONCE
-
-    def __init__(self, body: ScoreRequest | RerankRequest, model: ServedModel, pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self, body: ScoreRequest | RerankRequest, model: ServedModel, pairs: Sequence[Pair], prompt_parameter: str
+    ) -> None:
         model.embedding.require()
         embedding = model.embedding
         self.scoring = make_pair_scoring(model.tokenizer, embedding.kind, embedding.answers, body.instruction)
-        super().__init__(body, SamplingParams(max_tokens=0, pooling=self.scoring.pooling))
         self.pairs = pairs
-        self.model = model
-        self.num_prompts = len(self.scoring.texts(pairs))
+        super().__init__(
+            body,
+            model,
+            SamplingParams(max_tokens=0, pooling=self.scoring.pooling),
+            prompt_parameter=prompt_parameter,
+            num_prompts=len(self.scoring.texts(pairs)),
+            at_once=PROMPTS_AT_ONCE,
+        )
 
-    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
-        return TokenizedPrompts(self.scoring.encode(self.model.tokenizer, self.pairs, max_tokens), self.params)
+    def tokenize(self, max_tokens: int) -> Tokenized:
+        prompts = self.scoring.encode(self.model.tokenizer, self.pairs, max_tokens)
+        return Tokenized(prompts, self.params, self._reply)
+
+    def _reply(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
+        return PairResponseBuilder(response_id, completion_ids, usage, self.model.name, self.scoring, self.pairs)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         named = error.parameter in ("prompt", "messages")
@@ -172,27 +185,23 @@ class ScoreGeneration(PairGeneration):
         for name, texts in sides.items():
             check_texts(name, [texts] if isinstance(texts, str) else texts)
         first, second = sides
-        self.prompt_parameter = second
-        super().__init__(body, model, pair_up(sides[first], sides[second], (first, second)))
-
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
-        return PairResponseBuilder(response_id, completion_ids, usage, self.model.name, self.scoring, self.pairs)
+        super().__init__(body, model, pair_up(sides[first], sides[second], (first, second)), second)
 
 
 class RerankGeneration(PairGeneration):
     id_prefix = "rerank-"
 
-    def __init__(self, body: RerankRequest, model: ServedModel) -> None:
-        self.prompt_parameter = body.documents_parameter()
-        texts = body.document_texts()
-        check_texts("query", [body.query])
-        check_texts(self.prompt_parameter, texts)
-        super().__init__(body, model, [(body.query, text) for text in texts])
-        self._body = body
+    body: RerankRequest
 
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
+    def __init__(self, body: RerankRequest, model: ServedModel) -> None:
+        parameter, texts = body.documents_parameter(), body.document_texts()
+        check_texts("query", [body.query])
+        check_texts(parameter, texts)
+        super().__init__(body, model, [(body.query, text) for text in texts], parameter)
+
+    def _reply(self, response_id: str, completion_ids: list[str], usage: Usage) -> PairResponseBuilder:
         return RerankResponseBuilder(
-            response_id, completion_ids, usage, self.model.name, self.scoring, self.pairs, self._body
+            response_id, completion_ids, usage, self.model.name, self.scoring, self.pairs, self.body
         )
 
 

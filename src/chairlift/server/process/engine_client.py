@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import zmq
 import zmq.asyncio
 
-from chairlift.core.request import completion_ids
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_handle import EngineHandle, spawn
-from chairlift.server.process.streams import OpenRequests, Quarantine, UpdateObserver, UpdateStream, fingerprint
+from chairlift.server.process.streams import OpenRequests, UpdateObserver, UpdateStream
 from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,
@@ -33,7 +32,6 @@ from chairlift.server.wire.messages import (
     StepReport,
     Submit,
     SwitchPolicy,
-    Update,
     decode_from_engine,
     encode,
 )
@@ -91,9 +89,7 @@ class EngineClient:
         self._on_restart = on_restart
         self._supervision = supervision or Supervision()
         self._context = zmq.asyncio.Context()
-        self._requests = OpenRequests()
-        self._quarantine = Quarantine()
-        self._just_failed: list[bytes] = []  # fingerprints of completions that the last step ended with an error
+        self.requests = OpenRequests()
         self._handle: EngineHandle | None = None
         self._state_changed = asyncio.Event()
         self._spawned = asyncio.Event()  # whether a process was started
@@ -103,16 +99,7 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Number of submitted sequences that are not finished."""
-        return self._requests.num_sequences
-
-    @property
-    def open_by_tenant(self) -> Mapping[str, int]:
-        """Number of submitted sequences that are not finished, of the tenants that have any."""
-        return self._requests.sequences_by_tenant
-
-    def newest_waiting(self) -> list[UpdateStream]:
-        """The streams whose requests wait in the engine's queue, the newest first."""
-        return [one for one in self._requests.streams() if one.is_waiting][::-1]
+        return self.requests.num_sequences
 
     @property
     def pid(self) -> int | None:
@@ -143,15 +130,7 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # encode all before sending any: encoding may fail
-        prints: dict[str, bytes] = {}  # The key is the completion.
-        for request in requests:
-            one = fingerprint(request)
-            self._quarantine.check(one)
-            prints |= dict.fromkeys(completion_ids(request.request_id, request.params.n), one)
-        # Sequences without updates are counted with the first completion: all sequences of a search end together.
-        sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
-        stream = stream_type(list(prints), observer, sequences, tenant=requests[0].tenant, fingerprints=prints)
-        self._requests.add(stream)
+        stream = self.requests.open(requests, observer, stream_type)
         for message in messages:
             self._send(message)
         return stream
@@ -173,12 +152,12 @@ class EngineClient:
 
     def _end(self, stream: UpdateStream, reason: str, error: Exception | None = None) -> None:
         ids = stream.end(reason, error)
-        self._requests.remove(stream)
+        self.requests.remove(stream)
         if ids and self._handle is not None and self.state is EngineState.READY:
             self._send(encode(Cancel(ids)))
 
     def ping_streams(self) -> None:
-        for stream in self._requests.streams():
+        for stream in self.requests.streams():
             stream.ping()
 
     async def stop(self, timeout: float = 5.0) -> None:
@@ -217,7 +196,7 @@ class EngineClient:
                 log.error("the engine cannot be started: %s", error)
             finally:
                 if self.state is EngineState.READY:
-                    self._record_death()
+                    self.requests.record_death()
                 self._fail_all(EngineDied(DIED))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
                 return
@@ -288,9 +267,9 @@ class EngineClient:
             match message:
                 case StepReport():
                     self._on_report(message)
-                    self._just_failed = []
+                    self.requests.begin_step()
                     for update in message.updates:
-                        self._deliver(update)
+                        self.requests.deliver(update)
                 case Loaded():
                     self.loaded, handle.ready_at = message, time.monotonic()
                     self.on_loaded(message)
@@ -301,7 +280,7 @@ class EngineClient:
                     if self.loaded is None:  # if the model was loaded before, retry
                         self._set_state(EngineState.FAILED)
                 case Refused():
-                    stream = self._requests.get(message.request_id)
+                    stream = self.requests.get(message.request_id)
                     if stream is not None:
                         # The other prompts of the HTTP request end too.
                         self._end(stream, "refused", _error(message))
@@ -310,23 +289,8 @@ class EngineClient:
                 case Heartbeat():
                     handle.turn_seconds = message.turn_seconds
 
-    def _deliver(self, update: Update) -> None:
-        stream = self._requests.deliver(update)
-        if stream is None or update.finish_reason is None or update.request_id not in stream.fingerprints:
-            return
-        if update.finish_reason == "error":
-            self._just_failed.append(stream.fingerprints[update.request_id])
-        else:
-            self._quarantine.clear(stream.fingerprints[update.request_id])
-
-    def _record_death(self) -> None:
-        """Remember the requests in flight. A step that raised has ended them in its last report."""
-        in_flight = [one for stream in self._requests.streams() for one in stream.open_fingerprints()]
-        self._quarantine.record_death([*in_flight, *self._just_failed])
-        self._just_failed = []
-
     def _fail_all(self, error: Exception) -> None:
-        for stream in self._requests.remove_all():
+        for stream in self.requests.remove_all():
             stream.end("error", error)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from chairlift.core.request import completion_ids
 from chairlift.errors import InvalidParameter
 from chairlift.server.wire.messages import Submit, Update, encode
 
@@ -73,10 +74,10 @@ class UpdateStream:
     @property
     def num_open(self) -> int:
         """Number of sequences that the engine has for open completions."""
-        return sum(self.sequences[one_id] for one_id in self._open)
+        return sum(self.sequences[completion] for completion in self._open)
 
     def open_fingerprints(self) -> list[bytes]:
-        return [one for one_id, one in self.fingerprints.items() if one_id in self._open]
+        return [digest for completion, digest in self.fingerprints.items() if completion in self._open]
 
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
         """End all open completions for this reason and return their ids. The reader gets the unread updates, then the
@@ -119,16 +120,11 @@ class OpenRequests:
     """The streams of open completions, and how many sequences the engine has for each tenant."""
 
     def __init__(self) -> None:
+        self.num_sequences = 0
+        self.sequences_by_tenant: Counter[str] = Counter()
+        self.quarantine = Quarantine()
         self._streams: dict[str, UpdateStream] = {}  # The key is the completion's id; the order is that of submission.
-        self._sequences: Counter[str] = Counter()  # The key is the tenant.
-
-    @property
-    def num_sequences(self) -> int:
-        return self._sequences.total()
-
-    @property
-    def sequences_by_tenant(self) -> Mapping[str, int]:
-        return self._sequences
+        self._just_failed: list[bytes] = []  # fingerprints of completions that the last step ended with an error
 
     def streams(self) -> Iterable[UpdateStream]:
         """Return every stream once, in order of submission."""
@@ -137,37 +133,79 @@ class OpenRequests:
     def get(self, completion_id: str) -> UpdateStream | None:
         return self._streams.get(completion_id)
 
-    def add(self, stream: UpdateStream) -> None:
-        for one_id in stream.ids:
-            self._streams[one_id] = stream
-            self._sequences[stream.tenant] += stream.sequences[one_id]
+    def newest_waiting(self) -> list[UpdateStream]:
+        """The streams whose requests wait in the engine's queue, the newest first."""
+        return [stream for stream in self.streams() if stream.is_waiting][::-1]
 
-    def deliver(self, update: Update) -> UpdateStream | None:
-        """Give an update to its stream and return it; None if it was cancelled before."""
-        stream = self._streams.get(update.request_id)
-        if stream is not None:
-            stream.push(update)
-            if update.finish_reason is not None:
-                self._close(update.request_id)
+    def open(
+        self, requests: Sequence[Submit], observer: UpdateObserver | None, stream_type: type[UpdateStream]
+    ) -> UpdateStream:
+        """Return the stream of the requests for all prompts of one HTTP request; raises if one of them is refused."""
+        fingerprints: dict[str, bytes] = {}  # The key is the completion.
+        sequences: dict[str, int] = {}
+        for request in requests:
+            digest = fingerprint(request)
+            self.quarantine.check(digest)
+            fingerprints |= dict.fromkeys(completion_ids(request.request_id, request.params.n), digest)
+            if request.params.beam_width or request.params.best_of:
+                # Sequences without updates count with the first completion: all sequences of a search end together.
+                sequences[request.request_id] = 1 + request.params.num_sequences - request.params.n
+        stream = stream_type(
+            list(fingerprints), observer, sequences, tenant=requests[0].tenant, fingerprints=fingerprints
+        )
+        for completion, count in stream.sequences.items():
+            self._streams[completion] = stream
+            self._count(stream.tenant, count)
         return stream
 
+    def deliver(self, update: Update) -> None:
+        """Give an update to its stream, unless it was cancelled before."""
+        stream = self._streams.get(update.request_id)
+        if stream is None:
+            return
+        stream.push(update)
+        if update.finish_reason is None:
+            return
+        self._close(update.request_id)
+        if (digest := stream.fingerprints.get(update.request_id)) is None:
+            return
+        if update.finish_reason == "error":
+            self._just_failed.append(digest)
+        else:
+            self.quarantine.clear(digest)
+
+    def begin_step(self) -> None:
+        """The updates that follow are those of another step."""
+        self._just_failed = []
+
+    def record_death(self) -> None:
+        """Remember the requests in flight. A step that raised has ended them in its last report."""
+        in_flight = [each for stream in self.streams() for each in stream.open_fingerprints()]
+        self.quarantine.record_death([*in_flight, *self._just_failed])
+        self._just_failed = []
+
     def remove(self, stream: UpdateStream) -> None:
-        for one_id in stream.ids:
-            if one_id in self._streams:
-                self._close(one_id)
+        for completion in stream.ids:
+            if completion in self._streams:
+                self._close(completion)
 
     def remove_all(self) -> list[UpdateStream]:
         """Return all streams, which are no longer open."""
         streams = list(self.streams())
         self._streams.clear()
-        self._sequences.clear()
+        self.sequences_by_tenant.clear()
+        self.num_sequences = 0
         return streams
 
     def _close(self, completion_id: str) -> None:
         stream = self._streams.pop(completion_id)
-        self._sequences[stream.tenant] -= stream.sequences[completion_id]
-        if not self._sequences[stream.tenant]:
-            del self._sequences[stream.tenant]
+        self._count(stream.tenant, -stream.sequences[completion_id])
+
+    def _count(self, tenant: str, count: int) -> None:
+        self.num_sequences += count
+        self.sequences_by_tenant[tenant] += count
+        if not self.sequences_by_tenant[tenant]:
+            del self.sequences_by_tenant[tenant]
 
 
 MAX_DEATHS = 2
@@ -196,30 +234,30 @@ class Quarantine:
         """Whether any request is suspected."""
         return bool(self._suspects)
 
-    def check(self, one: bytes) -> None:
+    def check(self, digest: bytes) -> None:
         """Raise if requests with this fingerprint are refused."""
         if not self._suspects:
             return
         self._forget()
-        suspect = self._suspects.get(one)
+        suspect = self._suspects.get(digest)
         if suspect is not None and suspect.deaths >= MAX_DEATHS:
             problem = f"this request was in flight when the engine died {suspect.deaths} times"
             raise InvalidParameter("prompt", f"{problem}; it is refused for {FORGET_SECONDS / 60:g} minutes")
 
     def record_death(self, in_flight: Iterable[bytes]) -> None:
         now = self._clock()
-        for one in set(in_flight):
-            before = self._suspects.pop(one, None)
-            self._suspects[one] = _Suspect(1 + (before.deaths if before else 0), now)
+        for digest in set(in_flight):
+            before = self._suspects.pop(digest, None)
+            self._suspects[digest] = _Suspect(1 + (before.deaths if before else 0), now)
         self._forget()
 
-    def clear(self, one: bytes) -> None:
+    def clear(self, digest: bytes) -> None:
         """Remove the suspicion from a request that the engine has finished."""
-        self._suspects.pop(one, None)
+        self._suspects.pop(digest, None)
 
     def _forget(self) -> None:
         oldest = self._clock() - FORGET_SECONDS
-        for one, suspect in list(self._suspects.items()):
+        for digest, suspect in list(self._suspects.items()):
             if suspect.last_death >= oldest and len(self._suspects) <= MAX_SUSPECTS:
                 return
-            del self._suspects[one]
+            del self._suspects[digest]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts, renamed_parameter
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, Tokenized, renamed_parameter
 from chairlift.server.generation.usage import Usage
-from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.openai.chat import ChatGeneration, ChatPrompt
 from chairlift.server.responses.input import InputMessages
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
@@ -29,7 +29,8 @@ _NAMES = {
 
 class ResponsesGeneration(GenerationRequest):
     id_prefix = "resp_"
-    prompt_parameter = "input"
+
+    body: ResponsesRequest
 
     def __init__(self, body: ResponsesRequest, model: ServedModel) -> None:
         body.check()
@@ -37,12 +38,18 @@ class ResponsesGeneration(GenerationRequest):
         for parameter in self._without_effect(body, model):
             say_ignored(parameter)
         try:
-            self._chat = ChatGeneration(body.as_chat(model.tokenizer.template_reads), model)
+            chat = body.as_chat(model.tokenizer.template_reads)
+            self._chat = ChatGeneration(chat, model, chat.params(model))
         except InvalidParameter as error:
             raise self.rename_error(error) from None
-        super().__init__(body, self._chat.params, body.max_output_tokens)
-        self._body = body
-        self._model = model
+        super().__init__(
+            body,
+            model,
+            self._chat.params,
+            body.max_output_tokens,
+            streams=bool(body.stream),
+            prompt_parameter="input",
+        )
 
     @staticmethod
     def _without_effect(body: ResponsesRequest, model: ServedModel) -> Iterator[str]:
@@ -58,16 +65,25 @@ class ResponsesGeneration(GenerationRequest):
         if body.context_management:
             yield "context_management"
 
-    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+    def tokenize(self, max_tokens: int) -> Tokenized:
+        prompt = self._prompt(max_tokens)
+
+        def reply(response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
+            assert len(completion_ids) == 1  # this endpoint has no `n`
+            return ResponseObjectBuilder(self.body, self.params, self.model, prompt.parser(), response_id, usage)
+
+        return Tokenized([prompt.tokens], prompt.params, reply, prompt.reasoning)
+
+    def _prompt(self, max_tokens: int) -> ChatPrompt:
         _ = self._chat.tools  # validates tools before the input
-        messages = InputMessages(self._body.input, self._body.instructions, self._tools)
-        if self._body.truncation == "auto":
-            tokenized = self._tokenized_if_fitting(messages, 0, max_tokens)
-            if tokenized is not None:
-                return tokenized
+        messages = InputMessages(self.body.input, self.body.instructions, self._tools)
+        if self.body.truncation == "auto":
+            prompt = self._prompt_if_fitting(messages, 0, max_tokens)
+            if prompt is not None:
+                return prompt
             self._shorten(messages, max_tokens)
         try:
-            return self._chat.tokenize_messages(messages.messages, max_tokens)
+            return self._chat.encode(messages.messages, max_tokens)
         except InvalidParameter as error:
             raise error.renamed(messages.location(error.parameter)) from None
 
@@ -76,22 +92,18 @@ class ResponsesGeneration(GenerationRequest):
         nothing is enough."""
         cuts = messages.cuts()
         if cuts:
-            fits = partial(self._tokenized_if_fitting, messages, max_tokens=max_tokens)
+            fits = partial(self._prompt_if_fitting, messages, max_tokens=max_tokens)
             messages.drop_before(cuts[bisect_left(cuts[:-1], True, key=lambda cut: fits(cut) is not None)])
 
-    def _tokenized_if_fitting(self, messages: InputMessages, cut: int, max_tokens: int) -> TokenizedPrompts | None:
+    def _prompt_if_fitting(self, messages: InputMessages, cut: int, max_tokens: int) -> ChatPrompt | None:
         try:
-            tokenized = self._chat.tokenize_messages(messages.kept(cut), max_tokens)
+            prompt = self._chat.encode(messages.kept(cut), max_tokens)
         except InvalidParameter as error:
             if error.code == CONTEXT_LENGTH_EXCEEDED:
                 return None
             raise error.renamed(messages.location(error.parameter)) from None
-        room = max_tokens - (self._body.max_output_tokens or 1)
-        return tokenized if len(tokenized.prompts[0]) <= room else None
-
-    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        assert len(completion_ids) == 1  # this endpoint has no `n`
-        return ResponseObjectBuilder(self._body, self.params, self._model, self._chat.parser(), response_id, usage)
+        room = max_tokens - (self.body.max_output_tokens or 1)
+        return prompt if len(prompt.tokens) <= room else None
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         located = self._tools.rename_error(error)

@@ -61,8 +61,11 @@ class SharedLimit:
         shares = shares_of(self._limit, self._using.keys() | {tenant}, self._weights)
         return self._using[tenant] + amount <= shares[tenant]
 
-    def take(self, tenant: str, amount: int) -> None:
+    def take(self, tenant: str, amount: int) -> bool:
+        """Count what a tenant uses; return whether there was room for it."""
+        had_room = self.has_room(tenant, amount)
         self._using[tenant] += amount
+        return had_room
 
     def give_back(self, tenant: str, amount: int) -> None:
         self._using[tenant] -= amount

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import quote
@@ -30,12 +30,12 @@ MAX_KNOWN_NAME = 64  # characters; no parameter is longer, so longer names resem
 UnknownFieldsRule = Literal["ignore", "refuse"]
 
 
+@dataclass(slots=True, eq=False)
 class UnknownFields:
     """What the readers of one request have ignored."""
 
-    def __init__(self, rule: UnknownFieldsRule) -> None:
-        self._refuses = rule == "refuse"
-        self._paths: dict[str, str] = {}  # Those of the ignored fields; the key is the path without indices.
+    rule: UnknownFieldsRule
+    _paths: dict[str, str] = field(default_factory=dict)  # Those of the ignored fields, by the path without indices.
 
     def add(self, path: str, name: str, known: Collection[str]) -> None:
         """Ignore the field `name`, or refuse it if it resembles one of the `known`."""
@@ -49,7 +49,7 @@ class UnknownFields:
         """Ignore the field at `path`, or refuse it for this reason."""
         if _shape(path) in self._paths:
             return
-        if self._refuses:
+        if self.rule == "refuse":
             raise InvalidParameter(path, reason, code)
         if len(self._paths) == MAX_IGNORED:
             raise InvalidParameter(path, f"is one of more than {MAX_IGNORED} unknown parameters", "unknown_parameter")
@@ -77,8 +77,8 @@ def _shape(path: str) -> str:
     return re.sub(r"\[\d+\]", "", path)
 
 
-# Of the request that is being read. Outside of a server unknown fields are refused.
-_request: ContextVar[UnknownFields | None] = ContextVar("unknown_fields", default=None)
+# What the readers of the current request ignore; outside of a server unknown fields are refused.
+ignored_fields: ContextVar[UnknownFields | None] = ContextVar("ignored_fields", default=None)
 
 
 def check_unknown(
@@ -91,19 +91,19 @@ def check_unknown(
     fields: UnknownFields | None = None
     for name, value in given.items():
         if value is not None and name not in known and name not in also_known:
-            fields = fields or _request.get() or UnknownFields("refuse")
+            fields = fields or ignored_fields.get() or UnknownFields("refuse")
             fields.add(f"{location}.{name}" if location else name, name, known)
 
 
 def say_ignored(path: str) -> None:
     """Name a known field of the request that has no effect on this model."""
-    if (fields := _request.get()) is not None:
+    if (fields := ignored_fields.get()) is not None:
         fields.say(path)
 
 
 def ignore(path: str, reason: str) -> None:
     """Leave out a part of the request that this server cannot do, and name it; it is refused if unknown fields are."""
-    (_request.get() or UnknownFields("refuse")).ignore(path, reason)
+    (ignored_fields.get() or UnknownFields("refuse")).ignore(path, reason)
 
 
 def without_unknown(location: str, given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -145,16 +145,6 @@ def _distance(name: str, other: str, limit: int) -> int:
 @lru_cache(maxsize=2048)
 def _letters(name: str) -> str:
     return re.sub(r"[-_ ]", "", name).lower()
-
-
-@contextmanager
-def reading_request(fields: UnknownFields) -> Iterator[None]:
-    """Keep in `fields` what the readers of a request ignore during a `with` block."""
-    token = _request.set(fields)
-    try:
-        yield
-    finally:
-        _request.reset(token)
 
 
 class IgnoredFieldsLog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure, S
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
-from chairlift.text.messages import checked_messages
+from chairlift.text.messages import checked_messages, plain_data
 from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
@@ -109,23 +110,30 @@ class ToolUse:
         /,
         *,
         reasoning: ReasoningFormat | None = None,
+        max_tokens: int | None = None,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> list[int]:
-        """Return the prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""
-        history = checked_messages(messages)
+        """Return the prompt of messages whose roles are known, as token ids. `options` are those of
+        `Tokenizer.encode_chat`."""
+        history = checked_messages(messages, tokenizer.template_strings)
+        plain = {name: plain_data(name, value) for name, value in options.items()}
+        encode = partial(
+            tokenizer.encode_checked_chat, max_tokens=max_tokens, continue_final_message=continue_final_message, **plain
+        )
         if reasoning is not None:
             history = reasoning.history(history)
         if tokenizer.template_shows_tools:
-            given = [self.format.shown(tool) for tool in self.tools] or None
-            return tokenizer.encode_chat(self.format.history(history), tools=given, **options)[1]
+            shown = [plain_data("tools", self.format.shown(tool)) for tool in self.tools]
+            return encode(self.format.history(history), tools=shown or None)[1]
         history = as_plain_messages(history, self.format)
         if not self.tools:
-            return tokenizer.encode_chat(history, **options)[1]
+            return encode(history)[1]
         description = describe(self.tools, self.format)
         try:
-            return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
+            return encode(in_system_message(history, description))[1]
         except RefusedByTemplate:  # the template may have no system role
-            return tokenizer.encode_chat(in_user_message(history, description), **options)[1]
+            return encode(in_user_message(history, description))[1]
 
 
 def _requested_schema(requested: Structure) -> dict[str, Any]:

@@ -55,6 +55,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": HEADS | {"head_dim": HEAD_DIM, "rope_parameters": MROPE | {"mrope_interleaved": True}},
     "qwen3_vl_moe": HEADS | EXPERTS | {"head_dim": HEAD_DIM, "num_experts": 4, "rope_parameters": MROPE},
     "glm4v": HEADS | {"rope_parameters": PARTIAL},
+    "glm_ocr": HEADS | {"head_dim": HEAD_DIM, "rope_parameters": MROPE},
     "glm4v_moe": HEADS | EXPERTS | {"n_routed_experts": 4, "rope_parameters": PARTIAL},
     "kimi_k25": {"model_type": "deepseek_v3"},
 }

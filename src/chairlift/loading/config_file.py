@@ -32,11 +32,14 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 def read_config(file: Path) -> dict[str, Any]:
     """A config.json, where `quantization_config` also has what other places say about the weights.
 
-    These are the config of the text part of a larger model, and ModelOpt's own file beside config.json.
+    These are the config of the text part of a larger model, ModelOpt's own file beside config.json, and the key under
+    which MLX writes its settings.
     """
     config = read_json_object(file)
     nested = (part.get("quantization_config") for part in config.values() if isinstance(part, dict))
     settings = config.get("quantization_config") or next(filter(None, nested), None) or _modelopt_settings(file)
+    mlx = config.get("quantization")
+    settings = settings or (mlx if isinstance(mlx, dict) and "bits" in mlx else None)
     return config | {"quantization_config": settings} if settings else config
 
 
@@ -50,7 +53,12 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 
 
 def decode_special_floats(value: Any) -> Any:
-    """The value with numbers in place of objects such as {"__float__": "Infinity"}, as transformers writes them."""
+    """The value with numbers in place of what stands for those that JSON does not have.
+
+    Transformers writes objects such as {"__float__": "Infinity"}; some published files have just the word.
+    """
+    if isinstance(value, str) and value in ("Infinity", "-Infinity"):
+        return float(value)
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])

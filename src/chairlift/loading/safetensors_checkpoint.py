@@ -199,7 +199,9 @@ def quantization_name(config: Mapping[str, Any]) -> str | None:
 
 
 def _method(settings: Any) -> Any:
-    """ModelOpt's settings may name no method, or the one that comes closest to a part of the weights."""
+    """ModelOpt's settings may name no method, or the one that comes closest to a part of the weights; MLX's name none."""
     if not isinstance(settings, Mapping):
         return settings
-    return "modelopt" if settings.get("quant_algo") else settings.get("quant_method")
+    if settings.get("quant_algo"):
+        return "modelopt"
+    return settings.get("quant_method", "mlx" if "bits" in settings else None)

@@ -19,6 +19,8 @@ def read_latent(fields: Fields) -> LatentShape:
     """The sizes of latent attention, under DeepSeek's names."""
     if "index_topk" in fields:
         raise UnsupportedModel("index_topk: sparse attention, in which a small network chooses keys, is not supported")
+    if fields.raw("use_mla") is False:
+        raise UnsupportedModel("use_mla is false: in this family attention without latents is not supported")
     sizes = {
         name: fields.integer(key, high=MAX_DIM)
         for name, key in (

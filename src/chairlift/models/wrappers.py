@@ -37,7 +37,7 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-_ALWAYS = _SIZES[:5]  # those that every family with attention needs
+_ALWAYS = tuple(name for name in _SIZES if name != "num_key_value_heads")  # usually they are as many as query heads
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
 _LANGUAGE = ("language_model.", "text_model.", "language.")

@@ -48,3 +48,9 @@ TEXT_PARTS["glm4v_text"] = replace(
         "attention_bias": True,
     },
 )
+TEXT_PARTS["glm_ocr_text"] = replace(
+    TEXT_PARTS["glm4v_text"],
+    title="GLM-OCR",
+    defaults={"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
+    qkv_bias=False,
+)

@@ -167,3 +167,82 @@ def test_files_that_are_no_config_are_answered_with_a_reason(text: str, tmp_path
     assert (found.path, found.model_type) == ("refused", "unknown" if text[:1] != "{" else found.model_type)
     assert found.reason
     read_model_config(str(tmp_path)) if text.startswith('{"') else None
+
+
+# ---- other published configs, written down from memory with the answers ---------------------------------------------
+
+RECALLED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("recalled_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECALLED)
+def test_answers_for_recalled_configs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECALLED[name]["config"]))
+    found = check_model(str(tmp_path))
+    answer = RECALLED[name]["answer"]
+    assert {key: getattr(found, key) for key in ("path", "model_type", *answer)} == answer
+    assert [key for key in ("stored", "note", "reason") if getattr(found, key)] == [
+        key for key in ("stored", "note", "reason") if key in answer
+    ]
+
+
+def _groups(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": group}, **more}
+
+
+def _numbers(bits: int, type: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": type, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+TOKENS = _numbers(8, "float", "token", dynamic=True)
+MLX = {"group_size": 64, "bits": 4}
+# Settings as published -> what is said of them, and a part of the reason where they cannot be read.
+QUANTIZED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"quantization_config": GPTQ}, "GPTQ, 4-bit integers in groups of 128, act-order", None),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes", None),
+    (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
+        "AWQ, 4-bit integers in groups of 128",
+        None,
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}},
+        "fp8 with a scale per tensor",
+        None,
+    ),
+    (
+        {"quantization_config": _groups(_numbers(8, "float", "tensor"), TOKENS, format="float-quantized")},
+        "compressed-tensors, 8-bit float",
+        None,
+    ),
+    (
+        {"quantization_config": _groups(_numbers(4, "int", "group", group_size=128), format="pack-quantized")},
+        "compressed-tensors, 4-bit int",
+        None,
+    ),
+    (
+        {"quantization_config": _groups(_numbers(4, "float", "tensor_group"), format="nvfp4-pack-quantized")},
+        "compressed-tensors",
+        "nvfp4-pack-quantized",
+    ),
+    *(
+        ({"quantization_config": {"quant_method": method, "bits": 4}}, method, f"quantized by {method!r}")
+        for method in ("exl2", "exl3", "aqlm", "torchao", "auto-round", "hqq", "vptq", "quark", "fbgemm_fp8", "bitnet")
+    ),
+    # MLX names no method, and writes its settings under one key or two.
+    ({"quantization": MLX}, "mlx", "quantized by 'mlx'"),
+    ({"quantization": MLX, "quantization_config": MLX}, "mlx", "quantized by 'mlx'"),
+    ({"quantization": MLX | {"model.layers.0.mlp": {"bits": 8}, "mode": "mxfp4"}}, "mlx", "quantized by 'mlx'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "stored", "reason"), QUANTIZED)
+def test_quantizations(settings: dict[str, Any], stored: str, reason: str | None, tmp_path: Path) -> None:
+    config = CONFIGS["meta-llama/Meta-Llama-3.1-8B"] | settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = check_model(str(tmp_path))
+    assert found.path == ("native" if reason is None else "refused")
+    assert str(found.stored).startswith(stored)
+    assert (reason or "") in str(found.reason)
+    assert found.num_parameters == 8_030_261_248

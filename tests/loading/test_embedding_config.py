@@ -87,7 +87,10 @@ def test_rerankers_name_their_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "generates"),
-    [("GPT2LMHeadModel", True), ("XLMWithLMHeadModel", True), ("LlamaForCausalLM", True), ("MistralModel", False)],
+    [
+        *(("GPT2LMHeadModel", True), ("XLMWithLMHeadModel", True), ("LlamaForCausalLM", True), ("MistralModel", False)),
+        *(("InternVLChatModel", True), ("Qwen2_5OmniModel", True), ("Gemma3TextModel", False)),
+    ],
 )
 def test_classes_without_a_head(architecture: str, generates: bool, tmp_path: Path) -> None:
     assert read(tmp_path, {"architectures": [architecture]}).generates == generates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.loading.embedding_config import lacks_head
 from chairlift.loading.resolve import ModelConfig, read_model_config
 from chairlift.loading.safetensors_checkpoint import quantized_reader
 from chairlift.models import describe, is_native, model_obstacles
@@ -76,13 +78,16 @@ def check_model(name: str) -> ModelCheck:
 
 
 def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
-    config = found.config
+    config, notes = found.config, [text_part_notice(found.config)]
+    if lacks_head(config.get("architectures")):
+        config = config | {"tie_word_embeddings": True}  # then there are no weights of a head
+        notes.append("it has no language-model head: it only makes embeddings")
     info = describe(config)
     return ModelCheck(
         name,
         model_type,
         NATIVE if is_native(config) else FALLBACK,
-        note=text_part_notice(config),
+        note="; ".join(filter(None, notes)) or None,
         num_parameters=info.num_parameters,
         max_model_len=info.max_len,
         stored=found.quantization,
@@ -92,14 +97,13 @@ def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
             kind: weight_bytes(config, PlainWeight, dtype, "cpu" if kind == "float32" else "cuda")
             for kind, dtype in PLAIN_TYPES.items()
         },
-        formats=_formats(found),
+        formats=_formats(config, found),
         kv_bytes_per_token={kind: bytes_per_token(info.attention_layers, dtype) for kind, dtype in PLAIN_TYPES.items()},
         state_bytes_per_sequence=sum(layer.num_bytes for layer in info.recurrent_layers),
     )
 
 
-def _formats(found: ModelConfig) -> dict[str, FormatCheck]:
-    config = found.config
+def _formats(config: Mapping[str, Any], found: ModelConfig) -> dict[str, FormatCheck]:
     checks = {}
     for name in FORMATS.names():
         format = FORMATS.get(name)
@@ -116,4 +120,4 @@ def _formats(found: ModelConfig) -> dict[str, FormatCheck]:
 
 
 def _reason(refusal: UnsupportedModel | CorruptCheckpoint) -> str:
-    return str(refusal).partition(". Supported:")[0]
+    return " ".join(str(refusal).partition(". Supported:")[0].split())

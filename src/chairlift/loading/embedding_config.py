@@ -39,16 +39,20 @@ class EmbeddingConfig:
 def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> EmbeddingConfig:
     """Read the files of sentence-transformers or the metadata of a GGUF file, and `classifier_from_token`."""
     found = _read_pooling(checkpoint, _answers(checkpoint.config.get("classifier_from_token")))
-    return replace(found, generates=not _lacks_head(checkpoint.config.get("architectures")))
+    return replace(found, generates=not lacks_head(checkpoint.config.get("architectures")))
 
 
-def _lacks_head(architectures: Any) -> bool:
+def lacks_head(architectures: Any) -> bool:
     """Whether the checkpoint was saved from a backbone, such as MistralModel instead of MistralForCausalLM.
 
-    Older classes with a head are named as GPT2LMHeadModel is.
+    Classes of other libraries with such names have a head, as InternVLChatModel does.
     """
     name = str(architectures[0]) if isinstance(architectures, list) and len(architectures) == 1 else ""
-    return name.endswith("Model") and not name.endswith("LMHeadModel")
+    if not name.endswith("Model") or name.endswith("LMHeadModel"):
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return any(name in (each if isinstance(each, tuple) else [each]) for each in MODEL_MAPPING_NAMES.values())
 
 
 def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str, str] | None) -> EmbeddingConfig:

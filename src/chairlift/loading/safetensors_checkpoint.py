@@ -199,7 +199,7 @@ def quantization_name(config: Mapping[str, Any]) -> str | None:
 
 
 def _method(settings: Any) -> Any:
-    """ModelOpt's settings may name no method, or the one that comes closest to a part of the weights; MLX's name none."""
+    """ModelOpt's settings may name no method, or the one closest to a part of the weights; MLX's name none."""
     if not isinstance(settings, Mapping):
         return settings
     if settings.get("quant_algo"):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 
+# How the names of classes end that have a head of their own in place of the one for tokens.
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 USE_TRANSFORMERS = "chairlift_use_transformers"  # a key of a config: run the model on transformers' code
 
 
@@ -115,6 +117,10 @@ def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], devic
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
     """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name.endswith(CLASSIFIERS):
+        raise UnsupportedModel(f"{name:.100} classifies texts by a head of its own, which is not supported")
     if not is_native(config):
         from chairlift.models.fallback.model import describe_fallback
 

@@ -144,7 +144,8 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
 
 def _scores(family: ExpertsFamily, fields: Fields) -> Scores:
     given = fields.raw("scoring_func")
-    given = "sigmoid" if given == "noaux_tc" else given  # dots.llm1 names its way of choosing experts
+    if given == "noaux_tc":  # dots.llm1 names its way of choosing experts
+        return "sigmoid"
     if given not in (None, "softmax", "sigmoid"):
         raise UnsupportedModel(f"scoring_func {given!r} is not supported; supported: softmax, sigmoid")
     return given or family.scores

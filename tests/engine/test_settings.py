@@ -119,23 +119,27 @@ ALL = dict.fromkeys(CHECKPOINTS)
 )
 def test_the_format_of_the_weights(machine: str, options: dict[str, Any], expected: dict[str, str]) -> None:
     config = EngineConfig(device="cpu", **options)
-    assert {name: resolve(config, made(name), MACHINES[machine]).quantization for name in CHECKPOINTS} == expected
+    assert {
+        name: resolve(resolve_machine(config, MACHINES[machine]), made(name)).quantization for name in CHECKPOINTS
+    } == expected
 
 
 def test_the_format_of_the_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
-    found = {name: resolve(EngineConfig(), made(name), MACHINES["gpu"]).quantization for name in CHECKPOINTS}
+    found = {
+        name: resolve(resolve_machine(EngineConfig(), MACHINES["gpu"]), made(name)).quantization for name in CHECKPOINTS
+    }
     kept = {"small gguf", "large gguf", "gptq"}
     assert found == {name: "checkpoint" if name in kept else "none" for name in CHECKPOINTS}
 
 
 def test_bfloat16_is_the_format_of_products_where_our_kernels_are_faster() -> None:
     config = EngineConfig(device="cpu", dtype="bfloat16")
-    chosen = resolve(config, made("small"), MACHINES["laptop"])
+    chosen = resolve(resolve_machine(config, MACHINES["laptop"]), made("small"))
     assert (chosen.quantization, chosen.dtype, chosen.model_dtype) == ("bfloat16", BFLOAT16, FLOAT32)
     foreign = made("small")
     choose_implementation(foreign.config, "transformers")
-    chosen = resolve(config, foreign, MACHINES["laptop"])
+    chosen = resolve(resolve_machine(config, MACHINES["laptop"]), foreign)
     assert (chosen.quantization, chosen.model_dtype) == ("none", BFLOAT16)
 
 
@@ -151,11 +155,11 @@ def test_bfloat16_is_the_format_of_products_where_our_kernels_are_faster() -> No
 )
 def test_what_is_refused(machine: str, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidParameter, match=problem):
-        resolve(EngineConfig(**options), made("large"), MACHINES[machine])
+        resolve(resolve_machine(EngineConfig(**options), MACHINES[machine]), made("large"))
 
 
 def test_every_chosen_value_has_a_reason() -> None:
-    chosen = resolve(EngineConfig(threads=2, max_model_len=100), made("large"), MACHINES["laptop"])
+    chosen = resolve(resolve_machine(EngineConfig(threads=2, max_model_len=100), MACHINES["laptop"]), made("large"))
     assert isinstance(chosen, LoadSettings)
     assert chosen.reasons.keys() >= {"device", "dtype", "threads", "quantization", "max_model_len", "max_batch_tokens"}
     assert "threads 2: as configured" in chosen.lines()
@@ -168,7 +172,7 @@ def test_every_chosen_value_has_a_reason() -> None:
 def test_an_engine_gets_its_cache_and_attention_from_its_model(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=64, kv_dtype="bfloat16")
     model = load_model(str(write_tiny_checkpoint(tmp_path)), config, progress=False).model
-    chosen = resolve_engine(config, model)
+    chosen = resolve_engine(resolve_machine(config), model)
     assert (chosen.kv_dtype, chosen.max_model_len) == (BFLOAT16, 64)
     assert f"attention {chosen.attention.name}: the fastest that can run this model here" in chosen.lines()
-    assert resolve_engine(EngineConfig(device="cpu"), model).kv_dtype is FLOAT32
+    assert resolve_engine(resolve_machine(EngineConfig(device="cpu")), model).kv_dtype is FLOAT32

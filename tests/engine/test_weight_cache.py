@@ -12,7 +12,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.engine import memory_plan, weight_cache
+from chairlift.engine import memory_plan, weights
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.cpu import int8
@@ -25,7 +25,7 @@ PROMPTS = [[7, 300, 21, 9], list(range(40, 110))]
 
 @pytest.fixture(autouse=True)
 def _cached_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
+    monkeypatch.setattr(weights, "MIN_BYTES", 0)
 
 
 def make(tmp_path: Path, **changes: Any) -> Path:
@@ -89,7 +89,7 @@ def test_unusable_files_are_replaced(damage: str, tmp_path: Path) -> None:
 
 def test_weights_of_another_shape_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the identity had not noticed that the checkpoint changed."""
-    monkeypatch.setattr(weight_cache, "checkpoint_state", lambda path: {"path": "model.gguf"})
+    monkeypatch.setattr(weights, "checkpoint_state", lambda path: {"path": "model.gguf"})
     folder = tmp_path / "cache"
     tokens(make(tmp_path), folder, "checkpoint")
     path = make(tmp_path, hidden_size=512)
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_used_costs_only_the_cache(
     if obstacle == "file":
         folder.write_text("not a folder")
     else:
-        monkeypatch.setattr(weight_cache, "DISK_RESERVE", 1 << 60)
+        monkeypatch.setattr(weights, "DISK_RESERVE", 1 << 60)
     with caplog.at_level(logging.WARNING):
         assert tokens(path, folder, "checkpoint") == tokens(path, Path("off"), "checkpoint")
     assert "packed weights are not cached" in caplog.text

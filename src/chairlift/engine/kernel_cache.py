@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from chairlift.config import EngineConfig
+from chairlift.engine.load import load
 from chairlift.engine.runner_factory import RunnerFactory
-from chairlift.engine.settings import resolve_engine
-from chairlift.engine.startup import load_draft, load_model
+from chairlift.engine.settings import resolve_engine, resolve_machine
+from chairlift.engine.startup import load_draft
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import described_gpu, known_gpu
 from chairlift.runner.gpu.runner import GPURunner
@@ -36,9 +37,10 @@ def kernels_of_model(name: str, config: EngineConfig, gpu_name: str) -> list[Ker
 
 
 def _build(name: str, config: EngineConfig) -> GPURunner:
-    loaded = load_model(name, config, progress=False)
+    machine = resolve_machine(config)
+    loaded = load(name, machine, progress=False)
     draft = load_draft(loaded, config)
-    settings = resolve_engine(config, loaded.model)
+    settings = resolve_engine(machine, loaded.model)
     runner = RunnerFactory(loaded.model, settings, None, draft).build().runner
     if not isinstance(runner, GPURunner):
         raise InvalidParameter("model", f"has no kernels of ours there: its attention is {settings.attention.name}")

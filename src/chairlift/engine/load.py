@@ -6,36 +6,28 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from chairlift.config import EngineConfig
-from chairlift.engine.memory_plan import expected_weight_bytes, require_memory
 from chairlift.engine.settings import (
     NO_FAST_INT8,
     LoadSettings,
     MachineSettings,
     check_kv_dtype,
     resolve,
-    resolve_machine,
 )
-from chairlift.engine.weight_cache import build_with_cache
+from chairlift.engine.weights import build_with_weights
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
 from chairlift.loading.resolve import resolve_model
-from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.loading.weight_cache.store import WeightStore
-from chairlift.machine.cores import interleaved
-from chairlift.models import build_model, choose_implementation, describe, is_native
+from chairlift.models import choose_implementation, describe, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
-from chairlift.progress import StartTimeline, loading_progress
+from chairlift.progress import StartTimeline
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
@@ -53,13 +45,12 @@ class LoadedModel:
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
 
 
-def load_model(
-    name: str, config: EngineConfig, *, progress: bool = True, timeline: StartTimeline | None = None
+def load(
+    name: str, base: MachineSettings, *, progress: bool = True, timeline: StartTimeline | None = None
 ) -> LoadedModel:
     """Load a model and its tokenizer."""
-    timeline = timeline or StartTimeline()
+    timeline, config = timeline or StartTimeline(), base.config
     start = time.perf_counter()
-    base = resolve_machine(config)
     check_kv_dtype(config.kv_dtype, base.dtype, base.device)
     timeline.end("device")
     checkpoint, tokenizer = _open(name, base, progress=progress)
@@ -68,13 +59,13 @@ def load_model(
     embedding = read_embedding_config(checkpoint)
     _settle_tied_head(checkpoint, config, embedding)
     choose_implementation(checkpoint.config, config.model_impl)
-    settings = resolve(config, checkpoint)
+    settings = resolve(base, checkpoint)
     if settings.reasons["quantization"] == NO_FAST_INT8:
         log.info(f"weights are not quantized: {NO_FAST_INT8}")
     num_parameters = describe(checkpoint.config).num_parameters
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, num_parameters)
-    model = _build(checkpoint, settings, num_parameters, progress=progress)
+    model = build_with_weights(checkpoint, settings, num_parameters, progress=progress)
     timeline.end("weights")
     _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
     if sampling and embedding.generates:
@@ -98,43 +89,6 @@ def _open(name: str, settings: MachineSettings, *, progress: bool) -> tuple[Chec
         return dummy, make_tokenizer(dummy) if dummy.has_tokenizer else dummy_tokenizer()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
     return checkpoint, make_tokenizer(checkpoint)
-
-
-def _build(checkpoint: Checkpoint, settings: LoadSettings, num_parameters: int, *, progress: bool) -> CausalLM:
-    """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
-    config, quantization = settings.config, settings.quantization
-
-    def build(store: WeightStore) -> CausalLM:
-        lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
-        stored = checkpoint.stored()
-        with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
-            return build_model(
-                checkpoint.config,
-                watched(read_ahead(stored if lazily else dequantized_matrices(stored))),
-                dtype=settings.model_dtype,
-                device=settings.device,
-                max_len=config.max_model_len,
-                quantization=quantization,
-                quantize_head=config.quantize_head,
-                batch_invariant=config.batch_invariant,
-                weight_store=store,
-            )
-
-    if settings.device.type != "cpu" or config.load_format == "dummy":
-        return build(WeightStore())
-    _use_threads(settings.threads)
-    num_bytes = expected_weight_bytes(checkpoint, quantization, settings.model_dtype)
-    require_memory(checkpoint, num_bytes, settings)
-    return build_with_cache(build, checkpoint, num_bytes, settings)
-
-
-def _use_threads(count: int) -> None:
-    """Let torch and our kernels compute with this number of threads."""
-    torch.set_num_threads(count)
-    if find_spec("numba") is not None:
-        from chairlift.kernels.cpu.threads import set_team_size
-
-        set_team_size(count)
 
 
 def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: LoadSettings, seconds: float) -> None:

@@ -21,7 +21,7 @@ from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storage
 from chairlift.speculation.control.proposer import Proposer
 from chairlift.speculation.draft_network import ModelProposer
-from chairlift.speculation.proposers.base import LoadedProposer, drafts_per_request
+from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.structured.output import StructuredOutput
 
 MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save
@@ -70,10 +70,6 @@ class RunnerFactory:
     def _max_drafts(self) -> int:
         return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, self.settings.max_batch_tokens)
 
-    @property
-    def _drafts_per_request(self) -> int:
-        return drafts_per_request(self.settings.config.speculate, self.settings.config.draft_length)
-
     def _plan(self, step_bytes: int = 0) -> tuple[MemoryPlan, int]:
         """The memory plan beside `step_bytes` for the largest step, and how many requests may run."""
         config = self.settings.config
@@ -91,7 +87,9 @@ class RunnerFactory:
             mapped_bytes=self.model.num_mapped_bytes(),
             recurrent=self.model.recurrent_layers,
             state_memory=config.state_memory,
-            states_per_request=1 + self._drafts_per_request + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
+            states_per_request=1
+            + self.settings.drafts_per_request
+            + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
         )
         return memory, config.max_batch_requests or memory.max_requests(self.settings.max_batch_requests)
 
@@ -176,7 +174,7 @@ class RunnerFactory:
             host_blocks=host_blocks,
             states=states,
             max_drafts=self._max_drafts,
-            drafts_per_request=self._drafts_per_request,
+            drafts_per_request=self.settings.drafts_per_request,
             draft_layers=self._draft_layers,
             step_bytes=step_bytes,
         )

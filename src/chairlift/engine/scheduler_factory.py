@@ -13,19 +13,17 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner
-from chairlift.engine.settings import MachineSettings
+from chairlift.engine.settings import EngineSettings
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.proposers.base import drafts_per_request
 
 log = logging.getLogger("chairlift")
 
 
 def make_scheduler(
-    settings: MachineSettings, built: BuiltRunner, cost_model: CostModel, speculation: SpeculationController | None
+    settings: EngineSettings, built: BuiltRunner, cost_model: CostModel, speculation: SpeculationController | None
 ) -> Scheduler:
     config, prompts = settings.config, settings.max_prefill_tokens
-    drafts = drafts_per_request(config.speculate, config.draft_length)
-    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
+    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + settings.drafts_per_request)
     ordering = config.make_ordering()
     budget = make_budget(
         config.budget,
@@ -49,7 +47,7 @@ def make_scheduler(
     )
 
 
-def _make_cache(settings: MachineSettings, memory: MemoryPlan) -> KVCache:
+def _make_cache(settings: EngineSettings, memory: MemoryPlan) -> KVCache:
     config = settings.config
     if not memory.num_states:
         return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
@@ -62,7 +60,7 @@ def _make_cache(settings: MachineSettings, memory: MemoryPlan) -> KVCache:
     )
 
 
-def _make_swap_space(settings: MachineSettings, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:
+def _make_swap_space(settings: EngineSettings, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:
     host_blocks, memory = built.runner.host_blocks, built.memory
     if host_blocks is None:
         return SwapSpace()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,16 +23,19 @@ from chairlift.loading.checkpoint import Checkpoint
 from chairlift.machine.cores import default_threads
 from chairlift.models import describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
+from chairlift.speculation.proposers.base import drafts_per_request
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 MAX_REQUESTS_ON_GPU, MAX_REQUESTS_ON_CPU = 1024, 64
 BATCH_TOKENS_ON_GPU = 8192
-MIN_INT8_PARAMETERS = 20_000_000  # of models that are quantized by default: smaller ones fit into a CPU's caches
-# Of GGUF files whose blocks a CPU computes with by default. With 135 million, 8 bits are as fast for one request and
-# faster for several; with 1.1 billion, one request reads half as much (docs/cpu.md).
+MIN_INT8_PARAMETERS = 20_000_000  # Models below this are not quantized by default: they fit into a CPU's caches.
+# A CPU computes with the blocks of larger GGUF files by default. With 135 million weights, 8 bits are as fast for one
+# request and faster for several; with 1.1 billion, one request reads half as much (docs/cpu.md).
 MIN_BLOCK_PARAMETERS = 500_000_000
+
+T = TypeVar("T")
 
 CONFIGURED = "as configured"
 NO_FAST_INT8 = "this CPU has no instructions for fast 8-bit products"
@@ -71,13 +74,14 @@ class MachineSettings:
     """What follows from a config on a machine, whatever the model is."""
 
     config: EngineConfig
+    machine: Machine
     device: torch.device
-    dtype: torch.dtype  # of weights and activations, unless the format of the weights needs another
+    dtype: torch.dtype  # The type of weights and activations, unless the format of the weights needs another.
     threads: int
     max_batch_tokens: int
     max_prefill_tokens: int
     max_batch_requests: int
-    reasons: Mapping[str, str]  # by the name of the value
+    reasons: Mapping[str, str]  # The keys are names of values.
 
     def lines(self) -> list[str]:
         """Every chosen value with its reason, for the log."""
@@ -101,33 +105,55 @@ class EngineSettings(MachineSettings):
     max_model_len: int
     attention: AttentionBackend
 
+    @property
+    def drafts_per_request(self) -> int:
+        """The most draft tokens of a request in one step."""
+        return drafts_per_request(self.config.speculate, self.config.draft_length)
+
 
 def resolve_machine(config: EngineConfig, machine: Machine | None = None) -> MachineSettings:
     """Choose what does not depend on a model; raises for contradictions and for devices that are not there."""
-    machine = machine or Machine.here()
-    reasons: dict[str, str] = {}
+    machine, reasons = machine or Machine.here(), _Reasons()
     device = _device(config, machine, reasons)
-    max_batch_tokens = _max_batch_tokens(config, machine, device, reasons)
+    on_cpu, of_gpu = device.type == "cpu", on_gpu(device)
+    dtype = reasons.choose(
+        "dtype", config.dtype, "float32" if on_cpu else "bfloat16", f"the default on a {'CPU' if on_cpu else 'GPU'}"
+    )
+    threads = reasons.choose(
+        "threads", config.threads, machine.num_threads, "one per physical core that the process may use"
+    )
+    # On a CPU not much more than saturates it, since every running request waits for the whole step.
+    saturating = BATCH_TOKENS_ON_GPU if of_gpu else max(256, min(128 * threads, 2048))
+    max_batch_tokens = reasons.choose(
+        "max_batch_tokens", config.max_batch_tokens, saturating, "what saturates the arithmetic of this machine"
+    )
+    max_prefill_tokens = reasons.choose(
+        "max_prefill_tokens", config.max_prefill_tokens, max_batch_tokens, "as many as fit in a step"
+    )
+    most_requests = min(MAX_REQUESTS_ON_GPU if of_gpu else MAX_REQUESTS_ON_CPU, max_batch_tokens)
+    max_batch_requests = reasons.choose(
+        "max_batch_requests", config.max_batch_requests, most_requests, "the default here, one token each at least"
+    )
+    check_batch_requests(max_batch_requests, max_batch_tokens)
     return MachineSettings(
         config=config,
+        machine=machine,
         device=device,
-        dtype=_dtype(config, device, reasons),
-        threads=_threads(config, machine, reasons),
+        dtype=DTYPES[dtype],
+        threads=threads,
         max_batch_tokens=max_batch_tokens,
-        max_prefill_tokens=_max_prefill_tokens(config, max_batch_tokens, reasons),
-        max_batch_requests=_max_batch_requests(config, device, max_batch_tokens, reasons),
+        max_prefill_tokens=min(max_prefill_tokens, max_batch_tokens),
+        max_batch_requests=max_batch_requests,
         reasons=reasons,
     )
 
 
-def resolve(config: EngineConfig, checkpoint: Checkpoint, machine: Machine | None = None) -> LoadSettings:
+def resolve(base: MachineSettings, checkpoint: Checkpoint) -> LoadSettings:
     """Choose what the weights of a checkpoint are loaded with; raises for what is not possible with them."""
-    machine = machine or Machine.here()
-    base = resolve_machine(config, machine)
-    reasons = dict(base.reasons)
-    max_model_len = choose_max_model_len(config, describe(checkpoint.config).max_len)
-    reasons["max_model_len"] = _reason(config.max_model_len, "the model's limit")
-    quantization, reasons["quantization"] = _quantization(base, checkpoint, machine)
+    reasons = _Reasons(base.reasons)
+    max_model_len = choose_max_model_len(base.config, describe(checkpoint.config).max_len)
+    reasons.note("max_model_len", base.config.max_model_len, "the model's limit")
+    quantization, reasons["quantization"] = _quantization(base, checkpoint)
     _check_head(base, quantization)
     model_dtype = base.dtype
     if quantization == "bfloat16" and base.dtype is torch.bfloat16:
@@ -138,22 +164,19 @@ def resolve(config: EngineConfig, checkpoint: Checkpoint, machine: Machine | Non
 
 
 def resolve_engine(
-    config: EngineConfig, model: CausalLM, draft_layers: Sequence[AttentionLayer] = (), machine: Machine | None = None
+    base: MachineSettings, model: CausalLM, draft_layers: Sequence[AttentionLayer] = ()
 ) -> EngineSettings:
     """Choose what an engine on this model is built with; `draft_layers` are what a draft adds to the KV cache."""
-    base = resolve_machine(config, machine)
+    config, reasons = base.config, _Reasons(base.reasons)
     max_model_len = choose_max_model_len(config, model.max_len)
     if config.batch_invariant and not getattr(model, "batch_invariant", False):
         raise InvalidParameter("batch_invariant", "this model was loaded without it")
     layers = (*model.attention_layers, *draft_layers)
     invariant_for = max_model_len if config.batch_invariant else None
     attention = choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
-    reasons = {
-        **base.reasons,
-        "max_model_len": _reason(config.max_model_len, "the model's limit"),
-        "kv_dtype": _reason(config.kv_dtype, "what loses nothing beside the format of the weights"),
-        "attention": _reason(config.attention, "the fastest that can run this model here"),
-    }
+    reasons.note("max_model_len", config.max_model_len, "the model's limit")
+    reasons.note("kv_dtype", config.kv_dtype, "what loses nothing beside the format of the weights")
+    reasons.note("attention", config.attention, "the fastest that can run this model here")
     values = _values(base) | {"reasons": reasons}
     return EngineSettings(**values, kv_dtype=kv_dtype(config, model), max_model_len=max_model_len, attention=attention)
 
@@ -166,12 +189,26 @@ def for_throughput(config: EngineConfig, machine: Machine | None = None) -> Engi
     return replace(config, max_batch_tokens=2 * settings.max_batch_tokens)
 
 
-def _device(config: EngineConfig, machine: Machine, reasons: dict[str, str]) -> torch.device:
+class _Reasons(dict[str, str]):
+    """Why each value was chosen, by its name."""
+
+    def choose(self, name: str, configured: T | None, default: T, reason: str) -> T:
+        """The configured value, or the default, for which this is the reason."""
+        self.note(name, configured, reason)
+        return default if configured in (None, "auto") else configured
+
+    def note(self, name: str, configured: object, reason: str) -> None:
+        self[name] = reason if configured in (None, "auto") else CONFIGURED
+
+
+def _device(config: EngineConfig, machine: Machine, reasons: _Reasons) -> torch.device:
+    default = "cuda" if machine.num_gpus else "cpu"
+    name = reasons.choose(
+        "device", config.device, default, "this machine has a GPU" if machine.num_gpus else "this machine has no GPU"
+    )
+    device = torch.device(name)
     if config.device == "auto":
-        reasons["device"] = "this machine has a GPU" if machine.num_gpus else "this machine has no GPU"
-        return torch.device("cuda" if machine.num_gpus else "cpu")
-    reasons["device"] = CONFIGURED
-    device = torch.device(config.device)
+        return device
     if device.type == "cuda" and machine.describes_gpu:
         reasons["device"] = "a GPU is described that is not here"
         return META
@@ -182,52 +219,13 @@ def _device(config: EngineConfig, machine: Machine, reasons: dict[str, str]) -> 
     return device
 
 
-def _dtype(config: EngineConfig, device: torch.device, reasons: dict[str, str]) -> torch.dtype:
-    on_cpu = device.type == "cpu"
-    reasons["dtype"] = _reason(config.dtype, f"the default on a {'CPU' if on_cpu else 'GPU'}")
-    if config.dtype == "auto":
-        return torch.float32 if on_cpu else torch.bfloat16
-    return DTYPES[config.dtype]
-
-
-def _threads(config: EngineConfig, machine: Machine, reasons: dict[str, str]) -> int:
-    reasons["threads"] = _reason(config.threads, "one per physical core that the process may use")
-    return config.threads or machine.num_threads
-
-
-def _max_batch_tokens(config: EngineConfig, machine: Machine, device: torch.device, reasons: dict[str, str]) -> int:
-    reasons["max_batch_tokens"] = _reason(config.max_batch_tokens, "what saturates the arithmetic of this machine")
-    if config.max_batch_tokens is not None:
-        return config.max_batch_tokens
-    if on_gpu(device):
-        return BATCH_TOKENS_ON_GPU
-    # Not much more than saturates it, since every running request waits for the whole step.
-    return max(256, min(128 * (config.threads or machine.num_threads), 2048))
-
-
-def _max_prefill_tokens(config: EngineConfig, max_batch_tokens: int, reasons: dict[str, str]) -> int:
-    reasons["max_prefill_tokens"] = _reason(config.max_prefill_tokens, "as many as fit in a step")
-    return min(config.max_prefill_tokens or max_batch_tokens, max_batch_tokens)
-
-
-def _max_batch_requests(
-    config: EngineConfig, device: torch.device, max_batch_tokens: int, reasons: dict[str, str]
-) -> int:
-    """Never more than the tokens of a step, since each request needs at least one."""
-    reasons["max_batch_requests"] = _reason(config.max_batch_requests, "the default here, one token each at least")
-    if config.max_batch_requests is None:
-        return min(MAX_REQUESTS_ON_GPU if on_gpu(device) else MAX_REQUESTS_ON_CPU, max_batch_tokens)
-    check_batch_requests(config.max_batch_requests, max_batch_tokens)
-    return config.max_batch_requests
-
-
-def _quantization(settings: MachineSettings, checkpoint: Checkpoint, machine: Machine) -> tuple[str, str]:
+def _quantization(settings: MachineSettings, checkpoint: Checkpoint) -> tuple[str, str]:
     """The format of the weights, and why.
 
     By default that of the checkpoint on a GPU; on a CPU that of a large GGUF file, or int8 where it is faster, unless a
     dtype is configured. bfloat16 is a format of its own on a CPU.
     """
-    config, device, dtype = settings.config, settings.device, settings.dtype
+    config, machine, device, dtype = settings.config, settings.machine, settings.device, settings.dtype
     if config.quantization not in (None, "auto"):
         return config.quantization, CONFIGURED
 
@@ -322,10 +320,6 @@ def check_recurrent_options(config: EngineConfig, model: CausalLM) -> None:
 
 def _values(settings: MachineSettings) -> dict[str, Any]:
     return {field.name: getattr(settings, field.name) for field in fields(settings)}
-
-
-def _reason(configured: object, default: str) -> str:
-    return default if configured in (None, "auto") else CONFIGURED
 
 
 def _words(value: Any) -> str:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
 from chairlift.engine.engine import Engine
-from chairlift.engine.load import LoadedModel, load_model
+from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.engine.scheduler_factory import make_scheduler
 from chairlift.engine.settings import (
     EngineSettings,
+    MachineSettings,
     check_recurrent_options,
     choose_max_model_len,
     resolve_engine,
@@ -47,34 +48,44 @@ class StartedEngine:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
+def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
+    """Load a model and its tokenizer without an engine."""
+    return load(name, resolve_machine(config), progress=progress)
+
+
+def start_engine(
+    loaded: LoadedModel, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+) -> StartedEngine:
+    """Start an engine on a model, which others may use as well; it takes all times from `clock`."""
+    return _start(loaded, resolve_machine(config), StartTimeline(), clock)
+
+
 def load_engine(
     name: str, config: EngineConfig, *, progress: bool = True, timeline: StartTimeline | None = None
 ) -> StartedEngine:
     """Download `name` if it is not cached, load it, and start an engine on it."""
     timeline = timeline or StartTimeline()
-    machine = resolve_machine(config)  # raises for contradictions before minutes of loading
-    libraries = start_libraries(machine.device, machine.dtype)
+    settings = resolve_machine(config)  # raises for contradictions before minutes of loading
+    libraries = start_libraries(settings.device, settings.dtype)
     try:
-        loaded = load_model(name, config, progress=progress, timeline=timeline)
+        loaded = load(name, settings, progress=progress, timeline=timeline)
     finally:
         libraries.wait()
     timeline.end("libraries")
-    return start_engine(loaded, config, timeline=timeline)
+    return _start(loaded, settings, timeline)
 
 
-def start_engine(
+def _start(
     loaded: LoadedModel,
-    config: EngineConfig,
-    *,
+    machine: MachineSettings,
+    timeline: StartTimeline,
     clock: Callable[[], float] = time.monotonic,
-    timeline: StartTimeline | None = None,
 ) -> StartedEngine:
-    """Start an engine on a model, which others may use as well; it takes all times from `clock`."""
-    timeline = timeline or StartTimeline()
-    check_recurrent_options(config, loaded.model)
-    draft = load_draft(loaded, config)
-    settings = resolve_engine(config, loaded.model, draft.layers if draft else ())
-    structured = _make_structured_output(loaded, config)
+    """Resolve what depends on the model, plan memory and build the runner, build the engine, warm up."""
+    check_recurrent_options(machine.config, loaded.model)
+    draft = load_draft(loaded, machine.config)
+    settings = resolve_engine(machine, loaded.model, draft.layers if draft else ())
+    structured = _make_structured_output(loaded, machine.config)
     timeline.end("attention")
     built = RunnerFactory(loaded.model, settings, structured, draft, timeline).build()
     engine = _make_engine(loaded, settings, built, structured, clock)

@@ -1,4 +1,4 @@
-"""Uses packed weights of an earlier start, or writes them for the next."""
+"""Builds a model with its weights; on a CPU with packed ones of an earlier start, or it writes them for the next."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chairlift.byte_sizes import format_bytes
+from chairlift.engine.memory_plan import expected_weight_bytes, require_memory
 from chairlift.engine.settings import LoadSettings
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.known_models import cache_dir
+from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import (
     StoredWeights,
@@ -23,20 +28,61 @@ from chairlift.loading.weight_cache.store import (
     code_state,
     config_state,
 )
-from chairlift.models import is_native
+from chairlift.machine.cores import interleaved
+from chairlift.models import build_model, is_native
 from chairlift.models.base import CausalLM
+from chairlift.progress import loading_progress
 
 log = logging.getLogger("chairlift")
 
 OFF = "off"
-MIN_BYTES = 64 << 20  # of packed weights: packing fewer takes a fraction of a second
+MIN_BYTES = 64 << 20  # Packing fewer takes a fraction of a second.
 DISK_RESERVE = 1 << 30  # bytes of the disk that stay free
 
 Build = Callable[[WeightStore], CausalLM]
 """Builds the model with the packed weights of a store, or gives them to it."""
 
 
-def build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> CausalLM:
+def build_with_weights(
+    checkpoint: Checkpoint, settings: LoadSettings, num_parameters: int, *, progress: bool
+) -> CausalLM:
+    """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
+    config, quantization = settings.config, settings.quantization
+
+    def build(store: WeightStore) -> CausalLM:
+        lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
+        stored = checkpoint.stored()
+        with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
+            return build_model(
+                checkpoint.config,
+                watched(read_ahead(stored if lazily else dequantized_matrices(stored))),
+                dtype=settings.model_dtype,
+                device=settings.device,
+                max_len=settings.max_model_len,
+                quantization=quantization,
+                quantize_head=config.quantize_head,
+                batch_invariant=config.batch_invariant,
+                weight_store=store,
+            )
+
+    if settings.device.type != "cpu" or config.load_format == "dummy":
+        return build(WeightStore())
+    _use_threads(settings.threads)
+    num_bytes = expected_weight_bytes(checkpoint, quantization, settings.model_dtype)
+    require_memory(checkpoint, num_bytes, settings)
+    return _build_with_cache(build, checkpoint, num_bytes, settings)
+
+
+def _use_threads(count: int) -> None:
+    """Let torch and our kernels compute with this number of threads."""
+    torch.set_num_threads(count)
+    if find_spec("numba") is not None:
+        from chairlift.kernels.cpu.threads import set_team_size
+
+        set_team_size(count)
+
+
+def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> CausalLM:
     """Build the model; its packed weights, of about `num_bytes`, are mapped from the cache where that is possible."""
     folder = _folder(checkpoint, num_bytes, settings)
     if folder is None:

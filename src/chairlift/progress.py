@@ -126,7 +126,7 @@ class StartTimeline:
 
     def __init__(self, begun: float | None = None) -> None:
         """`begun`: when the first phase began, by `time.monotonic`; now by default."""
-        self.seconds: dict[str, float] = {}  # by phase, in order
+        self.seconds: dict[str, float] = {}  # The keys are phases, in order.
         self._last_end = time.monotonic() if begun is None else begun
 
     def end(self, phase: str) -> None:

@@ -75,7 +75,7 @@ def isolating_scheduler() -> Scheduler:
 
 @pytest.mark.parametrize(
     ("light_arrival", "tokens", "running", "reason"),
-    [(990.0, 16, 12, WaitReason.COURTESY), (900.0, 128, 30, None)],
+    [(990.0, 16, 12, WaitReason.ISOLATION), (900.0, 128, 30, None)],
 )
 def test_a_heavy_tenant_is_limited_only_while_there_are_light_tenants(
     light_arrival: float, tokens: int, running: int, reason: WaitReason | None

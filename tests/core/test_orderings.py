@@ -150,7 +150,7 @@ def test_every_waiting_request_has_a_reason_of_its_own() -> None:
     assert shape(step(scheduler)) == [("a", 8, 1), ("b", 0, 3), ("c", 0, 6)]
     assert scheduler.why_waiting("large") is WaitReason.MEMORY
     assert scheduler.why_waiting("b") is None
-    assert scheduler.why_waiting("d") is WaitReason.SEATS
+    assert scheduler.why_waiting("d") is WaitReason.SLOTS
     submit(scheduler, "late", prompt=3)
     assert scheduler.why_waiting("late") is WaitReason.NEXT_STEP
 

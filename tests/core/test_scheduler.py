@@ -52,7 +52,7 @@ def test_a_finished_request_frees_its_slot_for_the_next_step() -> None:
     scheduler.submit(make_request("a", 3, new=2), 0)
     scheduler.submit(make_request("b", 3, new=1), 0)
     assert shape(step(scheduler)) == [("a", 0, 3)]
-    assert scheduler.why_waiting("b") is WaitReason.SEATS
+    assert scheduler.why_waiting("b") is WaitReason.SLOTS
     assert shape(step(scheduler)) == [("a", 3, 1)]
     assert shape(step(scheduler)) == [("b", 0, 3)]
     check_quiescent(scheduler)
@@ -279,7 +279,7 @@ def test_a_new_request_does_not_get_an_old_wait_reason() -> None:
     scheduler.submit(make_request("a", 3, new=1), 0)
     scheduler.submit(make_request("b", 3, new=1), 0)
     step(scheduler)
-    assert scheduler.why_waiting("b") is WaitReason.SEATS
+    assert scheduler.why_waiting("b") is WaitReason.SLOTS
     run_to_end(scheduler)
     scheduler.submit(make_request("c", 3), 0)
     assert scheduler.why_waiting("c") is WaitReason.NEXT_STEP

@@ -42,4 +42,4 @@ def test_requests_wait_for_slots() -> None:
     for name in "abc":
         scheduler.submit(make_request(name, 3), 0)
     step(scheduler)
-    assert scheduler.waiting.reasons() == {WaitReason.SEATS: 2}
+    assert scheduler.waiting.reasons() == {WaitReason.SLOTS: 2}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import countOf
 
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
 
 
@@ -32,6 +35,24 @@ class RequestLimits:
         if num_prompt + max_tokens > self.max_model_len:
             problem = f"{max_tokens} is too large for a prompt of {num_prompt} tokens"
             raise self._exceeded(parameter, f"{problem}; lower it, or leave it out to use what is left")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise if sampling parameters, which are valid by themselves, name tokens that the model does not have."""
+        self.check_tokens("stop_token_ids", params.stop_ids)
+        self.check_tokens("logit_bias", list(params.logit_bias or ()))
+
+    def check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
+        """Raise if one of them is no token id. Prompts are long, so a Python loop only looks for the one to name."""
+        if not len(tokens):
+            return
+        # Subclasses of int, such as bool, are checked one by one.
+        if countOf(map(type, tokens), int) == len(tokens) and min(tokens) >= 0 and max(tokens) < self.vocab_size:
+            return
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
+            if not 0 <= token < self.vocab_size:
+                raise InvalidParameter(parameter, f"token id {token} is outside the vocabulary of {self.vocab_size}")
 
     def _exceeded(self, parameter: str, problem: str) -> InvalidParameter:
         # Clients look for this phrase of OpenAI's in the message.

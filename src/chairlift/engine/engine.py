@@ -233,7 +233,7 @@ class Engine:
             return False
         try:
             return self.executor.prepare()
-        except Exception as error:  # as in a step
+        except Exception as error:  # It ends the engine, as in a step.
             self._die(error)
             return False
 
@@ -253,7 +253,7 @@ class Engine:
         try:
             self._admit_compiled(now)
             if self._pipeline.begin(now):
-                plan = self.scheduler.schedule(now)  # which tokens of which requests; blocks are reserved
+                plan = self.scheduler.schedule(now)  # It chooses which tokens of which requests, and reserves blocks.
             if plan:
                 self._launch(plan)  # one ragged forward pass, one batched sampling
             done = self._apply_due(plan)  # tokens are appended, full blocks indexed, finished requests freed

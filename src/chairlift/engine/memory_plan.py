@@ -29,10 +29,10 @@ log = logging.getLogger("chairlift")
 SMALLER_FORMATS = ("int8", "int4")  # to suggest, if they are smaller
 CPU = torch.device("cpu")
 SHARE_OF_FREE_MEMORY, SHARE_OF_GPU_MEMORY = 0.25, 0.9
-SHARE_OF_HOST_MEMORY = 0.25  # for the blocks of preempted requests
+SHARE_OF_HOST_MEMORY = 0.25  # The blocks of preempted requests get this much.
 SHORT_SEQUENCE = 64  # tokens, prompt and output: few requests have less
-SHARE_OF_STATES = 0.5  # of the cache, at most, for the states of recurrent layers
-SNAPSHOTS_PER_REQUEST = 3  # that there is a use for: of a shared prefix, a prompt and an answer
+SHARE_OF_STATES = 0.5  # The states of recurrent layers get this much of the cache, at most.
+SNAPSHOTS_PER_REQUEST = 3  # There is a use for those of a shared prefix, a prompt and an answer.
 
 
 def expected_weight_bytes(checkpoint: Checkpoint, quantization: str, dtype: torch.dtype) -> int:
@@ -85,7 +85,7 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
-    source: str  # where the amount came from
+    source: str  # the origin of the amount, in words
     bytes_per_state: int = 0  # the state of one sequence in all recurrent layers
     num_states: int = 0  # state slots
 

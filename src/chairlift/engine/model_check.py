@@ -45,12 +45,12 @@ class ModelCheck:
     num_parameters: int = 0
     max_model_len: int = 0
     stored: str | None = None  # what its checkpoint is quantized by, in words
-    stored_bytes: int | None = None  # of the checkpoint's files, where they are here
-    tokenizer: str | None = None  # of a GGUF file, in words
+    stored_bytes: int | None = None  # the size of the checkpoint's files, where they are here
+    tokenizer: str | None = None  # The tokenizer of a GGUF file, in words.
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # not quantized, by type
     formats: Mapping[str, FormatCheck] = field(default_factory=dict)
-    kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # by type
-    state_bytes_per_sequence: int = 0  # of recurrent layers
+    kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # The keys are types.
+    state_bytes_per_sequence: int = 0  # the states of recurrent layers
 
     @property
     def quantizable(self) -> list[str]:

@@ -26,7 +26,7 @@ class CompletionSelection:
 
     def __init__(self) -> None:
         self._hidden: set[str] = set()  # beams beyond the n best
-        self._comparisons: dict[str, _Comparison] = {}  # by the id of each completion that `best_of` compares
+        self._comparisons: dict[str, _Comparison] = {}  # The keys are ids of the completions that `best_of` compares.
 
     def open(self, ids: Sequence[str], params: SamplingParams) -> None:
         """Note the completions of a new request, of which `params.n` are to be published."""

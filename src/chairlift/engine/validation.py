@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from operator import countOf
-
-import numpy as np
 
 from chairlift.core.beam import BeamSearch
 from chairlift.core.executor import ExecutorCapabilities
@@ -42,9 +38,8 @@ class RequestValidator:
     def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
         self.limits.check_prompt_length(len(prompt), prompt_only=params.max_tokens == 0)
-        self._check_tokens("prompt", prompt)
-        self._check_tokens("stop_token_ids", params.stop_ids)
-        self._check_tokens("logit_bias", list(params.logit_bias or ()))
+        self.limits.check_tokens("prompt", prompt)
+        self.limits.check_params(params)
         if params.structure is not None:
             self.structures(params.structure).check(params.structure)
         reasoning = self._structured.reasoning_format if self._structured else None
@@ -77,16 +72,6 @@ class RequestValidator:
         self._scheduler.check_fits(num_prompt, max_new_tokens, beams)
         return max_new_tokens
 
-    def _check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
-        vocab_size = self.limits.vocab_size
-        if _are_token_ids(tokens, vocab_size):
-            return
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
-            if not 0 <= token < vocab_size:
-                raise InvalidParameter(parameter, f"token id {token} is outside the vocabulary of {vocab_size}")
-
     def _check_prompt_outputs(self, params: SamplingParams) -> None:
         pooling, hidden_size = params.pooling, self._capabilities.hidden_size
         if not self._generates and (pooling is None or pooling.token_ids):
@@ -96,7 +81,7 @@ class RequestValidator:
                 raise InvalidParameter(name, "this executor returns nothing about prompts")
         if pooling is None:
             return
-        self._check_tokens("pooling", pooling.token_ids)
+        self.limits.check_tokens("pooling", pooling.token_ids)
         if (pooling.dimensions or 0) > hidden_size:
             problem = f"must be at most {hidden_size}, the size of the model's embeddings"
             raise InvalidParameter("dimensions", f"{problem}, got {pooling.dimensions}")
@@ -120,15 +105,3 @@ class RequestValidator:
 def _check_timeout(timeout: float | None) -> None:
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
-
-
-def _are_token_ids(tokens: Sequence[int], vocab_size: int) -> bool:
-    """Whether all are plain integers from 0 to `vocab_size` - 1, found without a Python loop: prompts are long."""
-    if not len(tokens):
-        return True
-    if countOf(map(type, tokens), int) < len(tokens):
-        return False  # or subclasses of int, which are checked one by one
-    try:
-        return int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab_size
-    except OverflowError:  # below 0, or beyond 32 bits
-        return False

@@ -40,7 +40,7 @@ class Metrics:
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
         self.wait_reasons = gauge("requests_waiting_for", "Waiting requests by reason", ("reason",))
         for reason in WaitReason:
-            self.wait_reasons.labels(reason.name.lower()).set(0)
+            self.wait_reasons.labels(reason.label).set(0)
         self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
         self.kv_total = gauge("kv_blocks_total", "KV blocks in total")
         self.states_used = gauge("state_slots_used", "State slots of recurrent layers held by requests")

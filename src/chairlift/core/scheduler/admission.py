@@ -83,7 +83,7 @@ class _StepAdmission:
     def _why_stop_after(self, request: Request, obstacle: WaitReason, num_passed_over: int) -> WaitReason | None:
         """The reason why no request after `request` can be admitted, given its obstacle; None if one might be."""
         # A request that needs several slots may be passed over by one that needs fewer, until it is starved.
-        no_slot = obstacle in (WaitReason.SEATS, WaitReason.TARGET) and request.num_slots == 1
+        no_slot = obstacle in (WaitReason.SLOTS, WaitReason.TARGET) and request.num_slots == 1
         if no_slot or not self.builder.prefill_room or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
         return WaitReason.TURN if request.starved else None
@@ -95,7 +95,7 @@ class _StepAdmission:
         """Admit `request` and plan its first tokens, or return the obstacle (and change nothing)."""
         running = self.state.running
         if self.state.ordering.holds_back(request):
-            return WaitReason.COURTESY
+            return WaitReason.ISOLATION
         if self._full(running, request.num_slots) and self.state.ordering.slot_to_take(request, running) is None:
             return self._why_full(running, request.num_slots)
         if not self.builder.room_for(request):
@@ -181,7 +181,7 @@ class _StepAdmission:
 
     def _why_full(self, running: Sequence[Request], slots: int) -> WaitReason:
         over = self.state.slots_with(running) + slots > self.state.max_batch_requests
-        return WaitReason.SEATS if over else WaitReason.TARGET
+        return WaitReason.SLOTS if over else WaitReason.TARGET
 
 
 # ---- completions of one prompt (n > 1): the first one admitted computes it, the others share its blocks -------------

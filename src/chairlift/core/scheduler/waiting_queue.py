@@ -15,21 +15,29 @@ MAX_OVERTAKES = 16
 
 
 class WaitReason(StrEnum):
-    """Why a request waits. The names, in lower case, are labels of metrics and the dashboard."""
+    """Why a request waits."""
 
     NEXT_STEP = "it has not been considered yet"
-    SEATS = "all slots are taken (max_batch_requests)"
+    SLOTS = "all slots are taken (max_batch_requests)"
     TARGET = "with one more running, the others' tokens would come later than target_tpot_ms"
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
     PREEMPTION = "memory ran out in this step; no request is admitted until the running ones fit"
-    COURTESY = "its tenant has many requests, and steps are kept short for tenants with few (order fair)"
+    ISOLATION = "its tenant has many requests, and steps are kept short for tenants with few (order fair)"
     TURN = "a request that was passed over too often is next, and does not fit yet"
     BATCH_FILLING = "the policy waits for more requests to fill a batch (max_delay_ms)"
     BATCH_RUNNING = "the policy admits no request while a batch is running"
     SIBLING = "its sibling (n > 1) is still computing the prompt they share"
     GRAMMAR = "the grammar of its structured output is being compiled"
     PREFIX = "a running request is computing the prefix they share"
+
+    SEATS = SLOTS  # the earlier names of two reasons
+    COURTESY = ISOLATION
+
+    @property
+    def label(self) -> str:
+        """Its label in metrics and on the dashboard, where the earlier names stay."""
+        return {WaitReason.SLOTS: "seats", WaitReason.ISOLATION: "courtesy"}.get(self, self.name.lower())
 
 
 class WaitingQueue(Sequence[Request]):

@@ -273,11 +273,11 @@ class StepRecorder:
     def _queue_state(self, snapshot: SchedulerSnapshot) -> FrameData:
         state: FrameData = {
             "waiting": [
-                [self._known[request_id].handle, reason.name.lower()]
+                [self._known[request_id].handle, reason.label]
                 for request_id, reason in snapshot.waiting
                 if request_id in self._known
             ],
-            "reasons": {reason.name.lower(): count for reason, count in snapshot.wait_reasons.items()},
+            "reasons": {reason.label: count for reason, count in snapshot.wait_reasons.items()},
             "evictions": snapshot.evictions,
         }
         if snapshot.states is not None:

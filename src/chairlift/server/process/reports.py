@@ -51,7 +51,7 @@ def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Sc
         updates=collect_updates(events),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        wait_reasons={reason.name.lower(): count for reason, count in scheduler.waiting.reasons().items()},
+        wait_reasons={reason.label: count for reason, count in scheduler.waiting.reasons().items()},
         lookups=_lookups(others),
         used_blocks=scheduler.kv.pool.num_used,
         total_blocks=scheduler.kv.pool.num_blocks,

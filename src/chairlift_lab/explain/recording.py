@@ -238,6 +238,25 @@ class TopicEngines:
         """Record a run of these requests on a new engine."""
         return record(self.start(**options).engine, requests)
 
+    def record_calls(
+        self,
+        requests: Sequence[TimedRequest],
+        note: Callable[[AttentionCall], T],
+        *,
+        layer: int | None = None,
+        **options: Any,
+    ) -> tuple[Run, list[T]]:
+        """Record a run, and what `note` makes of each call of the attention of a layer, or of all layers."""
+        notes: list[T] = []
+
+        def listen(call: AttentionCall) -> None:
+            if layer is None or call.layer.index == layer:
+                notes.append(note(call))
+
+        started = self.start(prefix_caching=False, **options)
+        with patch.object(started.runner, "attention", _Listening(started.runner.attention, listen)):
+            return record(started.engine, requests), notes
+
     def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
         """The first `num_tokens` tokens of TEXT without its first `skip` words."""
         text = " ".join(TEXT.split()[skip:])
@@ -323,25 +342,6 @@ class _ListeningStep(StepAttention):
         output = self.inner.attend(layer, q, k, v, sinks=sinks)
         self.listener(AttentionCall(layer, q, k, v, output, self.layout, self.storage, self.inner))
         return output
-
-
-def record_calls(
-    started: StartedEngine,
-    requests: Sequence[TimedRequest],
-    note: Callable[[AttentionCall], T],
-    *,
-    layer: int | None = None,
-) -> tuple[Run, list[T]]:
-    """Record a run, and what `note` makes of each call of the attention of a layer, or of all layers."""
-    notes: list[T] = []
-
-    def listen(call: AttentionCall) -> None:
-        if layer is None or call.layer.index == layer:
-            notes.append(note(call))
-
-    runner = started.runner
-    with patch.object(runner, "attention", _Listening(runner.attention, listen)):
-        return record(started.engine, requests), notes
 
 
 def who_sees_whom(call: AttentionCall) -> list[list[bool]]:

@@ -92,7 +92,7 @@ def test_draft_tokens_are_drawn_as_they_were_verified(engines: TopicEngines) -> 
         assert drawn[name].get("rejected", 0) == sum(event.proposed - event.accepted for event in mine)
         assert drawn[name].get("accepted", 0) + drawn[name]["decode"] >= new
         assert speculation._plain_steps(data, name) == new
-    assert speculation.proposed(data) == sum(event.proposed for event in verified)
+    assert speculation.figures(data)["proposed"] == sum(event.proposed for event in verified)
     assert data.same_output
 
 

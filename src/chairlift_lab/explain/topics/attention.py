@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from chairlift.attention.interface import visible_mask
 from chairlift.errors import InvalidParameter
+from chairlift.layers.linear import Linear
 from chairlift.models.decoder import Decoder
 from chairlift_lab.explain.drawing import INK, PALE_INK, Look, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines, record_calls
+from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines
 
 SENTENCE = "The cat sat on the mat because it was tired"
 LOOKS_FROM, LOOKS_AT = "it", "cat"  # the head is chosen in which the first looks at the second the most
@@ -48,10 +49,9 @@ def run(engines: TopicEngines) -> AttentionData:
     model = engines.loaded.model
     if not isinstance(model, Decoder):
         raise InvalidParameter("model", "this topic looks into our own decoder; choose a model that runs on it")
-    started = engines.start(prefix_caching=False)
     tokens = tuple(engines.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
     with _noting_inputs(model) as inputs:
-        recorded, calls = record_calls(started, [TimedRequest("A", tokens, 1)], lambda call: call)
+        recorded, calls = engines.record_calls([TimedRequest("A", tokens, 1)], lambda call: call)
     words = tuple(engines.labels(tokens))
     asks = _pair(words)
     call, head = max(
@@ -70,7 +70,7 @@ def run(engines: TopicEngines) -> AttentionData:
         heads=layer.num_heads,
         layers=len(calls),
         scale=layer.scale,
-        hidden=_matrix(inputs[layer.index]),
+        hidden=_matrix(inputs[-len(calls) :][layer.index]),  # the first ones are of a warm-up
         q=_matrix(call.q[:, head]),
         k=_matrix(call.k[:, kv_head]),
         v=_matrix(call.v[:, kv_head]),
@@ -84,17 +84,18 @@ def run(engines: TopicEngines) -> AttentionData:
 
 
 @contextmanager
-def _noting_inputs(model: Any) -> Iterator[list[Tensor]]:
+def _noting_inputs(model: Decoder) -> Iterator[list[Tensor]]:
     """While it lasts, the inputs of all projections to queries, keys and values, layer by layer."""
+    projections = {id(layer.attention.qkv) for layer in model.layers}
     inputs: list[Tensor] = []
-    with ExitStack() as stack:
-        for layer in model.layers:
+    multiply = Linear.__call__
 
-            def project(x: Tensor, inner: Any = layer.attention.qkv) -> Any:
-                inputs.append(x.clone())
-                return inner(x)
+    def note(linear: Linear, x: Tensor, *others: Any, **options: Any) -> Any:
+        if id(linear) in projections:
+            inputs.append(x.clone())
+        return multiply(linear, x, *others, **options)
 
-            stack.enter_context(patch.object(layer.attention, "qkv", project))
+    with patch.object(Linear, "__call__", note):
         yield inputs
 
 

@@ -14,7 +14,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.runner.base import ModelRunner
 from chairlift_lab.explain.drawing import Look, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines, record_calls
+from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines
 
 PROMPT, NEW = 5, 9
 CHANGED = 6  # the place of the token that is exchanged in the second experiment
@@ -86,7 +86,7 @@ def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Ten
     def keys_and_values(call: AttentionCall) -> Tensor:
         return torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1)
 
-    return record_calls(engines.start(prefix_caching=False), [TimedRequest("A", tokens, 1)], keys_and_values)[1]
+    return engines.record_calls([TimedRequest("A", tokens, 1)], keys_and_values)[1]
 
 
 def draw_generation(data: CacheData) -> Sheet:

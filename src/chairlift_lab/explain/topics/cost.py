@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any
 
-from chairlift.core.budgets.base import BatchLoad, TokenBudget
-from chairlift.core.cost_model import CostModel
+from chairlift.core.budgets.base import BatchLoad, StepForecast, TokenBudget, chunk_sizes
+from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.step_limits import LimitReason, StepLimits
+from chairlift.engine.engine import Engine
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines, record
@@ -42,8 +44,8 @@ class CostData:
     run: Run
 
 
-class _Watching(TokenBudget):
-    """A budget that writes down what it decides, and what it expects of the sizes that it did not choose."""
+class _WatchedBudget(TokenBudget):
+    """A budget that notes what it decides, and what it expects of the sizes that it did not choose."""
 
     def __init__(self, inner: TokenBudget, cost: CostModel) -> None:
         super().__init__(inner.most, cost)
@@ -52,48 +54,46 @@ class _Watching(TokenBudget):
         self.decisions: list[Decision] = []
 
     def limits(self, load: BatchLoad) -> StepLimits:
-        from chairlift.core.budgets.base import StepForecast, chunk_sizes
-
         limits = self.inner.limits(load)
         if load.decoding and (load.prefilling or load.waiting):
             forecast = StepForecast(self._cost, load)
             sizes = tuple(chunk_sizes(MOST))
-            self.decisions.append(
-                Decision(
-                    self.calls,
-                    forecast.decodes,
-                    sizes,
-                    tuple(forecast.seconds(size) for size in sizes),
-                    limits.prefill_tokens,
-                    str(limits.reason),
-                    limits.target_seconds,
-                )
+            decision = Decision(
+                step=self.calls,
+                decodes=forecast.decodes,
+                sizes=sizes,
+                seconds=tuple(map(forecast.seconds, sizes)),
+                chosen=limits.prefill_tokens,
+                reason=str(limits.reason),
+                target=limits.target_seconds,
             )
+            self.decisions.append(decision)
         self.calls += 1
         return limits
 
 
 def run(engines: TopicEngines) -> CostData:
-    from chairlift.core.cost_model import StepShape
+    requests = _requests(engines)
 
-    options: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_requests": 8, "prefix_caching": False}
-    first = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, **options)
-    learning = record(first.engine, _requests(engines))
-    learned = first.engine.cost_model
-    target = learned.predict(StepShape(4, ROOM, 4 * 40, ROOM * 40, 5))
-    started = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, target_tpot_ms=1e3 * target, **options)
-    watching = _Watching(started.engine.scheduler.budget, started.engine.cost_model)
-    started.engine.scheduler.budget = watching
-    played = record(started.engine, _requests(engines))
+    def start(**options: Any) -> Engine:
+        limits = {"max_prefill_tokens": MOST, "max_batch_tokens": 160, "max_batch_requests": 8}
+        return engines.start(clock=CPU_TIME, prefix_caching=False, **limits, **options).engine
+
+    first = start()
+    learning = record(first, requests)
+    target = first.cost_model.predict(StepShape(4, ROOM, 4 * 40, ROOM * 40, 5))
+    engine = start(target_tpot_ms=1e3 * target)
+    engine.scheduler.budget = budget = _WatchedBudget(engine.scheduler.budget, engine.cost_model)
+    played = record(engine, requests)
     done = played.done()
     return CostData(
         target=target,
-        coefficients=dict(started.engine.cost_model.coefficients),
+        coefficients=dict(engine.cost_model.coefficients),
         measured=tuple(step.seconds for step in done),
         predicted=tuple(step.predicted_seconds for step in done),
         prefill=tuple(step.prefill_tokens for step in done),
         decode=tuple(step.decode_tokens for step in done),
-        decisions=tuple(watching.decisions),
+        decisions=tuple(budget.decisions),
         learning=learning,
         run=played,
     )
@@ -101,9 +101,8 @@ def run(engines: TopicEngines) -> CostData:
 
 def _requests(engines: TopicEngines) -> list[TimedRequest]:
     """Some that are being answered all the time, and long prompts between."""
-    short = [TimedRequest(f"S{index}", engines.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
     return [
-        *short,
+        *(TimedRequest(f"S{index}", engines.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)),
         *(TimedRequest(f"L{index}", engines.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4)),
     ]
 
@@ -150,18 +149,11 @@ def _draw_choice(panel: Panel, data: CostData) -> None:
 
 def _draw_predictions(panel: Panel, data: CostData) -> None:
     panel.title("every step: predicted and measured")
-    pairs = [(p, m) for p, m in zip(data.predicted, data.measured, strict=True) if p is not None]
+    pairs = [(1e3 * p, 1e3 * m) for p, m in zip(data.predicted, data.measured, strict=True) if p is not None]
     panel.drawn["point"] += len(pairs)
-    most = 1e3 * max(max(pair) for pair in pairs)
+    most = max(map(max, pairs))
     panel.axes.plot([0, most], [0, most], color=HIDDEN, linewidth=1)
-    panel.axes.plot(
-        [1e3 * p for p, _ in pairs],
-        [1e3 * m for _, m in pairs],
-        "o",
-        markersize=4.5,
-        alpha=0.75,
-        color=look_of("cached").fill,
-    )
+    panel.axes.plot(*zip(*pairs, strict=True), "o", markersize=4.5, alpha=0.75, color=look_of("cached").fill)
     panel.chart("predicted milliseconds", "measured milliseconds")
     panel.axes.set_xlim(0, 1.05 * most)
     panel.axes.set_ylim(0, 1.05 * most)
@@ -175,17 +167,14 @@ def _draw_steps(panel: Panel, data: CostData) -> None:
     panel.axes.set_xlim(0.3, len(data.decode) + 0.7)
 
 
-def typical_error(data: CostData) -> float:
-    """The median of |measured / predicted - 1| once the model has seen some steps."""
-    pairs = list(zip(data.predicted, data.measured, strict=True))[10:]
-    errors = sorted(abs(m / p - 1) for p, m in pairs if p)
-    return errors[len(errors) // 2] if errors else 0.0
-
-
 def figures(data: CostData) -> dict[str, Any]:
     choice = shown(data)
     ms = {name: 1e3 * value for name, value in data.coefficients.items()}
-    return {"ms": ms, "error": typical_error(data), "choice": choice, "target": 1e3 * data.target}
+    # The typical error once the model has seen some steps.
+    pairs = list(zip(data.predicted, data.measured, strict=True))[10:]
+    errors = [abs(measured / predicted - 1) for predicted, measured in pairs if predicted]
+    error = median_high(errors) if errors else 0.0
+    return {"ms": ms, "error": error, "choice": choice, "target": 1e3 * data.target}
 
 
 TOPIC = Topic("cost", run, {"cost": draw}, figures)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.cpu.attention import KEYS
+from chairlift.kernels.cpu.simd import F32_ROWS
 from chairlift_lab.explain.drawing import INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from chairlift_lab.explain.recording import AttentionCall
+from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines
 
 TOKENS = 252
 ROW = 230  # whose walk over the tiles is shown
@@ -59,20 +58,15 @@ class FlashData:
 
 
 def run(engines: TopicEngines) -> FlashData:
-    from chairlift_lab.explain.recording import record_calls
-
     middle = len(engines.loaded.model.attention_layers) // 2
     request = TimedRequest("A", (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3)), 1)
-    started = engines.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
-    played, (call, *_) = record_calls(started, [request], lambda call: call, layer=middle)
+    options: dict[str, Any] = {"max_batch_tokens": TOKENS, "attention": "ragged"}
+    played, (call, *_) = engines.record_calls([request], lambda call: call, layer=middle, **options)
     if call.layer.window is not None or call.layer.softcap is not None:
         raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
-    return max((_watch(call, kv, played) for kv in range(call.layer.num_kv_heads)), key=_rises)
-
-
-def _rises(data: FlashData) -> int:
-    """How often a tile brought a new highest score: the more, the more there is to see."""
-    return len({stop.highest for stop in data.walk})
+    # The more often a tile brings a new highest score, the more there is to see.
+    walks = (_watch(call, kv_head, played) for kv_head in range(call.layer.num_kv_heads))
+    return max(walks, key=lambda data: len({stop.highest for stop in data.walk}))
 
 
 class _Watched:
@@ -93,11 +87,6 @@ class _Watched:
 
 def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
     """Go through the tiles that the engine's kernel was given in the run, one by one."""
-    import numpy as np
-
-    from chairlift.kernels.cpu.attention import KEYS
-    from chairlift.kernels.cpu.simd import F32_ROWS
-
     layer, storage = call.layer, call.storage
     group = layer.num_heads // layer.num_kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -110,14 +99,15 @@ def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
     queries, out = _Watched(q, "queries", loads, stores), _Watched(np.zeros_like(q), "output", loads, stores)
     work = call.attention.work(layer)
     assert work is not None
-    tiles = work.pieces.tiles
     made: list[ScoreTile] = []
     skipped: list[ScoreTile] = []
     walk: list[Stop] = []
     row = min(ROW, len(q) - 1)
     final = call.output[row, heads.start].numpy()
+    tiles = work.pieces.tiles
     for first_row, tokens, position in zip(tiles.rows, tiles.counts, tiles.positions, strict=True):
-        state = _Rows(queries[first_row : first_row + tokens] * layer.scale)
+        own_rows = slice(first_row, first_row + tokens)
+        state = _Rows(queries[own_rows] * layer.scale)
         end = int(position + tokens)  # the kernel goes no further; what lies behind is the future of all its rows
         for base in range(0, len(q), KEYS):
             count = min(KEYS, end - base) if base < end else min(KEYS, len(q) - base)
@@ -133,7 +123,7 @@ def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
                     state.take(first, last, position, group, base, key_tile, value_tile)
             if first_row <= row < first_row + tokens and base <= row:
                 walk.append(state.stop((row - first_row) * group, final))
-        out[first_row : first_row + tokens] = state.output().reshape(tokens, group, -1)
+        out[own_rows] = state.output().reshape(tokens, group, -1)
     return FlashData(
         tokens=len(q),
         heads=group,
@@ -157,8 +147,6 @@ class _Rows:
     """The rows of a tile of queries, one per token and head, and what they remember from tile to tile."""
 
     def __init__(self, queries: np.ndarray) -> None:
-        import numpy as np
-
         self.queries = queries.reshape(-1, queries.shape[-1])
         self.sums = np.zeros_like(self.queries)
         self.highest = np.full(len(self.queries), -np.inf)
@@ -168,8 +156,6 @@ class _Rows:
         self, first: int, last: int, position: int, group: int, base: int, keys: np.ndarray, values: np.ndarray
     ) -> None:
         """One tile of scores: add what it says, and let what was added before shrink with a new highest score."""
-        import numpy as np
-
         rows = np.arange(first, last)
         scores = self.queries[rows] @ keys.T
         sees = (position + rows // group - base)[:, None]
@@ -180,15 +166,12 @@ class _Rows:
         self.totals[rows] = self.totals[rows] * shrink + weights.sum(axis=1)
         self.sums[rows] = self.sums[rows] * shrink[:, None] + weights @ values
 
-    def output(self) -> np.ndarray:
-        numbers: np.ndarray = self.sums / self.totals[:, None]
-        return numbers
+    def output(self) -> Any:
+        return self.sums / self.totals[:, None]
 
     def stop(self, row: int, final: np.ndarray) -> Stop:
-        import numpy as np
-
-        apart = np.linalg.norm(self.sums[row] / self.totals[row] - final) / np.linalg.norm(final)
-        return Stop(float(self.highest[row]), float(self.totals[row]), float(apart))
+        error = np.linalg.norm(self.sums[row] / self.totals[row] - final) / np.linalg.norm(final)
+        return Stop(float(self.highest[row]), float(self.totals[row]), float(error))
 
 
 def draw(data: FlashData) -> Sheet:
@@ -210,11 +193,12 @@ def draw(data: FlashData) -> Sheet:
 def _draw_tiles(panel: Panel, data: FlashData) -> None:
     panel.title(f"layer {data.layer + 1}, KV head {data.kv_head + 1}: {data.tokens} tokens in tiles")
     held = next(tile for tile in reversed(data.made) if tile.first <= data.row <= tile.last)
-    for kind, tiles in (("loaded", data.made), ("skipped", data.skipped)):
-        for tile in tiles:
-            if tile is not held:
-                _draw_tile(panel, tile, kind)
-    _draw_tile(panel, held, "held")
+    kinds = [("loaded", tile) for tile in data.made if tile is not held]
+    kinds += [*(("skipped", tile) for tile in data.skipped), ("held", held)]
+    for kind, tile in kinds:
+        height = tile.last - tile.first + 1
+        # Tiles overlap a little: they are too many to be told apart.
+        panel.cell(tile.keys, tile.first, kind, width=tile.count, height=height, gap=-0.4)
     for edge in range(data.tile_keys, data.tokens, data.tile_keys):
         panel.axes.plot([edge, edge], [0, data.tokens], color=INK, linewidth=0.7)
         panel.axes.plot([0, data.tokens], [edge, edge], color=INK, linewidth=0.7)
@@ -224,11 +208,6 @@ def _draw_tiles(panel: Panel, data: FlashData) -> None:
     panel.axes.set_xticks(edges, [str(edge) for edge in edges])
     panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=INK)
     panel.axis_names("token that is seen (key)", "token that looks (query)")
-
-
-def _draw_tile(panel: Panel, tile: ScoreTile, kind: str) -> None:
-    height = tile.last - tile.first + 1
-    panel.cell(tile.keys, tile.first, kind, width=tile.count, height=height, gap=-0.4)  # too many to be told apart
 
 
 def _draw_walk(panel: Panel, data: FlashData) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chairlift.engine.memory_plan import plan_memory
+from chairlift.runner.memory import allocate_storage
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
 
 GIB = 2**30
+BLOCK_SIZE = 16
 CONTEXT = 2048  # tokens of a text, for the number of texts that fit
 
 
@@ -20,6 +23,10 @@ class Variant:
     bytes_per_token: int  # measured on tensors that the engine allocated
     texts: int  # how many of CONTEXT tokens fit into a gibibyte, as the engine plans it
     own: bool  # whether it is the model's own
+
+    @property
+    def short_name(self) -> str:
+        return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,13 @@ class HeadsData:
 
 
 def run(engines: TopicEngines) -> HeadsData:
-    started = engines.start(block_size=16, prefix_caching=False)
-    played = record(started.engine, [TimedRequest("A", engines.prompt(20), 12)])
+    request = TimedRequest("A", engines.prompt(20), 12)
+    played = engines.record([request], block_size=BLOCK_SIZE, prefix_caching=False)
     model = engines.loaded.model
     layer = model.attention_layers[0]
     heads = layer.num_heads
-    shared = layer.num_kv_heads if 1 < layer.num_kv_heads < heads else _middle_divisor(heads)
+    largest_divisor = next((size for size in range(heads // 2, 0, -1) if heads % size == 0), 1)
+    shared = layer.num_kv_heads if 1 < layer.num_kv_heads < heads else largest_divisor
     names = {heads: "MHA: each head its own", shared: "GQA: groups share", 1: "MQA: all share one"}
     return HeadsData(
         len(model.attention_layers),
@@ -52,35 +60,26 @@ def run(engines: TopicEngines) -> HeadsData:
     )
 
 
-def _middle_divisor(heads: int) -> int:
-    return next((size for size in range(heads // 2, 0, -1) if heads % size == 0), 1)
-
-
 def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
-    from chairlift.engine.memory_plan import MemoryPlan, plan_memory
-    from chairlift.runner.memory import allocate_storage
-
     model = engines.loaded.model
     layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]
-
-    def plan(memory: int | None) -> MemoryPlan:
-        return plan_memory(
+    large, small = (
+        plan_memory(
             layers,
             weight_bytes=0,
             kv_memory=memory,
             dtype=model.dtype,
             device=model.device,
-            block_size=16,
-            max_model_len=16,
+            block_size=BLOCK_SIZE,
+            max_model_len=BLOCK_SIZE,
             max_batch_requests=1,
         )
-
-    large, small = plan(GIB), plan(64 * 2**20)
-    storage = allocate_storage(layers, small.num_blocks, small.block_size, model.dtype, model.device)
+        for memory in (GIB, 64 * 2**20)
+    )
+    storage = allocate_storage(layers, small.num_blocks, BLOCK_SIZE, model.dtype, model.device)
     slots = storage.keys[0].shape[0] * storage.block_size
     measured = sum(tensor.nbytes for tensor in (*storage.keys, *storage.values)) // slots
-    blocks = -(-CONTEXT // 16)
-    return Variant(name, kv_heads, measured, large.num_blocks // blocks, own)
+    return Variant(name, kv_heads, measured, large.num_blocks // -(-CONTEXT // BLOCK_SIZE), own)
 
 
 def draw(data: HeadsData) -> Sheet:
@@ -90,12 +89,11 @@ def draw(data: HeadsData) -> Sheet:
         panel = sheet.panel(variant.name, grid[0, 2 * index : 2 * index + 2])
         panel.title(variant.name, "this model" if variant.own else "")
         _draw_heads(panel, data.heads, variant.kv_heads)
-    names = [variant.name.split(":")[0] for variant in data.variants]
-    sizes = [variant.bytes_per_token / 1024 for variant in data.variants]
-    _draw_bars(sheet.panel("bytes", grid[1, 0:3]), "KV cache of one token, KiB", names, sizes, "{:,.1f}")
-    texts: list[float] = [variant.texts for variant in data.variants]
+    sizes = {variant.short_name: variant.bytes_per_token / 1024 for variant in data.variants}
+    _draw_bars(sheet.panel("bytes", grid[1, 0:3]), "KV cache of one token, KiB", sizes, "{:,.1f}")
+    texts = {variant.short_name: float(variant.texts) for variant in data.variants}
     title = f"texts of {CONTEXT:,} tokens that fit into 1 GiB"
-    _draw_bars(sheet.panel("texts", grid[1, 3:6]), title, names, texts, "{:,.0f}")
+    _draw_bars(sheet.panel("texts", grid[1, 3:6]), title, texts, "{:,.0f}")
     sheet.legend({"query": "a query head: it asks", "key": "a KV head: its keys and values are kept"})
     return sheet
 
@@ -112,11 +110,11 @@ def _draw_heads(panel: Panel, heads: int, kv_heads: int) -> None:
     panel.grid_only(heads, 3.2, equal=False)
 
 
-def _draw_bars(panel: Panel, title: str, names: list[str], values: list[float], form: str) -> None:
+def _draw_bars(panel: Panel, title: str, values: dict[str, float], form: str) -> None:
     panel.title(title)
-    bars = panel.axes.bar(names, values, 0.55, color=look_of("key").fill)
+    bars = panel.axes.bar(list(values), list(values.values()), 0.55, color=look_of("key").fill)
     panel.drawn["bar"] += len(values)
-    panel.axes.bar_label(bars, [form.format(value) for value in values], color=INK, fontsize=9)
+    panel.axes.bar_label(bars, [form.format(value) for value in values.values()], color=INK, fontsize=9)
     panel.chart("", "")
     panel.axes.margins(y=0.15)
     panel.axes.tick_params(axis="x", labelsize=9, labelcolor=INK)
@@ -128,7 +126,7 @@ def own(data: HeadsData) -> Variant:
 
 def figures(data: HeadsData) -> dict[str, Any]:
     most, mine = data.variants[0], own(data)
-    sizes = [f"{v.name.split(':')[0]}: {v.kv_heads} KV heads, {v.bytes_per_token:,} bytes" for v in data.variants]
+    sizes = [f"{each.short_name}: {each.kv_heads} KV heads, {each.bytes_per_token:,} bytes" for each in data.variants]
     return {
         "mine": mine,
         "times": most.bytes_per_token / mine.bytes_per_token,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
-
-if TYPE_CHECKING:
-    from chairlift_lab.explain.recording import AttentionCall
+from chairlift_lab.explain.recording import AttentionCall, Run, StepRecord, TimedRequest, TopicEngines
 
 BLOCK_SIZE = 4
 REPEATS = 30
@@ -55,15 +55,13 @@ def run(engines: TopicEngines) -> KernelsData:
     for name in NAMES:
         ways[name], output, runs[name] = _measure(engines, name, requests)
         outputs.append(output)
-    apart = max(abs(a - b) for one, two in pairwise(outputs) for a, b in zip(one, two, strict=True))
+    apart = max(float((output - other).abs().max()) for output, other in pairwise(outputs))
     return KernelsData(ways, apart, runs)
 
 
-def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
-    from chairlift_lab.explain.recording import record_calls
-
-    started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
-    run, calls = record_calls(started, requests, lambda call: (call, _best_seconds(call)), layer=0)
+def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, Tensor, Run]:
+    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "attention": name}
+    run, calls = engines.record_calls(requests, lambda call: (call, _best_seconds(call)), layer=0, **options)
     place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
     (call, seconds), step = calls[place], run.steps[place]
     layout = call.layout
@@ -78,12 +76,9 @@ def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> 
         width=width if name == "padded" else 0,
         seconds=seconds,
     )
-    useful = [
-        call.output[offset + row].flatten()
-        for offset, start, end in zip(layout.offsets, layout.starts, layout.ends, strict=False)
-        for row in range(end - start)
-    ]
-    return data, [float(value) for row in useful for value in row], run
+    spans = zip(layout.offsets, layout.starts, layout.ends, strict=False)
+    useful = torch.cat([call.output[offset : offset + end - start] for offset, start, end in spans])
+    return data, useful, run
 
 
 def _mixed(step: StepRecord, requests: int) -> bool:
@@ -94,9 +89,9 @@ def _best_seconds(call: AttentionCall) -> float:
     """The fastest of several calls, which other programs disturbed least."""
     best = float("inf")
     for _ in range(REPEATS):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         call.attention.attend(call.layer, call.q, call.k, call.v)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - start)
     return best
 
 
@@ -119,7 +114,7 @@ def draw(data: KernelsData) -> Sheet:
 
 
 def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
-    y = 0.0
+    y, gap = 0.0, 0.9 if name == "bursted" else 0.0
     ticks = []
     for request, rows, start, end in zip(way.requests, way.rows, way.starts, way.ends, strict=True):
         width = way.width or end
@@ -131,8 +126,8 @@ def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
         ticks.append((y + rows / 2, f"{request}: {end - start} new, {start} cached"))
         if name == "bursted":
             panel.frame(-0.15, y - 0.15, width + 0.3, rows + 0.3)
-        y += rows + (0.9 if name == "bursted" else 0.0)
-    end_of_rows = y - (0.9 if name == "bursted" else 0.0)
+        y += rows + gap
+    end_of_rows = y - gap
     longest = way.width or max(way.ends)
     if name != "bursted":
         panel.frame(-0.15, -0.15, longest + 0.3, end_of_rows + 0.3)

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift_lab.explain.drawing import INK, Panel, Sheet
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines, who_sees_whom
 
 BLOCK_SIZE = 8
 
@@ -74,13 +74,13 @@ def _masks(
     engines: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
-    from chairlift_lab.explain.recording import AttentionCall, record_calls, who_sees_whom
-
-    def ask(call: AttentionCall) -> tuple[list[list[bool]], list[int]]:
-        return who_sees_whom(call), [end - start for start, end in pairwise(call.layout.offsets)]
-
-    started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, **({"attention": "ragged"} | options))
-    run, answers = record_calls(started, requests, ask, layer=0)
+    run, answers = engines.record_calls(
+        requests,
+        lambda call: (who_sees_whom(call), [end - start for start, end in pairwise(call.layout.offsets)]),
+        layer=0,
+        block_size=BLOCK_SIZE,
+        **({"attention": "ragged"} | options),
+    )
     masks = []
     for step, (sees, rows) in zip(run.steps, answers, strict=True):
         if wanted(step):
@@ -93,15 +93,16 @@ def _masks(
 def draw(data: MasksData) -> Sheet:
     sheet = Sheet("Who may look at whom: four masks, each asked from the engine", size=(11.5, 8.8))
     grid = sheet.grid(2, 2, width_ratios=[1, 2.05], height_ratios=[1, 1.12])
-    for (row, column), title, draw_mask, arguments in (
-        ((0, 0), "causal: one prompt, one step", _draw_steps, [(data.causal,)]),
-        ((1, 0), f"chunked: one prompt, {len(data.chunked)} steps", _draw_steps, [data.chunked]),
-        ((0, 1), "padded: three prompts in equal boxes", _draw_padded, [data.padded, data.padded_width]),
-        ((1, 1), "ragged: four requests in one step, no boxes", _draw_ragged, [data.ragged]),
-    ):
-        panel = sheet.panel(title.partition(":")[0], grid[row, column])
+
+    def panel(place: Any, title: str) -> Panel:
+        panel = sheet.panel(title.partition(":")[0], place)
         panel.title(title)
-        draw_mask(panel, *arguments)
+        return panel
+
+    _draw_steps(panel(grid[0, 0], "causal: one prompt, one step"), (data.causal,))
+    _draw_steps(panel(grid[1, 0], f"chunked: one prompt, {len(data.chunked)} steps"), data.chunked)
+    _draw_padded(panel(grid[0, 1], "padded: three prompts in equal boxes"), data.padded, data.padded_width)
+    _draw_ragged(panel(grid[1, 1], "ragged: four requests in one step, no boxes"), data.ragged)
     sheet.legend(
         {
             "new": "sees a token of this step",
@@ -121,14 +122,22 @@ def _kind(sequence: Sequence, row: int, position: int, sees: bool) -> str:
     return "cached" if position < sequence.start else "new"
 
 
+def _draw_sequence(panel: Panel, mask: Mask, index: int, x: int, y: int, width: int) -> None:
+    """Draw the rows of one sequence from (x, y) on, each with `width` positions of that sequence."""
+    sequence, before = mask.sequences[index], mask.sequences[:index]
+    first_row, first_column = sum(each.rows for each in before), sum(each.end for each in before)
+    for row in range(sequence.rows):
+        for position in range(width):
+            sees = position < sequence.end and mask.sees[first_row + row][first_column + position]
+            panel.cell(x + position, y + row, _kind(sequence, row, position, sees))
+
+
 def _draw_steps(panel: Panel, masks: tuple[Mask, ...]) -> None:
     """One request, its steps one below the other."""
     width, y = masks[-1].sequences[0].end, 0
     for mask in masks:
         (sequence,) = mask.sequences
-        for row, seen in enumerate(mask.sees):
-            for position, sees in enumerate(seen):
-                panel.cell(position, y + row, _kind(sequence, row, position, sees))
+        _draw_sequence(panel, mask, 0, 0, y, sequence.end)
         y += sequence.rows
         if y < width:
             panel.axes.plot([0, width], [y, y], color=INK, linewidth=1.2)
@@ -141,43 +150,32 @@ def _draw_steps(panel: Panel, masks: tuple[Mask, ...]) -> None:
 
 def _draw_padded(panel: Panel, mask: Mask, width: int) -> None:
     """Every sequence as a rectangle of the same size."""
-    first_row = first_column = 0
     for index, sequence in enumerate(mask.sequences):
         x = index * (width + 1)
-        for row in range(sequence.rows):
-            for position in range(width):
-                sees = position < sequence.end and mask.sees[first_row + row][first_column + position]
-                panel.cell(x + position, row, _kind(sequence, row, position, sees))
+        _draw_sequence(panel, mask, index, x, 0, width)
         panel.text(x + width / 2, -0.55, f"{sequence.request}: {sequence.end - sequence.start} tokens", size=9)
-        first_row += sequence.rows
-        first_column += sequence.end
-    rows = mask.sequences[0].rows
-    panel.grid_only(len(mask.sequences) * (width + 1) - 1, rows)
-    panel.axes.set_ylim(rows + 0.1, -1.1)
-    panel.axes.set_anchor("NW")
+    _frame_rows(panel, len(mask.sequences) * (width + 1) - 1, mask.sequences[0].rows)
 
 
 def _draw_ragged(panel: Panel, mask: Mask) -> None:
     """One list of rows, one list of positions. What belongs to different requests is never looked at: no cell."""
-    first_row = first_column = 0
+    x = y = 0
     names = []
-    for sequence in mask.sequences:
-        columns = range(first_column, first_column + sequence.end)
-        for row in range(sequence.rows):
-            for column, sees in enumerate(mask.sees[first_row + row]):
-                if column in columns or sees:
-                    panel.cell(column, first_row + row, _kind(sequence, row, column - first_column, sees))
-            names.append(f"{sequence.request}{sequence.start + row}")
+    for index, sequence in enumerate(mask.sequences):
+        _draw_sequence(panel, mask, index, x, y, sequence.end)
+        names += [f"{sequence.request}{position}" for position in range(sequence.start, sequence.start + sequence.rows)]
         if sequence.start:
-            panel.text(
-                first_column + sequence.start / 2, -0.6, f"{sequence.request}: {sequence.start} cached", size=7.5
-            )
-        first_row += sequence.rows
-        first_column += sequence.end
-    panel.grid_only(first_column, first_row)
-    panel.axes.set_ylim(first_row + 0.1, -1.1)
-    panel.axes.set_anchor("NW")
+            panel.text(x + sequence.start / 2, -0.6, f"{sequence.request}: {sequence.start} cached", size=7.5)
+        x, y = x + sequence.end, y + sequence.rows
+    _frame_rows(panel, x, y)
     panel.row_names(names)
+
+
+def _frame_rows(panel: Panel, width: int, rows: int) -> None:
+    """Show the cells, with room for words above them."""
+    panel.grid_only(width, rows)
+    panel.axes.set_ylim(rows + 0.1, -1.1)
+    panel.axes.set_anchor("NW")
 
 
 def visible(mask: Mask) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift_lab.explain.drawing import Panel, Sheet, owner_look
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import Run, TimedRequest, TopicEngines
+from chairlift_lab.explain.recording import Run, TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
 
@@ -28,10 +28,7 @@ class PagingData:
 
 
 def run(engines: TopicEngines) -> PagingData:
-    requests = [
-        TimedRequest("A", engines.prompt(7), 12),
-        TimedRequest("B", engines.prompt(6, skip=17), 12, turn=1),
-    ]
+    requests = engines.requests(((7, 12, 0), (6, 12, 1)), skip=17)
     played = engines.record(
         requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=4, prefix_caching=False
     )
@@ -73,8 +70,10 @@ def draw(data: PagingData) -> Sheet:
             _draw_block(panel, 0, y, words, data.block_size, index, spot)
             panel.text(-0.2, y + 0.5, f"{memory.request} {place}", ha="right", size=9)
             panel.cell(table_at, y, "entry", f"{place} → {block}", width=1.8, look=owner_look(index), size=9)
-            _arrow(panel, (wide + 0.1, y + 0.5), (table_at, y + 0.5), index)
-            _arrow(panel, (table_at + 1.85, y + 0.5), (memory_at - 0.75, block + 0.5), index)
+            style = {"mutation_scale": 9, "color": owner_look(index).fill, "linewidth": 1.5}
+            panel.arrow((wide + 0.1, y + 0.5), (table_at, y + 0.5), **style)
+            panel.arrow((table_at + 1.85, y + 0.5), (memory_at - 0.75, block + 0.5), **style)
+            panel.drawn["arrow"] += 2
             y += 1
         y += 1
     owners = [memory.request for memory in data.requests]
@@ -100,11 +99,6 @@ def _draw_block(
             panel.cell(x + slot * spot, y, side, word, width=spot, look=owner_look(owner), size=7.5)
         else:
             panel.cell(x + slot * spot, y, "free", width=spot)
-
-
-def _arrow(panel: Panel, begin: tuple[float, float], end: tuple[float, float], owner: int) -> None:
-    panel.arrow(begin, end, mutation_scale=9, color=owner_look(owner).fill, linewidth=1.5)
-    panel.drawn["arrow"] += 1
 
 
 def figures(data: PagingData) -> dict[str, Any]:

@@ -37,14 +37,14 @@ def run(engines: TopicEngines) -> PrefixData:
         TimedRequest("C", (*system, *engines.prompt(6, skip=50)), 9, turn=4, n=2),
     ]
     played = engines.record(requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
-    steps = played.steps
+    steps = list(enumerate(played.steps))
     return PrefixData(
         BLOCK_SIZE,
         SYSTEM,
         {event.request_id: event.cached_tokens for event in played.admitted()},
-        next(index for index, step in enumerate(steps) if {"A", "B"} <= set(step.tables)),
-        next(index for index, step in enumerate(steps) if any(chunk.copies for chunk in step.chunks)),
-        next(index for index, step in enumerate(steps) if index and "A" not in step.tables),
+        next(index for index, step in steps if {"A", "B"} <= set(step.tables)),
+        next(index for index, step in steps if copies_of(step)),
+        next(index for index, step in steps if index and "A" not in step.tables),
         played,
     )
 

@@ -58,12 +58,8 @@ def run(engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> 
                 *right, own = step.sampled[chunk.request]
                 row = Row(tuple(engines.labels(chunk.drafts)), len(right), engines.labels([own])[0])
                 rows[chunk.request].append(row)
-    same = all(_output(drafted, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
+    same = all(drafted.output(name)[:new] == plain.output(name)[:new] for name, (_, new) in texts.items())
     return SpeculationData({name: tuple(steps) for name, steps in rows.items()}, DRAFTS, same, drafted, plain)
-
-
-def _output(run: Run, name: str) -> list[int]:
-    return [token for step in run.steps for token in step.sampled.get(name, ())]
 
 
 def _plain_steps(data: SpeculationData, name: str) -> int:
@@ -103,19 +99,12 @@ def _draw_rows(panel: Panel, rows: tuple[Row, ...], most: int, longest: int) -> 
     panel.names_above(places, names, fontsize=8.5, color=INK)
 
 
-def accepted(data: SpeculationData) -> int:
-    return sum(row.accepted for rows in data.rows.values() for row in rows)
-
-
-def proposed(data: SpeculationData) -> int:
-    return sum(len(row.drafts) for rows in data.rows.values() for row in rows)
-
-
 def figures(data: SpeculationData) -> dict[str, Any]:
     steps = {name: f"{len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()}
+    every_row = [row for rows in data.rows.values() for row in rows]
     return {
-        "accepted": accepted(data),
-        "proposed": proposed(data),
+        "accepted": sum(row.accepted for row in every_row),
+        "proposed": sum(len(row.drafts) for row in every_row),
         "summary": "; ".join(f"{name}: {count}" for name, count in steps.items()),
         "steps": " and ".join(f"{name} took {count}" for name, count in steps.items()),
         "same": "exactly the same" if data.same_output else "not the same, which must not be",

@@ -7,7 +7,8 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift_lab.training.train_draft import TrainSettings, train_draft
+from chairlift_lab.training.settings import TrainSettings
+from chairlift_lab.training.train_draft import train_draft
 from tests.tiny import write_tiny_checkpoint
 
 

@@ -26,7 +26,8 @@ from chairlift.speculation.draft_models import FirstLayers
 from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
-from chairlift_lab.training.train_draft import TrainSettings, train_draft
+from chairlift_lab.training.settings import TrainSettings
+from chairlift_lab.training.train_draft import train_draft
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from tests.speculation.drafting import draft_by_pattern, fixed_length
 from tests.speculation.running import (

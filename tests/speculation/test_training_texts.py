@@ -12,9 +12,17 @@ from chairlift.attention.batch import StepBatch
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift_lab.common.texts import SCENARIOS
-from chairlift_lab.training.conversation import REPEATED_TOKENS, RepetitionDetector, TurnMarkers
+from chairlift_lab.training.conversation import (
+    HELD_OUT,
+    OPENINGS,
+    QUESTIONS,
+    REPEATED_TOKENS,
+    SUBJECTS,
+    QuestionSource,
+    RepetitionDetector,
+    TurnMarkers,
+)
 from chairlift_lab.training.objective import evaluate
-from chairlift_lab.training.prompts import HELD_OUT, OPENINGS, QUESTIONS, SUBJECTS, QuestionSource
 from chairlift_lab.training.texts import TrainingTexts, write_texts
 from chairlift_lab.training.trainable_head import WholeTextAttention, visible_positions
 

@@ -9,6 +9,7 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.options.config_file import read_text
+from chairlift_lab.training.settings import TrainSettings
 
 
 @app.command(
@@ -27,18 +28,8 @@ def train_draft(
         Path | None,
         typer.Option(help="Text file with one question for the model per line.", show_default="many subjects"),
     ] = None,
-    texts: Annotated[int, typer.Option(help="Number of texts that the model writes.")] = 65_536,
-    length: Annotated[int, typer.Option(help="Tokens of each text, questions included.")] = 320,
-    epochs: Annotated[int, typer.Option(help="Passes over all texts.")] = 6,
-    batch: Annotated[int, typer.Option(help="Texts per training step.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent ones.")] = 8192,
-    minutes: Annotated[
-        float, typer.Option(help="Time limit; if it is too short, there are fewer texts or epochs.")
-    ] = 5.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Type of the model: auto, float32, bfloat16 or float16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
+    *,
+    settings: TrainSettings,
 ) -> None:
     """Train a draft head for --speculate draft:FOLDER on texts that the model writes itself.
 
@@ -46,21 +37,8 @@ def train_draft(
     is saved: repeating an interrupted command continues from there.
     """
     from chairlift.terminal.console import show_log
-    from chairlift_lab.training.train_draft import TrainSettings
     from chairlift_lab.training.train_draft import train_draft as train
 
     show_log(quiet=False)
-    settings = TrainSettings(
-        texts=texts,
-        length=length,
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        draft_vocab=draft_vocab,
-        minutes=minutes,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-    )
     questions = [] if prompts is None else read_text(prompts, "prompts").splitlines()
     train(model, output, settings, [line.strip() for line in questions if line.strip()], typer.echo)

@@ -1,1 +1,1 @@
-"""Training of draft heads. Needs nothing but torch, safetensors and what loads the target."""
+"""Training of draft heads for speculative decoding."""

@@ -1,84 +1,42 @@
-"""`chairlift train-draft`: trains a draft head on texts that its target model writes.
-
-Also runs without the command line's libraries:
-
-    python -m chairlift_lab.training.train_draft MODEL --output FOLDER
-"""
+"""`chairlift train-draft`: trains a draft head on texts that its target model writes."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chairlift.config import EngineConfig
-from chairlift.core.sampling.params import MAX_SEED
-from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
+from chairlift.engine.startup import load_model
+from chairlift.errors import UnsupportedModel
 from chairlift.models.decoder import Decoder
-from chairlift.options.config_file import read_text
 from chairlift.speculation.head_layers import HeadConfig
 from chairlift_lab.training.objective import DraftObjective, evaluate
-from chairlift_lab.training.optimizer import HeadOptimizer, TrainingProgress
+from chairlift_lab.training.settings import TrainSettings
 from chairlift_lab.training.texts import LineReport, TrainingTexts, refuse_unusual_attention, write_texts
 from chairlift_lab.training.trainable_head import TrainableHead
 
 # Not cuDNN, which compiles a plan for every length: growing texts have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-TEXTS_VERSION = 4  # version of texts.safetensors
 WRITING_SHARE = 0.4  # share of the time for writing; the rest is for training
 REPORTS = 10  # each with a checkpoint
 MAX_HELD_OUT = 512  # texts to evaluate with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    texts: int = 262_144  # written by the target
-    length: int = 192  # tokens of each, questions included
-    epochs: int = 6
-    batch: int = 128  # texts per training step
-    learning_rate: float = 3e-3
-    draft_vocab: int = 8192  # tokens that can be drafted: the most frequent ones
-    minutes: float = 8.0  # the time of all; a short one means fewer texts or epochs
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("texts", "length", "epochs", "batch", "draft_vocab"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (8 if name == "length" else 1):
-                raise InvalidParameter(name, f"must be a positive integer, got {value!r}")
-        if not (0 < self.learning_rate < 1):
-            raise InvalidParameter("learning_rate", f"must be above 0 and below 1, got {self.learning_rate}")
-        if not 0 < self.minutes < math.inf:
-            raise InvalidParameter("minutes", f"must be above 0, got {self.minutes}")
-        if not 0 <= self.seed <= MAX_SEED - self.texts:
-            raise InvalidParameter("seed", f"must be from 0 to {MAX_SEED - self.texts}, got {self.seed}")
-
-    def fingerprint(self, model: str, prompts: Sequence[str]) -> str:
-        """What must be the same for a checkpoint to be resumed."""
-        kept = {name: value for name, value in asdict(self).items() if name not in ("minutes", "device", "epochs")}
-        prompts_hash = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
-        about = {"model": Path(model).name, "texts_version": TEXTS_VERSION, "prompts": prompts_hash}
-        return json.dumps(about | kept, sort_keys=True)
+WEIGHT_DECAY = 0.01
+MAX_GRADIENT_NORM = 1.0
 
 
 def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequence[str], report: LineReport) -> Path:
     """Write texts, train on them, and save what `speculate="draft:OUTPUT"` loads. With the same settings, an
     interrupted training resumes: texts are not written again, and training continues from the last checkpoint."""
-    begun = time.monotonic()
+    start = time.monotonic()
     loaded = load_model(model, EngineConfig(device=settings.device, dtype=settings.dtype))
     target = loaded.model
     if not isinstance(target, Decoder):
@@ -87,36 +45,23 @@ def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequ
     if target.recurrent_layers:
         raise UnsupportedModel("a draft head cannot be trained for models with recurrent layers")
     output.mkdir(parents=True, exist_ok=True)
-    progress = TrainingProgress.open(output, settings.fingerprint(model, prompts))
+    progress = TrainingProgress(output, settings.fingerprint(model, prompts))
     seconds = 60 * settings.minutes
     with sdpa_kernel(ATTENTION):
-        texts = _texts(loaded, target, output, settings, prompts, progress, report, WRITING_SHARE * seconds)
-        spent = time.monotonic() - begun
+        file = output / "texts.safetensors"
+        if progress.resumed and file.exists():
+            texts = TrainingTexts.load(file)
+        else:
+            length, limit = min(settings.length, target.max_len), WRITING_SHARE * seconds
+            texts = write_texts(loaded, target, settings.texts, length, settings.seed, prompts, report, limit)
+            gc.collect()  # frees the KV cache before training
+            texts.save(file)
+        spent = time.monotonic() - start
         report(f"texts      {len(texts):,} of {texts.tokens.numel():,} tokens, {spent:.0f} s")
         _Training(target, texts, settings, progress, report).run(max(1.0, seconds - spent))
     size = sum(file.stat().st_size for file in (output / "model.safetensors", output / "config.json"))
-    report(f"saved      {output}, {size / 1e6:.1f} MB, after {time.monotonic() - begun:.0f} s")
+    report(f"saved      {output}, {size / 1e6:.1f} MB, after {time.monotonic() - start:.0f} s")
     return output
-
-
-def _texts(
-    loaded: LoadedModel,
-    target: Decoder,
-    output: Path,
-    settings: TrainSettings,
-    prompts: Sequence[str],
-    progress: TrainingProgress,
-    report: LineReport,
-    seconds: float,
-) -> TrainingTexts:
-    file = output / "texts.safetensors"
-    if progress.resumed and file.exists():
-        return TrainingTexts.load(file)
-    length = min(settings.length, target.max_len)
-    texts = write_texts(loaded, target, settings.texts, length, settings.seed, prompts, report, seconds)
-    gc.collect()  # frees the KV cache before training
-    texts.save(file)
-    return texts
 
 
 class _Training:
@@ -155,9 +100,9 @@ class _Training:
         self._progress.restore(self._head, optimizer)
         per_epoch = math.ceil(len(self._texts) / settings.batch)
         total, first = per_epoch * settings.epochs, self._progress.steps_done
-        begun, reported, losses = time.monotonic(), first / total, []
+        start, reported, losses = time.monotonic(), first / total, []
         for step in range(first, total):
-            spent = (time.monotonic() - begun) / seconds
+            spent = (time.monotonic() - start) / seconds
             done = max(step / total, first / total + (1 - first / total) * spent)
             if done >= 1:
                 self._report("stopped    the time is over")
@@ -167,7 +112,7 @@ class _Training:
             losses.append(result.loss.detach())
             done = max(done, (step + 1) / total)
             if done - reported >= 1 / REPORTS or step + 1 == total:
-                self._evaluate(f"step {step + 1:,} of {total:,}, {time.monotonic() - begun:.0f} s", losses)
+                self._evaluate(f"step {step + 1:,} of {total:,}, {time.monotonic() - start:.0f} s", losses)
                 self._save(optimizer, step + 1)
                 reported, losses = done, []
         self._save(None, total)
@@ -222,22 +167,83 @@ def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="chairlift train-draft", description="Train a draft head for a model.")
-    parser.add_argument("model")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, help="a text file with one question per line")
-    for name, default in asdict(TrainSettings()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    given = vars(parser.parse_args())
-    model, output, file = given.pop("model"), given.pop("output"), given.pop("prompts")
-    try:
-        questions = read_text(file, "prompts").splitlines() if file else []
-        prompts = [line.strip() for line in questions if line.strip()]
-        train_draft(model, output, TrainSettings(**given), prompts, lambda line: print(line, flush=True))
-    except (ChairliftError, OSError) as error:
-        raise SystemExit(f"train-draft: {error}") from None
+class HeadOptimizer:
+    """Muon for the matrices, which needs fewer steps than Adam; Adam for the rest."""
+
+    def __init__(self, head: nn.Module, learning_rate: float) -> None:
+        self._head = head
+        self._learning_rate = learning_rate
+        parameters = list(head.parameters())
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        others = [parameter for parameter in parameters if parameter.ndim != 2]
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
+            # Scale steps like Adam's, so that one learning rate fits both.
+            torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+
+    def step(self, loss: Tensor, done: float) -> None:
+        """`done`: the share of the training that is done, from 0 to 1."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = self._learning_rate * schedule(done)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._head.parameters(), MAX_GRADIENT_NORM)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state, for a checkpoint."""
+        kept = ((name, state[parameter]) for name, parameter, state in self._states() if parameter in state)
+        return {f"{name}/{kind}": torch.as_tensor(value) for name, some in kept for kind, value in some.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter, state in self._states():
+            own = {path.partition("/")[2]: value for path, value in tensors.items() if path.startswith(f"{name}/")}
+            # Adam keeps its step count on the CPU.
+            state[parameter] = {kind: value if kind == "step" else value.to(parameter) for kind, value in own.items()}
+
+    def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[nn.Parameter, dict[str, Tensor]]]]:
+        for name, parameter in self._head.named_parameters():
+            yield name, parameter, self._optimizers[0 if parameter.ndim == 2 else 1].state  # type: ignore[misc]
 
 
-if __name__ == "__main__":
-    main()
+def schedule(done: float) -> float:
+    """The factor of the learning rate: a short warm-up, then a cosine down to 0.01."""
+    return min(1.0, done / 0.05 + 0.01) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class TrainingProgress:
+    """`progress.json`, the texts, and checkpoints of the weights and the optimizer."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.folder = folder
+        self._fingerprint = fingerprint
+        file = folder / "progress.json"
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        self.resumed = saved.get("settings") == fingerprint
+        if not self.resumed:  # files of other settings must not be resumed from
+            for name in ("texts.safetensors", "checkpoint.safetensors"):
+                (folder / name).unlink(missing_ok=True)
+        self.steps_done: int = saved.get("steps_done", 0) if self.resumed else 0
+        self._write()
+
+    def _write(self) -> None:
+        progress = {"settings": self._fingerprint, "steps_done": self.steps_done}
+        (self.folder / "progress.json").write_text(json.dumps(progress))
+
+    def restore(self, head: TrainableHead, optimizer: HeadOptimizer) -> None:
+        if not self.steps_done:
+            return
+        saved = load_file(self.folder / "checkpoint.safetensors")
+        for name, parameter in head.named_parameters():
+            parameter.data.copy_(saved[name])
+        optimizer.restore(saved)
+
+    def save(self, head: TrainableHead, optimizer: HeadOptimizer, steps_done: int) -> None:
+        tensors = {name: parameter.data for name, parameter in head.named_parameters()} | optimizer.tensors()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
+        (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
+        self.steps_done = steps_done
+        self._write()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from chairlift.kernels.cpu.blocks.kinds import KINDS
-from chairlift_lab.make_model.block_encoders import encode
+from chairlift_lab.make_model.requantize import encode
 
 
 @pytest.mark.parametrize("kind", KINDS)

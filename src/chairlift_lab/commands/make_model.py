@@ -38,7 +38,7 @@ def make_model(
     """
     from chairlift.progress import watch
     from chairlift_lab.common.model_shapes import config_file, read_json_config
-    from chairlift_lab.make_model.gguf_file import FORMATS, write_random_gguf
+    from chairlift_lab.make_model.gguf_file import FORMATS, write_random_folder, write_random_gguf
 
     if format != "safetensors" and format not in FORMATS:
         raise InvalidParameter("format", f"unknown format {format!r}; choose from safetensors, {', '.join(FORMATS)}")
@@ -48,8 +48,6 @@ def make_model(
         config = read_json_config(Path(path), "shape")
     with watch(enabled=not quiet) as note:
         if format == "safetensors":
-            from chairlift_lab.make_model.folder import write_random_folder
-
             write_random_folder(config, out, note)
         else:
             write_random_gguf(config, format, out, note)

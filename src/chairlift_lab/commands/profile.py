@@ -19,8 +19,7 @@ from chairlift_lab.report.options import JsonOptions, parse_numbers
 
 if TYPE_CHECKING:
     from chairlift_lab.common.floor import Ceilings
-    from chairlift_lab.profile.run import Profiled
-    from chairlift_lab.profile.step_profile import BatchProfile, PartTime
+    from chairlift_lab.profile.step_profile import BatchProfile, PartTime, Profiled
 
 
 @app.command(
@@ -57,8 +56,7 @@ def profile(
     """
     from chairlift.engine.settings import resolve_machine
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.profile.run import profile_engine, write_trace
-    from chairlift_lab.profile.step_profile import ProfileSettings
+    from chairlift_lab.profile.step_profile import ProfileSettings, profile_engine, write_trace
 
     settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
     refuse_given(context, ("speculate", "draft_length"), "is not possible: plain decode steps are profiled")

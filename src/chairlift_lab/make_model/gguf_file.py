@@ -1,18 +1,21 @@
-"""Writes a GGUF file of a dense model with random weights and the tokenizer of the default model."""
+"""Writes models with random weights: a checkpoint folder, or a GGUF file with the tokenizer of the default model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu.blocks.kinds import KINDS, BlockKind
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model
+from chairlift.models.dummy import dummy_tensors
 
 # Bytes at which a block has its float16 factor, and that of its minima.
 _FACTOR_AT = {"Q6_K": 208}
@@ -28,6 +31,35 @@ UNUSED = 5  # the type of a token in GGUF files
 
 Matrix = tuple[str, int, int]
 """Name, rows and columns of a matrix."""
+
+
+def write_random_folder(config: dict[str, Any], path: Path, note: Callable[[str], None]) -> None:
+    """Write config.json and bfloat16 weights in one safetensors file per GB."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    weight_map: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+    size = count = 0
+
+    def save() -> None:
+        nonlocal part, size, count
+        file = f"model-{count:05}.safetensors"
+        save_file(part, path / file)
+        weight_map.update(dict.fromkeys(part, file))
+        part, size, count = {}, 0, count + 1
+
+    for name, tensor in dummy_tensors(config, torch.device("cpu")):
+        note(name)
+        part[name] = tensor.to(torch.bfloat16).contiguous()
+        size += part[name].nbytes
+        if size > 1e9:
+            save()
+    if part:
+        save()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def random_blocks(kind: BlockKind, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
@@ -65,10 +97,6 @@ def _put(blocks: np.ndarray, at: int, factor: float) -> None:
     blocks[:, at : at + 2] = np.array([factor], dtype=np.float16).view(np.uint8)
 
 
-def random_matrix(name: str, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
-    return random_blocks(KINDS[name], rows, columns, random)
-
-
 def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Callable[[str], None]) -> None:
     """Write a file of `config`'s shape; `format` is one of FORMATS."""
     import gguf
@@ -97,7 +125,7 @@ def write_random_gguf(config: dict[str, Any], format: str, path: Path, note: Cal
         writer.write_tensor_data(np.ones(size, dtype=np.float32))
     for (name, rows, columns), kind in matrices:
         note(name)
-        writer.write_tensor_data(random_matrix(kind, rows, columns, random))
+        writer.write_tensor_data(random_blocks(KINDS[kind], rows, columns, random))
     writer.close()
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
@@ -23,19 +23,20 @@ from chairlift.models.decoder import Decoder
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
 from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING
-from chairlift_lab.profile.run import Span, trace_events
 from chairlift_lab.profile.step_profile import (
     Batch,
     BatchProfile,
     PartTime,
     ProfileSettings,
+    Span,
     TimedStep,
     mean_context,
     mean_work,
+    trace_events,
 )
 
 REST, PYTHON = "rest of model", "Python"  # PYTHON includes scheduling
-_PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # keyed by the first word of a phase
+_PART_OF = {"product": GEMM, "attention": ATTENTION}  # keyed by the first word of a phase
 
 
 class PartTimer:
@@ -56,7 +57,7 @@ class PartTimer:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        seen: set[type] = set()
+        watched: set[type] = set()
         begin = self._attention.begin
         with ExitStack() as stack:
 
@@ -65,8 +66,8 @@ class PartTimer:
 
             def begin_and_watch(batch: StepBatch, storage: KVStorage) -> StepAttention:
                 attend = begin(batch, storage)
-                if type(attend) not in seen:
-                    seen.add(type(attend))
+                if type(attend) not in watched:
+                    watched.add(type(attend))
                     watch(type(attend), "attend", ATTENTION)
                 return attend
 
@@ -98,12 +99,9 @@ class PartTimer:
         spans, self.spans = self.spans, []
         if self._stamps is not None:
             pieces = self._stamps.take(self._layers)
-            spans = [Span(name, _part_of(name), begin, end) for name, begin, end in pieces] + spans
+            stamped = [Span(name, _PART_OF.get(name.split()[0], REST), begin, end) for name, begin, end in pieces]
+            spans = stamped + spans
         return spans
-
-
-def _part_of(piece: str) -> str:
-    return _PARTS_OF_PIECES.get(piece.split()[0], REST)
 
 
 def _names_of_products(model: CausalLM) -> dict[int, str]:
@@ -151,16 +149,15 @@ def _profile(
 ) -> BatchProfile:
     """Profile from the faster half of the steps: other programs only make steps slower."""
     limit = median(step.seconds for step in steps)
-    inner = [spans for step, spans in zip(steps, inner, strict=True) if step.seconds <= limit]
+    spans = [span for step, timed in zip(steps, inner, strict=True) if step.seconds <= limit for span in timed]
     steps = [step for step in steps if step.seconds <= limit]
     count = len(steps)
-    timings = [step.done.timing for step in steps]
-    whole = sum(step.seconds for step in steps) / count
-    forward = sum(timing.forward for timing in timings) / count
-    sample = sum(timing.sample for timing in timings) / count
+    whole = fmean(step.seconds for step in steps)
+    forward = fmean(step.done.timing.forward for step in steps)
+    sample = fmean(step.done.timing.sample for step in steps)
     seconds = {GEMM: 0.0, ATTENTION: 0.0}
     pieces: dict[str, float] = {}
-    for span in (span for spans in inner for span in spans):
+    for span in spans:
         pieces[span.name] = pieces.get(span.name, 0.0) + span.seconds / count
         if span.part in seconds:
             seconds[span.part] += span.seconds / count
@@ -177,7 +174,7 @@ def _phases(step: TimedStep) -> Iterator[Span]:
     done = step.done
     details = {"requests": done.requests, "tokens": done.decode_tokens + done.prefill_tokens, "step": done.step}
     yield Span(f"step, {done.requests} requests", PYTHON, step.begin, step.end, details)
-    at = step.begin
+    begin = step.begin
     for name, part, seconds in (
         ("schedule", PYTHON, done.schedule_seconds),
         ("build batch", PYTHON, done.timing.build),
@@ -185,6 +182,6 @@ def _phases(step: TimedStep) -> Iterator[Span]:
         ("sample", SAMPLING, done.timing.sample),
         ("apply", PYTHON, done.apply_seconds),
     ):
-        end = min(at + seconds, step.end)
-        yield Span(name, part, at, end)
-        at = end
+        end = min(begin + seconds, step.end)
+        yield Span(name, part, begin, end)
+        begin = end

@@ -17,16 +17,17 @@ import torch
 from chairlift.engine.startup import StartedEngine
 from chairlift.progress import Note
 from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING
-from chairlift_lab.profile.run import Span, trace_events
 from chairlift_lab.profile.step_profile import (
     WARM_UP_STEPS,
     Batch,
     BatchProfile,
     PartTime,
     ProfileSettings,
+    Span,
     TimedStep,
     mean_context,
     mean_work,
+    trace_events,
 )
 
 RECURRENCE, HOST_GAP, LAUNCH, OTHER = "recurrence", "host gap", "launch", "other"
@@ -75,6 +76,11 @@ class Activity:
     end: float
     is_copy: bool
 
+    @property
+    def is_input(self) -> bool:
+        """Whether it may be the copy of a step's inputs."""
+        return self.is_copy and "DtoH" not in self.name
+
 
 @dataclass(slots=True)
 class GPUTimeline:
@@ -119,26 +125,26 @@ def read_timeline(activities: Sequence[Activity], *, skip_steps: int, steps: int
     starts = _starts(activities)
     if starts is None:
         starts, skip_steps = [0, len(activities)], 0
-        timeline = GPUTimeline(steps)
     else:
-        timeline = GPUTimeline(min(steps, len(starts) - 1 - skip_steps))
+        steps = min(steps, len(starts) - 1 - skip_steps)
+    timeline = GPUTimeline(steps)
     if timeline.steps < 1 or not activities:
         raise RuntimeError(f"the profiler saw {len(activities)} kernels, too few for {skip_steps + steps} steps")
     captured = len(starts) > 2
     last = min(skip_steps + timeline.steps, len(starts) - 1)
     first_of_steps = set(starts)
     # From the end of the activity before the first step to the end of the last step.
-    covered = max((one.end for one in activities[: starts[skip_steps]]), default=activities[0].begin)
+    covered = max((activity.end for activity in activities[: starts[skip_steps]]), default=activities[0].begin)
     timeline.seconds = -covered
     for index in range(starts[skip_steps], starts[last]):
-        one = activities[index]
-        gap = max(0.0, one.begin - covered)
+        activity = activities[index]
+        gap = max(0.0, activity.begin - covered)
         timeline.parts[HOST_GAP if index in first_of_steps or not captured else LAUNCH] += gap
-        seconds = max(0.0, one.end - max(one.begin, covered))
-        timeline.parts[OTHER if one.is_copy else kind_of(one.name)] += seconds
-        timeline.kernels[one.name] = timeline.kernels.get(one.name, 0.0) + seconds
-        timeline.num_kernels += not one.is_copy
-        covered = max(covered, one.end)
+        seconds = max(0.0, activity.end - max(activity.begin, covered))
+        timeline.parts[OTHER if activity.is_copy else kind_of(activity.name)] += seconds
+        timeline.kernels[activity.name] = timeline.kernels.get(activity.name, 0.0) + seconds
+        timeline.num_kernels += not activity.is_copy
+        covered = max(covered, activity.end)
     timeline.seconds += covered
     return timeline
 
@@ -146,14 +152,10 @@ def read_timeline(activities: Sequence[Activity], *, skip_steps: int, steps: int
 def _starts(activities: Sequence[Activity]) -> list[int] | None:
     """Start indices of steps and the end of the last complete one; a copy right before the first kernel belongs to the
     step. None without such kernels."""
-    firsts = [index for index, one in enumerate(activities) if FIRST_KERNEL in one.name]
+    firsts = [index for index, activity in enumerate(activities) if FIRST_KERNEL in activity.name]
     if len(firsts) < 2:
         return None
-    return [index - (index > 0 and _is_input(activities[index - 1])) for index in firsts]
-
-
-def _is_input(activity: Activity) -> bool:
-    return activity.is_copy and "DtoH" not in activity.name
+    return [index - (index > 0 and activities[index - 1].is_input) for index in firsts]
 
 
 def profile_on_gpu(
@@ -202,16 +204,10 @@ def _run(
 def _engine_events(steps: Sequence[TimedStep], base: int) -> list[dict[str, Any]]:
     """The host's steps as trace events, in the profiler's clock: nanoseconds of wall time since `base`."""
     shift = (time.time_ns() - time.perf_counter_ns() - base) * 1e-9
-    spans = [
-        Span(
-            f"step, {step.done.requests} requests",
-            "engine",
-            step.begin + shift,
-            step.end + shift,
-            {"step": step.done.step},
-        )
-        for step in steps
-    ]
+    spans = []
+    for step in steps:
+        name, details = f"step, {step.done.requests} requests", {"step": step.done.step}
+        spans.append(Span(name, "engine", step.begin + shift, step.end + shift, details))
     return trace_events(spans, "engine", ENGINE_TRACK)
 
 

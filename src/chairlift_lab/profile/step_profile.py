@@ -1,11 +1,13 @@
-"""Profiles of decode steps at fixed batch sizes."""
+"""Profiles of decode steps at fixed batch sizes, and their trace for Perfetto."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from chairlift.attention.storage import bytes_per_number
@@ -16,9 +18,12 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.settings import resolve_machine
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
+from chairlift.progress import Note
+from chairlift_lab.common.floor import Ceilings, ceilings_for
 from chairlift_lab.common.step_work import KernelWork, step_work, total
 
 WARM_UP_STEPS = 3  # decode steps of a batch before the measured ones
+ENGINE_TRACK = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +90,9 @@ class PartTime:
         return self.work.bytes / self.seconds if self.work and self.work.bytes and self.seconds else None
 
     def row(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "seconds": self.seconds,
-            "flops": self.work.flops if self.work else None,
-            "bytes": self.work.bytes if self.work else None,
-            "flops_per_second": self.flops_per_second,
-            "bytes_per_second": self.bytes_per_second,
-        }
+        row: dict[str, Any] = {"name": self.name, "seconds": self.seconds}
+        row |= {name: getattr(self.work, name, None) for name in ("flops", "bytes")}
+        return row | {name: getattr(self, name) for name in ("flops_per_second", "bytes_per_second")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +194,68 @@ def mean_work(started: StartedEngine, steps: Sequence[TimedStep]) -> dict[str, K
 def mean_context(steps: Sequence[TimedStep]) -> float:
     ends = [chunk.end for step in steps if step.done.plan is not None for chunk in step.done.plan.chunks]
     return sum(ends) / len(ends)
+
+
+# ---- the trace ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named interval, in seconds of the monotonic clock."""
+
+    name: str
+    part: str
+    begin: float
+    end: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def trace_events(spans: Iterable[Span], track: str, number: int = ENGINE_TRACK) -> list[dict[str, Any]]:
+    """Slices of one track; nested ones are shown below their parents."""
+    place: dict[str, Any] = {"pid": 0, "tid": number}
+    names = {"process_name": "chairlift", "thread_name": track}
+    events = [place | {"name": name, "ph": "M", "args": {"name": value}} for name, value in names.items()]
+    for span in spans:
+        times = {"ts": span.begin * 1e6, "dur": span.seconds * 1e6}
+        events.append(place | times | {"name": span.name, "cat": span.part, "ph": "X", "args": dict(span.details)})
+    return events
+
+
+def write_trace(path: Path, events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+    try:
+        text = json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms", "metadata": dict(about)})
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot write {str(path)!r} ({error.strerror})") from None
+
+
+# ---- the profile ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    batches: list[BatchProfile]
+    ceilings: Ceilings
+    trace: list[dict[str, Any]]
+
+
+def profile_engine(
+    started: StartedEngine, settings: ProfileSettings, prefill_tokens: int, note: Note = lambda text: None
+) -> Profiled:
+    """Profile every batch size; `prefill_tokens` is the largest number of prompt tokens of a step."""
+    settings.check(started.engine, prefill_tokens)
+    note("measuring what the machine can do")
+    ceilings = ceilings_for(started.runner.model)
+    if started.runner.model.device.type == "cuda":
+        from chairlift_lab.profile.gpu import profile_on_gpu
+
+        batches, trace = profile_on_gpu(started, settings, note)
+    else:
+        from chairlift_lab.profile.cpu import profile_on_cpu
+
+        batches, trace = profile_on_cpu(started, settings, note)
+    return Profiled(batches, ceilings, trace)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.cli.chat import _typed_lines
-from chairlift.terminal.keyboard import no_echo
+from chairlift.terminal.answers import no_echo
 from tests.api.cli_runner import FAST, run, start
 from tests.tiny import write_tiny_checkpoint
 

@@ -14,7 +14,7 @@ import pytest
 from chairlift.core.events import RequestFinished
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
-from chairlift.terminal.answer_meter import AnswerMeter
+from chairlift.terminal.answers import AnswerMeter
 from chairlift.terminal.console import note, show_error, show_log, write_text
 
 

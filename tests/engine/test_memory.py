@@ -15,7 +15,7 @@ from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
-from chairlift.machine import cores
+from chairlift.machine import hardware
 from chairlift.runner import memory
 from chairlift.runner.memory import allocate_storage
 
@@ -105,7 +105,7 @@ def test_invalid_sizes_are_refused(text: int | str) -> None:
 def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "MOUNT", tmp_path)
+    monkeypatch.setattr(hardware, "MOUNT", tmp_path)
     monkeypatch.setattr(memory, "_available_to_machine", lambda: 1000)
     assert memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("max\n")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.machine import cuda_driver
-from chairlift.machine.cuda_driver import count_gpus, create_context
+from chairlift.machine import hardware
+from chairlift.machine.hardware import count_gpus, create_context
 
 
 class FakeDriver:
@@ -38,7 +38,7 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    monkeypatch.setattr(cuda_driver, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
     return fake
 
 
@@ -62,6 +62,6 @@ def test_a_driver_that_cannot_start_has_no_gpus(driver: FakeDriver) -> None:
 
 
 def test_no_context_is_created_for_a_torch_without_cuda(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: False)
     assert not create_context("auto")
     assert not driver.contexts

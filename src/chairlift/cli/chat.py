@@ -15,9 +15,8 @@ from chairlift.cli.app import RUN, app
 from chairlift.client.blocking import BlockingClient
 from chairlift.client.http import Address
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
-from chairlift.terminal.answer_meter import AnswerMeter, answer_summary
+from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary, no_echo
 from chairlift.terminal.console import note, show_error, write_text
-from chairlift.terminal.keyboard import InterruptBetweenSteps, no_echo
 from chairlift.terminal.option_groups import left_out
 from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_engine_options
 

@@ -15,7 +15,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.options.config_file import read_text
 from chairlift.outputs import RequestMetrics, RequestOutput
-from chairlift.terminal.answer_meter import AnswerMeter
+from chairlift.terminal.answers import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 

@@ -18,9 +18,8 @@ from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.engine.output_text import OutputText
+from chairlift.engine.output import CompletionSelection, OutputText, with_logprobs
 from chairlift.engine.pipeline import Pipeline
-from chairlift.engine.selection import CompletionSelection, with_logprobs
 from chairlift.engine.validation import RequestValidator
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.structured.output import StructuredOutput

@@ -20,7 +20,7 @@ from chairlift.kernels.gpu import META, on_gpu
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint
-from chairlift.machine.cores import default_threads
+from chairlift.machine.hardware import default_threads
 from chairlift.models import describe, format_obstacles, is_native
 from chairlift.models.base import CausalLM
 from chairlift.speculation.proposers.base import drafts_per_request

@@ -28,7 +28,7 @@ from chairlift.loading.weight_cache.store import (
     code_state,
     config_state,
 )
-from chairlift.machine.cores import interleaved
+from chairlift.machine.hardware import interleaved
 from chairlift.models import build_model, is_native
 from chairlift.models.base import CausalLM
 from chairlift.progress import loading_progress

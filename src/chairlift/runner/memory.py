@@ -18,7 +18,7 @@ from chairlift.attention.storage import KVStorage, as_plain, stored_size
 from chairlift.core.plan import StepPlan
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.gpu import gpu_of
-from chairlift.machine.cores import memory_left
+from chairlift.machine.hardware import memory_left
 
 
 def free_memory(device: torch.device, *, mapped: int = 0) -> int:

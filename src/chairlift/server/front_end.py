@@ -21,8 +21,8 @@ from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.machine.cuda_driver import count_gpus
 from chairlift.machine.files import connection_limit
+from chairlift.machine.hardware import count_gpus
 from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.config import ServerConfig

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.scalar_math import compiled
-from chairlift.machine.cores import default_threads
+from chairlift.machine.hardware import default_threads
 
 ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # byte offsets into the shared state, each on its own cache line
 NOTHING_LEFT = 2**62

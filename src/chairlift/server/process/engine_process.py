@@ -22,8 +22,8 @@ import zmq
 
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.machine.cuda_driver import create_context
 from chairlift.machine.files import raise_file_limit
+from chairlift.machine.hardware import create_context
 from chairlift.server.dashboard.frame_publisher import FramePublisher
 from chairlift.server.process.early_start import FROM_INPUT
 from chairlift.server.process.reports import step_messages

@@ -1,4 +1,5 @@
-"""Which of the generated completions a caller gets: all, or with beam search and `best_of` the best."""
+"""The output of requests: the text of their tokens, and which of the generated completions a caller gets (all, or with
+beam search and `best_of` the best)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chairlift.core.events import Event, RequestFinished, TextProduced, TokenProduced
-from chairlift.core.request import FinishReason
+from chairlift.core.request import FinishReason, Request
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.text.stop_strings import StopStrings
+from chairlift.text.tokenizer import Tokenizer
+
+
+class OutputText:
+    """The text of every open request."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._streams: dict[str, _Stream] = {}
+
+    def open(self, request: Request) -> None:
+        if request.params.detokenize:
+            self._streams[request.id] = _Stream(self._tokenizer, request)
+
+    def push(self, request: Request, token: int) -> str | None:
+        """Add a token just appended to `request`; return the stop string that it completes, if any."""
+        stream = self._streams.get(request.id)
+        return stream.push(request, token) if stream else None
+
+    def take(self, request_id: str) -> str:
+        """The text since the last call that cannot become part of a stop string."""
+        stream = self._streams.get(request_id)
+        return stream.take() if stream else ""
+
+    def close(self, request_id: str) -> str:
+        """Forget a finished request; return the rest of its text."""
+        stream = self._streams.pop(request_id, None)
+        return stream.close() if stream else ""
+
+
+class _Stream:
+    """The text of one request."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        params = request.params
+        self._detokenizer = tokenizer.detokenizer(
+            params.skip_special_tokens,
+            params.visible_special_ids or (),
+            verbatim=params.structure is not None,  # the caller gets exactly the text that the grammar matched
+        )
+        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._ready: list[str] = []
+        self._stopped = False
+        self._min_tokens = params.min_tokens
+        # The token that ends a text is not part of it, unless the request asks for it.
+        self._hidden_tokens = frozenset() if params.include_stop_str_in_output else request.stop_tokens
+
+    def push(self, request: Request, token: int) -> str | None:
+        if token in self._hidden_tokens:
+            return None
+        text = self._detokenizer.push(token)
+        if request.num_output < self._min_tokens:
+            self._ready.append(text)  # too early to stop
+            return None
+        emitted, matched = self._stops.push(text)
+        self._ready.append(emitted)
+        self._stopped = matched is not None
+        return matched
+
+    def take(self) -> str:
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
+
+    def close(self) -> str:
+        if not self._stopped:
+            emitted, _ = self._stops.push(self._detokenizer.flush())
+            self._ready += [emitted, self._stops.flush()]
+        return self.take()
+
 
 Output = TokenProduced | TextProduced | RequestFinished
 _OUTPUT = (TokenProduced, TextProduced, RequestFinished)

@@ -346,6 +346,15 @@ def test_a_target_that_is_no_path_is_refused(target: Target, sent: bytes) -> Non
     assert b"must begin with '/'" in reply
 
 
+@pytest.mark.parametrize("method", [b"post", b"Post", b"TRACE"])
+def test_a_method_in_another_case_is_another_method(target: Target, method: bytes) -> None:
+    """An HTTP client writes it in upper case, so that an ingress would relay a request past the limits of its key."""
+    before = len(target.front.engine.received)
+    statuses, reply = probe(target, post(LENGTH + b"connection: close\r\n").replace(b"POST", method, 1))
+    assert statuses == [405], reply
+    assert len(target.front.engine.received) == before
+
+
 @pytest.mark.parametrize("path", [b"/health/", b"/dashboard/", b"/v1/models/", b"/v1/completions/", b"/metrics/"])
 def test_no_path_is_redirected(target: Target, path: bytes) -> None:
     statuses, reply = probe(target, get(path) + post(LENGTH, target=path))

@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 
 import chairlift
 from chairlift.cluster.monitoring import dashboard_routes, fleet_exposition
-from chairlift.cluster.serving.relay import Relay
+from chairlift.cluster.serving.relay import METHODS, Relay
 from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing_table
 from chairlift.machine.files import raise_file_limit
 from chairlift.server.access.keys import KeyTable, warn_of_short_keys
@@ -36,8 +36,6 @@ from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.http.observers import AccessLog, open_access_log
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
-
-METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH")
 
 
 def make_ingress_app(

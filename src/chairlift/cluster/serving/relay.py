@@ -45,6 +45,7 @@ from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
 log = logging.getLogger("chairlift.cluster")
 
+METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH")  # Others have no route in a server; HEAD is a GET by now.
 ATTEMPTS = 2
 LARGE_BODY = 200_000  # bytes; parsing more than a millisecond would delay all streams
 CONNECT_SECONDS = 5.0
@@ -110,6 +111,8 @@ class Relay:
             self.num_open -= 1
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in METHODS:  # The HTTP client would write "post" as "POST", which the limits count.
+            raise APIError(405, "Method Not Allowed", code="method_not_allowed")
         request = await self._read(scope, receive)
         if (allowance := scope["state"].get("allowance")) is not None:
             await allowance.charge(request.routed.num_prompt + (request.routed.max_output or 0))

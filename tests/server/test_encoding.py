@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +13,14 @@ from hypothesis import strategies as st
 
 from chairlift.server.generation import reply
 from chairlift.server.generation.reply import LARGE_BODY, MAX_DEPTH, PIECE, json_pieces
+from chairlift.server.http.routes import _tokenize
+from chairlift.server.openai.types import TokenizeRequest
+from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.messages import Submit, ToEngine, Update
+from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME, ScriptedEngine, front_end
 from tests.server.running_server import HTTP
+from tests.tiny import byte_level_tokenizer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(),
@@ -56,3 +62,19 @@ def test_a_large_response_is_encoded_off_the_loop(monkeypatch: pytest.MonkeyPatc
             assert body["choices"][0]["text"] == expected
             assert bool(threads) == (len(expected) >= LARGE_BODY)
     assert all(name.startswith("asyncio_") for name in threads)
+
+
+def test_the_pieces_of_a_text_are_never_objects_at_once() -> None:
+    """A text of 8 MiB took 7 GiB."""
+    text, model = "a ü" * 20_000, ServedModel.create(NAME, Tokenizer(byte_level_tokenizer()))
+    bodies = [TokenizeRequest(content=text, with_pieces=shown) for shown in (None, True)]
+    tokens, count = _tokenize(bodies[0], model, None)
+    tracemalloc.start()
+    pieces, _ = _tokenize(bodies[1], model, None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * count
+    shown = json.loads(pieces)["tokens"]
+    assert [piece["id"] for piece in shown] == json.loads(tokens)["tokens"]
+    texts = [piece["piece"] if isinstance(piece["piece"], list) else [*piece["piece"].encode()] for piece in shown]
+    assert bytes(byte for part in texts for byte in part).decode() == text

@@ -14,6 +14,7 @@ MAX_DEPTH = 32
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_COMPLETED = 200_000  # characters of arguments that were cut off
 MAX_VALUES = 100_000  # The limit of a message or a template variable.
+MAX_NAME = 100  # characters of a key in an error
 # The beginning of an entry of an object or a list, such as `, "key": tr`.
 _STRING = r'"(?:[^"\\]|\\.)*+\\?'
 _INCOMPLETE_ENTRY = re.compile(rf'(?s),?\s*(?:{_STRING}(?:"\s*(?::\s*(?:{_STRING}|[-+.\w]*))?)?|[-+.\w]*)\s*')
@@ -173,7 +174,8 @@ def plain_data(name: str, value: Any, depth: int = 0) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {str(key): plain_data(f"{name}.{key}", item, depth + 1) for key, item in value.items()}
+        # A key of megabytes would be copied for each of the values in it.
+        return {str(key): plain_data(f"{name}.{str(key)[:MAX_NAME]}", item, depth + 1) for key, item in value.items()}
     if _is_list(value):
         return [plain_data(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
     raise InvalidParameter(name, f"must be made of JSON values, got {type(value).__name__}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import StrictModel
+from chairlift.server.generation.endpoint import Entries, StrictModel
 
 CLEARED = "[This result was cleared to keep the conversation short.]"
 MAX_EDITS = 3  # each may encode the conversation once more
@@ -77,8 +77,8 @@ class ClearToolUses(ContextEdit):
     trigger: InputTokens | ToolUses | None = None
     keep: ToolUses | None = None
     clear_at_least: InputTokens | None = None
-    clear_tool_inputs: bool | list[str] | None = None
-    exclude_tools: list[str] | None = None
+    clear_tool_inputs: bool | Entries[str] | None = None
+    exclude_tools: Entries[str] | None = None
 
     @property
     def least(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import CacheControl, TextBlock
-from chairlift.server.generation.endpoint import StrictModel, parse_at
+from chairlift.server.generation.endpoint import Entries, StrictModel, parse_at
 from chairlift.server.wire.unknown_fields import check_unknown
 
 
@@ -26,7 +26,7 @@ class _ToolUse(StrictModel):
 class _ToolResult(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Entries[dict[str, Any]] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: str | None = None
@@ -52,7 +52,7 @@ class _SearchResult(StrictModel):
     type: Literal["search_result"]
     source: str
     title: str
-    content: list[TextBlock]
+    content: Entries[TextBlock]
     citations: _Citations | None = None
     cache_control: CacheControl | None = None
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.context_edits import ContextManagement
 from chairlift.server.anthropic.errors import THREAD_UNSUPPORTED
-from chairlift.server.generation.endpoint import Integer, StrictModel, parse_at
+from chairlift.server.generation.endpoint import Entries, Integer, StrictModel, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Tools
 
 MAX_STOP_SEQUENCES = 64
@@ -73,8 +73,8 @@ class MessageTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None  # shown behind the description
-    allowed_callers: list[str] | None = None
+    input_examples: Entries[dict[str, Any]] | None = None  # shown behind the description
+    allowed_callers: Entries[str] | None = None
     defer_loading: bool | None = None  # hidden until a tool result refers to it
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
@@ -90,7 +90,7 @@ class CountTokensRequest(GenerationBody):
     """What /v1/messages/count_tokens reads; /v1/messages has it too."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | Entries[TextBlock] | None = None
     tools: Tools | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
@@ -101,7 +101,7 @@ class CountTokensRequest(GenerationBody):
     cache_control: CacheControl | None = None
     # Satisfied by every answer: this server has one speed, and no refusals after which others would be asked.
     speed: Literal["standard", "fast"] | None = None
-    fallbacks: Literal["default"] | list[dict[str, Any]] | None = None
+    fallbacks: Literal["default"] | Entries[dict[str, Any]] | None = None
     # Declared to be refused with a reason.
     thread: Any = None
     container: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from chairlift.server.anthropic.endpoint import (
 )
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.generation.reply import json_pieces
+from chairlift.server.generation.reply import PIECE, json_pieces
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.service import Service
@@ -174,9 +174,16 @@ def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> Te
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:
     tokens = _token_ids(body, model)
-    shown = [_piece(token, model) for token in tokens] if body.with_pieces else tokens
+    shown: list[Any] = [*_encoded_pieces(tokens, model)] if body.with_pieces else tokens
     answer = {"tokens": shown, "count": len(tokens), "max_model_len": max_model_len}
     return b"".join(json_pieces(answer)), len(tokens)
+
+
+def _encoded_pieces(tokens: list[int], model: ServedModel) -> Iterator[msgspec.Raw]:
+    """Yield the JSON of the pieces, many at a time: as objects, those of a long text would take gigabytes."""
+    for begin in range(0, len(tokens), PIECE):
+        pieces = [_piece(token, model) for token in tokens[begin : begin + PIECE]]
+        yield msgspec.Raw(msgspec.json.encode(pieces)[1:-1])
 
 
 def _piece(token: int, model: ServedModel) -> dict[str, Any]:

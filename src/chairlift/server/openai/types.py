@@ -12,16 +12,17 @@ from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import EngineBody, Integer, RequestBody, StrictModel, max_entries
+from chairlift.server.generation.endpoint import EngineBody, Entries, Integer, RequestBody, StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs
 from chairlift.server.served_model import ServedModel
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
+MAX_GIVEN_TOOLS = 2048  # more than the model may be offered: some APIs leave out or defer some of them
 
-TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # stop at the first of a million invalid ids
+TokenIds = Entries[Integer]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_GIVEN_TOOLS)]
 
 
 Label = Annotated[str | None, Field(max_length=512)]
@@ -220,7 +221,7 @@ class Prediction(StrictModel):
     """The expected output. It changes no answer, and does not make this server faster."""
 
     type: Literal["content"]
-    content: str | list[dict[str, Any]]
+    content: str | Entries[dict[str, Any]]
 
 
 class ThinkingSwitch(StrictModel):
@@ -256,7 +257,7 @@ class ChatRequest(WithLabels, CompletionBody):
     enable_thinking: bool | None = None
     thinking_budget: Integer | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # Only some templates read it.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Entries[Literal["text"]] | None = None
     prediction: Prediction | None = None
     include_reasoning: bool | None = None  # false leaves the reasoning out of the response
     tools: Tools | None = None

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import StrictModel, parse_at
+from chairlift.server.generation.endpoint import Entries, StrictModel, parse_at
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, custom_arguments
 from chairlift.server.wire.unknown_fields import ignore
 
@@ -87,14 +87,14 @@ class _AdditionalTools(_Item):
     """Further tools, which `ResponsesRequest.offered_tools` reads."""
 
     role: Literal["developer"] | None = None
-    tools: list[dict[str, Any]]
+    tools: Entries[dict[str, Any]]
 
 
 class _Reasoning(_Item):
     """Reasoning of an earlier response. A summary is read if there is no text; encrypted content cannot be read."""
 
-    content: list[_ReasoningPart] | None = None
-    summary: list[_ReasoningPart] | None = None
+    content: Entries[_ReasoningPart] | None = None
+    summary: Entries[_ReasoningPart] | None = None
     encrypted_content: str | None = None
 
     @property

@@ -11,12 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, starmap
+from itertools import chain, islice, starmap
 from typing import Any
 
 import msgspec
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.openai.types import MAX_GIVEN_TOOLS
 from chairlift.server.wire.unknown_fields import ignore, resembling, without_unknown
 
 _KINDS = ("function", "custom", "namespace")
@@ -42,10 +43,10 @@ class OfferedTool:
     chat_function: dict[str, Any]
     echo: dict[str, Any]  # for the response
 
-    def matches(self, kind: Any, name: Any, namespace: Any) -> bool:
-        """Return whether a tool_choice names this tool; the namespace may be left out."""
-        own_kind = "custom" if self.custom else "function"
-        return (kind, name) == (own_kind, self.name) and namespace in (None, self.namespace)
+    def choices(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield what a tool_choice may call this tool: its kind, name and namespace, which may be left out."""
+        kind = "custom" if self.custom else "function"
+        yield from ((kind, self.name, namespace) for namespace in (None, self.namespace))
 
 
 class OfferedTools:
@@ -54,9 +55,15 @@ class OfferedTools:
     def __init__(self, tools: Iterable[tuple[str, dict[str, Any]]] = (), choice: Any = None) -> None:
         """`tools` have their locations in the request."""
         self.echo: list[dict[str, Any]] = []  # what the response repeats: all tools but those that are left out
-        self._tools = _with_unique_names([*chain.from_iterable(starmap(self._read, tools))])
+        offered = [*islice(chain.from_iterable(starmap(self._read, tools)), MAX_GIVEN_TOOLS + 1)]
+        if len(offered) > MAX_GIVEN_TOOLS:
+            raise InvalidParameter("tools", f"more than {MAX_GIVEN_TOOLS} tools, with those of namespaces")
+        self._tools = _with_unique_names(offered)
         check_encodable("tools", self.echo)
         check_encodable("tool_choice", choice)
+        self._by_choice: dict[tuple[Any, str, str | None], OfferedTool] = {
+            named: tool for tool in reversed(self._tools) for named in tool.choices()
+        }
         self._choice = choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             self._choice = self._restrict(choice)
@@ -131,15 +138,15 @@ class OfferedTools:
             raise InvalidParameter("tool_choice.mode", f"must be auto or required, got {str(mode)[:40]!r}")
         named = located_tools("tool_choice.tools", choice.get("tools"))
         # Tools of other types were left out.
-        kept = [self._named(place, tool) for place, tool in named if tool.get("type") in ("function", "custom")]
-        self._tools = [tool for tool in self._tools if tool in kept]
+        kept = {self._named(place, tool).shown for place, tool in named if tool.get("type") in ("function", "custom")}
+        self._tools = [tool for tool in self._tools if tool.shown in kept]
         return str(mode)
 
     def _named(self, location: str, given: dict[str, Any]) -> OfferedTool:
         kind, name, namespace = given.get("type"), given.get("name"), given.get("namespace")
         if not isinstance(name, str):
             raise InvalidParameter(location, "must have the name of a tool")
-        tool = next((tool for tool in self._tools if tool.matches(kind, name, namespace)), None)
+        tool = self._by_choice.get((kind, name, namespace)) if isinstance(namespace, str | None) else None
         if tool is None:
             raise InvalidParameter(location, f"{name[:64]!r} is not one of the {kind} tools")
         return tool
@@ -149,6 +156,8 @@ def located_tools(location: str, tools: Any) -> list[tuple[str, dict[str, Any]]]
     """Return the tools of a list with the location of each."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidParameter(location, "must be a list of tools")
+    if len(tools) > MAX_GIVEN_TOOLS:
+        raise InvalidParameter(location, f"{len(tools)} tools; the limit is {MAX_GIVEN_TOOLS}")
     return [(f"{location}[{index}]", tool) for index, tool in enumerate(tools)]
 
 

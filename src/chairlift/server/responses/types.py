@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import StrictModel, max_entries, parse_at
+from chairlift.server.generation.endpoint import Entries, StrictModel, max_entries, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, located_tools
 from chairlift.server.wire.unknown_fields import without_unknown
@@ -64,7 +64,7 @@ class ResponsesRequest(GenerationBody):
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
+    include: Entries[Included] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     tools: Tools | None = None
@@ -88,7 +88,7 @@ class ResponsesRequest(GenerationBody):
     prompt_cache_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None  # of Codex CLI
     # Has no effect until the context is full, and then the request is refused or shortened, as `truncation` says.
-    context_management: list[dict[str, Any]] | None = None
+    context_management: Entries[dict[str, Any]] | None = None
     # Declared to be refused with a reason instead of as unknown parameters.
     previous_response_id: Any = None
     conversation: Any = None

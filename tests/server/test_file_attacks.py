@@ -178,6 +178,35 @@ def test_a_form_beyond_the_quota_is_refused_before_it_is_stored(tmp_path: Path, 
         assert sent < 40 * 2**16
 
 
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("multipart/form-data; boundary=x; charset=undefined", 415),
+        ("multipart/form-data; charset=PunyCode; boundary=x", 415),
+        ("multipart/form-data; charset=UTF-8; boundary=x", 200),
+        ("application/x-www-form-urlencoded", 400),
+        ("multipart/form-data", 400),
+        ('multipart/form-data; boundary="\xff"', 400),
+    ],
+)
+def test_forms_are_read_as_utf_8_only(tmp_path: Path, content_type: str, status: int) -> None:
+    """A charset chose among Python's codecs, one of which stopped the event loop and another gave 500."""
+    form = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n' + FORM + b"a\r\n--x--\r\n"
+    headers = {"content-type": content_type.encode("latin-1")}
+    with front_end(files=FilesFolder(tmp_path, 2**20)) as front:
+        answer = HTTP.post(f"{front.url}/v1/files", content=form, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("header", [b"a: b\r\n" * 2**18, b"a: " + b"b" * 2**20, b"b" * 2**20])
+def test_headers_of_a_form_are_limited(tmp_path: Path, header: bytes) -> None:
+    """The parser of forms has this limit since 0.0.31: all that arrived was copied for each piece of it."""
+    with front_end(files=FilesFolder(tmp_path, 10**9)) as front:
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        answer = HTTP.post(f"{front.url}/v1/files", content=b"--x\r\n" + header, headers=headers)
+        assert answer.status_code == 400, answer.text
+
+
 def test_files_are_counted_and_empty_ones_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_store, "MAX_FILES", 2)
     monkeypatch.setattr(file_store, "MAX_UPLOADS", 2)

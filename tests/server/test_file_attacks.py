@@ -231,6 +231,21 @@ def test_a_list_does_not_read_all_records_again(tmp_path: Path, monkeypatch: pyt
     assert {file.id for file in store.all()} == {file.id for file in files}
 
 
+def test_no_batch_begins_while_output_exceeds_the_quota(tmp_path: Path) -> None:
+    """One input file could be answered again and again until the disk was full."""
+    with front_end(files=FilesFolder(tmp_path, 10_000)) as front:
+        data = line("a", '"hello"')
+        assert ended(front, data)["status"] == "completed"
+        output = FilesFolder(tmp_path, 10_000).owner(None).files.add([b"x" * 10_000], "old", "batch_output")
+        source = HTTP.get(f"{front.url}/v1/files?purpose=batch").json()["data"][0]["id"]
+        body = {"input_file_id": source, "endpoint": PATH, "completion_window": "24h"}
+        url = f"{front.url}/v1/batches/{HTTP.post(f'{front.url}/v1/batches', json=body).json()['id']}"
+        wait_for(lambda: HTTP.get(url).json()["status"] == "failed", "the batch to fail")
+        assert "exceed the limit of 10000 bytes" in HTTP.get(url).json()["errors"]["data"][0]["message"]
+        HTTP.delete(f"{front.url}/v1/files/{output.id}")
+        assert ended(front, data)["status"] == "completed"
+
+
 # ---- expiry ------------------------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,8 @@ class BatchRunner:
             raise ChairliftError("the input file was deleted")
         if shutil.disk_usage(source.parent).free < MIN_FREE_BYTES:
             raise StorageFull("no responses can be written")  # before any are computed
+        if owner.files.used() > owner.quota:  # output may exceed it, but then no further batch begins
+            raise ChairliftError(f"all files exceed the limit of {owner.quota} bytes; delete some")
         run = await asyncio.to_thread(self._open, source, target, await self._most_lines(), batch.endpoint)
         batch.total = run.total
         before = await asyncio.to_thread(_count, target)

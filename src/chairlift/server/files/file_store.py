@@ -123,6 +123,14 @@ class FileStore:
         """The path of a file's content, for the id of an existing file."""
         return self.folder / f"{file_id}{_CONTENT}"
 
+    def used(self, but: str = "") -> int:
+        """Return the bytes of all files and uploads, but not of the one with this name."""
+        total = 0
+        for entry in self.contents():
+            with suppress(FileNotFoundError):  # a file that was deleted meanwhile
+                total += 0 if entry.name == but else entry.stat().st_size
+        return total
+
     def contents(self) -> Iterator[os.DirEntry[str]]:
         """The contents of all files and uploads."""
         with os.scandir(self.folder) as entries:
@@ -165,11 +173,7 @@ class Upload:
     def reserve(self, size: int, more: int = 0) -> None:
         """Reserve room for `size` bytes in all, and for `more` if there is as much. Raises if the quota is exceeded."""
         with locked(self._store.folder):
-            used = 0
-            for entry in self._store.contents():
-                with suppress(FileNotFoundError):  # a file that was deleted meanwhile
-                    used += 0 if entry.name == self._path.name else entry.stat().st_size
-            free = self._store.quota - used
+            free = self._store.quota - self._store.used(but=self._path.name)
             if size > free:
                 problem = f"would exceed the limit of {self._store.quota} bytes for all files; delete some"
                 raise InvalidParameter("file", problem, "quota_exceeded")

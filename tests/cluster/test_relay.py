@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -403,6 +404,23 @@ def test_with_isolated_keys_only_administrators_see_the_fleet(tmp_path: Path) ->
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed"), path
             with HTTP.stream("GET", url + path, headers={"authorization": "Bearer two"}) as allowed:
                 assert allowed.status_code == 200, path
+
+
+def test_one_key_cannot_take_all_pages_of_the_dashboard(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("alice: {keys: [one, two]}\nbob: {key: three}")
+    with ExitStack() as pages, ingress(config=ServerConfig("tiny", keys=KeySources(file=file))) as (url, _):
+
+        def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return pages.enter_context(HTTP.stream("GET", f"{url}/dashboard/stream", headers=headers)).status_code
+
+        assert [status("one"), status("one"), status("two"), status("two"), status("two")] == [200] * 4 + [429]
+        assert [status("three") for _ in range(4)] == [200] * 4
+        assert status("three") == 503
+        pages.close()
+        wait_for(lambda: status("one") == 200, "a page to be closed")
+        pages.close()
 
 
 def test_a_page_of_another_origin_reaches_no_replica() -> None:

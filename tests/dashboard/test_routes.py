@@ -147,6 +147,8 @@ def test_the_pages_of_a_key_are_limited() -> None:
     with front_end(send_frames, **KEYS) as front:
         for _ in range(MAX_SUBSCRIBERS_OF_KEY):
             front.service.subscribers.subscribe(b"digest", "alice")
+            front.service.subscribers.subscribe(b"proxy", "")  # an ingress, which counts the pages of keys itself
+        front.service.subscribers.subscribe(b"proxy", "")
         assert HTTP.get(f"{front.url}/dashboard/stream", headers=headers("one")).status_code == 429
         with open_page(front, "two") as frames:
             next_frame(frames, "key")

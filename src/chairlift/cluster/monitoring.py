@@ -22,6 +22,7 @@ from chairlift.server.dashboard.page import content_policy, fleet_page
 from chairlift.server.generation.reply import EventStream
 from chairlift.server.http.dashboard import PATH
 from chairlift.server.http.guards import check_sees_all
+from chairlift.server.http.subscribers import too_many_pages
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import unavailable
 
@@ -122,7 +123,7 @@ def _labelled(line: bytes, label: bytes) -> bytes:
     return b"%b{%b} %b" % (name, label, value)
 
 
-MAX_PAGES = 8  # each reads every replica
+MAX_PAGES, MAX_PAGES_OF_KEY = 8, 4  # each reads every replica
 MAX_LIFTS = 16  # replicas with frames; the others are only listed
 FLEET_SECONDS = 1.0
 RETRY_SECONDS = 1.0
@@ -134,7 +135,7 @@ def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
     """The page and its stream."""
     page = fleet_page()
     headers = {"Content-Security-Policy": content_policy(page), "Cache-Control": "no-cache"}
-    open_pages: set[FleetStream] = set()
+    open_pages: dict[FleetStream, str | None] = {}  # The values are the tenants of keys.
 
     async def dashboard(_: Request) -> Response:
         return HTMLResponse(page, headers=headers)
@@ -143,9 +144,12 @@ def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
         check_sees_all(request.state)
         if len(open_pages) >= MAX_PAGES:
             raise unavailable(f"{MAX_PAGES} pages are open, which is the limit")
-        found = FleetStream(fleet, model_name)
-        open_pages.add(found)
-        return EventStream(found.events(), on_end=lambda: open_pages.discard(found))
+        tenant = request.state.tenant
+        if tenant is not None and list(open_pages.values()).count(tenant) >= MAX_PAGES_OF_KEY:
+            raise too_many_pages(f"{MAX_PAGES_OF_KEY} pages with this key")
+        page_stream = FleetStream(fleet, model_name)
+        open_pages[page_stream] = tenant
+        return EventStream(page_stream.events(), on_end=lambda: open_pages.pop(page_stream, None))
 
     return [Route(PATH, dashboard), Route(f"{PATH}/stream", stream)]
 

@@ -111,7 +111,7 @@ def _raise_if_cut_short(update: Update) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events. `on_end` runs however the response ends, even if it was never started."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
         # X-Accel-Buffering keeps nginx from buffering the events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)

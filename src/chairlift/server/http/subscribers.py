@@ -191,9 +191,10 @@ class Subscribers:
 
     def subscribe(self, key: bytes | None, tenant: str | None) -> Subscriber:
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            raise _too_many(f"{MAX_SUBSCRIBERS} pages")
-        if tenant is not None and sum(one.tenant == tenant for one in self._subscribers) >= MAX_SUBSCRIBERS_OF_KEY:
-            raise _too_many(f"{MAX_SUBSCRIBERS_OF_KEY} pages with this key")
+            raise too_many_pages(f"{MAX_SUBSCRIBERS} pages")
+        # The ingress of a fleet has no tenant of its own, and limits the pages of keys itself.
+        if tenant and sum(one.tenant == tenant for one in self._subscribers) >= MAX_SUBSCRIBERS_OF_KEY:
+            raise too_many_pages(f"{MAX_SUBSCRIBERS_OF_KEY} pages with this key")
         subscriber = Subscriber(key, tenant)
         self._subscribers.add(subscriber)
         self._note_watching()
@@ -241,7 +242,7 @@ class Subscribers:
         return frame
 
 
-def _too_many(pages: str) -> APIError:
+def too_many_pages(pages: str) -> APIError:
     problem = f"{pages} look at the dashboard already, and there is room for no more; close one"
     return APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
 

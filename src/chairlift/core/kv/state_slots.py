@@ -223,8 +223,9 @@ class StateSlots(Resource):
         if read not in (NO_SLOT, states.current):
             unused.append(read)
         kept = [] if num_drafts else self._keep_within(chunk, states)
-        for num_tokens in [one for one in states.wanted if one < chunk.end and one not in states.pending]:
-            self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
+        if states.wanted:  # Most decodes want no snapshot.
+            for num_tokens in [each for each in states.wanted if each < chunk.end and each not in states.pending]:
+                self._stop_expecting(chunk.request, states, num_tokens)  # there was no slot for it
         if num_drafts:
             states.drafted_from = chunk.start
             return ChunkStates(read, tuple(enumerate((states.current, *states.drafts))))

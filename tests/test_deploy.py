@@ -15,8 +15,7 @@ import yaml
 
 import chairlift
 from chairlift.cli.main import app
-from chairlift.options.config_file import read_config_file
-from chairlift.options.declaration import options_of
+from chairlift.options import options_of, read_config_file
 from chairlift.server.access.keys import KeyLimits, KeySources
 from chairlift.server.metrics import Metrics
 from chairlift.server.options import ServerOptions

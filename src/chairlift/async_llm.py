@@ -14,7 +14,7 @@ from chairlift.core.events import Event, RequestFinished
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.llm import embedding_params, make_config
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,

@@ -17,7 +17,7 @@ from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
-from chairlift.options.declaration import above, at_least, check_options, option, strictly_between
+from chairlift.options import above, at_least, check_options, option, strictly_between
 from chairlift.speculation.proposers.base import check_speculate, proposer_factory, speculate_forms
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 

@@ -12,7 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import Event
 from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import options_of, translate_options
+from chairlift.options import options_of, translate_options
 from chairlift.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,

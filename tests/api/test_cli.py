@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from chairlift import EngineConfig, SamplingParams, __version__
 from chairlift.cli.main import app
-from chairlift.options.declaration import options_of
+from chairlift.options import options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions
 from chairlift_lab.bench.base import BENCHES

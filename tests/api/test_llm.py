@@ -16,7 +16,7 @@ from chairlift.core.budgets.base import BatchLoad
 from chairlift.core.events import StepDone
 from chairlift.core.integrity import check_quiescent
 from chairlift.errors import EngineDead, InvalidParameter, ModelNotFound
-from chairlift.options.declaration import options_of
+from chairlift.options import options_of
 from tests.tiny import write_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

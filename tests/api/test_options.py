@@ -17,7 +17,7 @@ from chairlift.cli.app import known_variables
 from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import Option, options_of
+from chairlift.options import Option, options_of
 from chairlift.server.config import ServerConfig
 from chairlift.server.options import ServerOptions
 from chairlift.server.process.engine_client import Supervision

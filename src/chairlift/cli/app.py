@@ -15,7 +15,7 @@ from chairlift import __version__
 from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.options.declaration import alias_flags, options_of
+from chairlift.options import alias_flags, options_of
 from chairlift.registry import load_plugins
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.commands import CommandGroup, Commands

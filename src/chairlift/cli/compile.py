@@ -12,7 +12,7 @@ import typer
 from chairlift.cli.app import RUN, app
 from chairlift.config import DEVICE, EngineConfig
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import option
+from chairlift.options import option
 from chairlift.terminal.options import EngineOptions, ModelArgument
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"

@@ -13,7 +13,7 @@ import typer
 from chairlift.cli.app import RUN, app
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.terminal.answers import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chairlift.cli.app import VARIABLES
 from chairlift.cluster.options import ClusterOptions
-from chairlift.options.declaration import Option, options_of
+from chairlift.options import Option, options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 

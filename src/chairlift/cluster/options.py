@@ -8,7 +8,7 @@ from chairlift.byte_sizes import parse_bytes
 from chairlift.cluster.autoscaling import AutoscalingSettings
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import above, at_least, between, check_options, option
+from chairlift.options import above, at_least, between, check_options, option
 
 FLEET, SCALING = "Fleet", "Autoscaling"
 _DEFAULTS = AutoscalingSettings()

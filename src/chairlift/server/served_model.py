@@ -12,7 +12,7 @@ from typing import Any
 import chairlift
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.loading.embedding_config import EmbeddingConfig
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 from chairlift.server.wire.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning

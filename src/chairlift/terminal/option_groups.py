@@ -1,6 +1,6 @@
 """Dataclasses as groups of options: a command takes one as a parameter and gets an option for each field.
 
-A field is an option if it was made by `chairlift.options.declaration.option`; such options are also read from
+A field is an option if it was made by `chairlift.options.option`; such options are also read from
 environment variables and from the file that --config names. Fields annotated with a `typer.Option` work too:
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_config_file
-from chairlift.options.declaration import Option, options_of
+from chairlift.options import Option, options_of, read_config_file
 
 _CONFIG_FILE, _CONTEXT = "config_file", "typer_context"
 WIDEST_CHOICES = 60  # characters; longer lists go into the help text, which is wrapped

@@ -11,7 +11,7 @@ import typer
 from chairlift.config import MODEL, EngineConfig
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options.declaration import check_options, option
+from chairlift.options import check_options, option
 from chairlift.terminal.option_groups import field_names, given, left_out, refuse_given, with_option_groups
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.cluster.routing.router import Router
 from chairlift.errors import ChairliftError
-from chairlift.options.declaration import above, at_least
+from chairlift.options import above, at_least
 from chairlift.progress import Note
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions

@@ -21,7 +21,7 @@ import typer
 
 from chairlift.core.events import BudgetDecided, Event, RequestFinished, StepDone, TokenProduced
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table

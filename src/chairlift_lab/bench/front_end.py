@@ -13,7 +13,7 @@ import typer
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench

@@ -16,7 +16,7 @@ import typer
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options.declaration import above, at_least
+from chairlift.options import above, at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench

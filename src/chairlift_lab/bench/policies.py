@@ -14,7 +14,7 @@ import typer
 from chairlift.attention.backends import BACKENDS
 from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table

@@ -16,7 +16,7 @@ from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.routed_body import TOKEN_BYTES, read_body
 from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.options.declaration import option_of
+from chairlift.options import option_of
 from chairlift.progress import Note
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table

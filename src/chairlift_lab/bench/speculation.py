@@ -13,7 +13,7 @@ import typer
 from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.server.process.this_process import loaded_objects_frozen
 from chairlift.speculation.proposers.base import speculate_forms

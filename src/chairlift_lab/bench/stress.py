@@ -36,7 +36,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models import build_model
-from chairlift.options.declaration import option_of
+from chairlift.options import option_of
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from chairlift.cli.app import UNDERSTAND, app
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 from chairlift_lab.training.settings import TrainSettings
 
 

@@ -14,8 +14,7 @@ import typer
 
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
-from chairlift.options.declaration import option_of
+from chairlift.options import option_of, read_text
 from chairlift.terminal.options import EngineOptions, given
 
 if TYPE_CHECKING:

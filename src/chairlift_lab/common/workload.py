@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from chairlift.config import EngineConfig
 from chairlift.errors import EngineDead
-from chairlift.options.declaration import options_of
+from chairlift.options import options_of
 from chairlift_lab.common.timing import children, cpu_seconds
 from chairlift_lab.common.workload import text_like_ids
 

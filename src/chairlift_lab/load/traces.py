@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 from chairlift_lab.common.workload import BenchRequest
 
 HASHED_TOKENS = 512  # tokens that a hash id stands for

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 from chairlift_lab.common.workload import BenchRequest, LengthRange
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings, simulate_alone

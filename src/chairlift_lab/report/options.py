@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import Check, above, at_least
+from chairlift.options import Check, above, at_least
 from chairlift_lab.report.json_report import check_writable, machine, machine_line, write_report
 from chairlift_lab.report.plots import require_matplotlib
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import read_text
+from chairlift.options import read_text
 
 
 class StepCost(Protocol):

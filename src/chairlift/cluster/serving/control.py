@@ -13,7 +13,7 @@ from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, Fleet
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.serving.app import INGRESS, ingress_version, make_application, make_ingress, make_replicas
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.options.declaration import options_of
+from chairlift.options import options_of
 from chairlift.server.config import ServerConfig, server_config
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions

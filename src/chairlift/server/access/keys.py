@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.config_file import MAPPING_SUFFIXES, read_mapping, read_text
+from chairlift.options import MAPPING_SUFFIXES, read_mapping, read_text
 
 FILE_PARAMETER = "api_key_file"
 SAFE_LENGTH = 16  # characters of a key; shorter ones are accepted with a warning

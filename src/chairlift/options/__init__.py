@@ -1,1 +1,0 @@
-"""Options declared once, as fields of a dataclass, with the checks and sources derived from the declaration."""

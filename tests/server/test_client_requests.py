@@ -9,9 +9,12 @@ import httpx
 import pydantic
 import pytest
 
+from chairlift.text.tokenizer import Tokenizer
 from tests.server import openai_document
+from tests.server.front_end import front_end
 from tests.server.running_server import NAME, RunningServer
 from tests.server.sample_tools import WEATHER
+from tests.tiny import CHATML, byte_level_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 IGNORED = "x-chairlift-ignored-fields"
@@ -220,6 +223,16 @@ def test_what_would_change_the_answer_is_refused_or_named(server: RunningServer)
     assert chat(server, verbosity="low").headers[IGNORED] == "verbosity"
 
 
+def test_the_answer_may_begin_with_the_message_that_it_continues(server: RunningServer) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "An apple"}]}]
+    continued = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, "temperature": 0}
+    plain = text_of(chat(server, **continued))
+    assert text_of(chat(server, **continued, echo=True)) == "An apple" + plain
+    events = events_of(chat(server, **continued, echo=True, stream=True))
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "An apple" + plain
+    assert text_of(chat(server, temperature=0, echo=True)) == text_of(chat(server, temperature=0))
+
+
 def test_history_as_clients_send_it_back(server: RunningServer) -> None:
     call = {"id": "c1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"city": "Os'}}
     for message in (
@@ -322,10 +335,8 @@ def test_copilots_requests_are_accepted(described_server: RunningServer, name: s
 
 
 def test_scores_by_all_of_vllms_names(server: RunningServer) -> None:
-    answers = [
-        server.post("/score", {first: "a b", second: ["a b", "c"]}).json()
-        for first, second in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-    ]
+    names = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+    answers = [server.post("/score", {first: "a b", second: ["a b", "c"]}).json() for first, second in names]
     assert len({json.dumps(answer["data"]) for answer in answers}) == 1
     for body, parameter in (
         ({"queries": "a"}, "text_2"),
@@ -366,6 +377,27 @@ def test_tokenize_in_the_form_of_llama_cpp(server: RunningServer) -> None:
     assert text["content"] == text["prompt"]
     for body in ({}, {"prompt": "a", "content": "a"}):
         assert server.post("/tokenize", body).status_code == 400
+
+
+def test_tokenize_in_the_form_of_vllm(server: RunningServer) -> None:
+    body = {"model": NAME, "prompt": "lift ü"}
+    plain = server.post("/tokenize", body).json()
+    assert plain["token_strs"] is None
+    spelled = server.post("/tokenize", body | {"return_token_strs": True}).json()
+    assert spelled == plain | {"token_strs": spelled["token_strs"]}
+    assert "".join(spelled["token_strs"]) == "liftĠÃ¼"
+    assert server.post("/detokenize", {"model": NAME, "tokens": plain["tokens"]}).json() == {"prompt": "lift ü"}
+
+
+def test_a_conversation_is_tokenized_with_special_tokens_if_asked() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), chat_template=CHATML, bos_token="<|endoftext|>", add_bos=True)
+    with front_end(tokenizer=tokenizer) as front:
+        plain, without, with_bos = (
+            httpx.post(front.url + "/tokenize", json={"messages": HELLO, **fields}).json()["tokens"]
+            for fields in ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
+        )
+    assert plain == without
+    assert with_bos == [0, *plain]
 
 
 def test_grammars_in_the_form_of_llama_cpp(server: RunningServer) -> None:

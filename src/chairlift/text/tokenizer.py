@@ -77,6 +77,10 @@ class Tokenizer:
         piece = self._pieces.piece(token_id) or b""
         return piece if isinstance(piece, bytes) else piece.encode()
 
+    def entry(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        return self._backend.id_to_token(token_id)
+
     @property
     def has_token_bytes(self) -> bool:
         """Whether the text of a token is always `token_bytes`, independent of adjacent tokens."""

@@ -108,6 +108,7 @@ def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
         "object": "model",
         "created": service.model.created,
         "owned_by": "chairlift",
+        "root": service.model.name,
         "max_model_len": service.max_model_len,
     }
 
@@ -175,7 +176,8 @@ def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> Te
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> TextJobResult:
     tokens = _token_ids(body, model)
     shown: list[Any] = [*_encoded_pieces(tokens, model)] if body.with_pieces else tokens
-    answer = {"tokens": shown, "count": len(tokens), "max_model_len": max_model_len}
+    entries = [model.tokenizer.entry(token) for token in tokens] if body.return_token_strs else None
+    answer = {"tokens": shown, "count": len(tokens), "max_model_len": max_model_len, "token_strs": entries}
     return b"".join(json_pieces(answer)), len(tokens)
 
 
@@ -197,29 +199,29 @@ def _piece(token: int, model: ServedModel) -> dict[str, Any]:
 def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     if [body.prompt, body.content, body.messages].count(None) != 2:
         raise InvalidParameter("prompt", "give either prompt (or content) or messages")
+    given = body.add_special_tokens if body.add_special is None else body.add_special
     if body.messages is None:
         for name in ("tools", "add_generation_prompt", "continue_final_message"):
             if getattr(body, name) is not None:
                 raise InvalidParameter(name, "only goes with messages")
-        given = body.add_special_tokens if body.add_special is None else body.add_special
         special = body.content is None if given is None else given
         return model.tokenizer.encode(body.prompt or body.content or "", add_special_tokens=special)
-    for name in ("add_special_tokens", "add_special"):
-        if getattr(body, name) is not None:
-            raise InvalidParameter(name, "only goes with prompt: a chat template writes its own")
-    return encode_messages(
+    tokens = encode_messages(
         model,
         body.messages,
         body.tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
+    return [*model.tokenizer.first_ids, *tokens] if given else tokens  # a chat template writes its own
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> TextJobResult:
     text = model.tokenizer.decode(check_token_ids("tokens", body.tokens))
-    content = msgspec.json.encode({"prompt": text, "content": text})  # vLLM's name and llama.cpp's.
-    return content, len(body.tokens)
+    names = (
+        ("prompt", "content") if body.model is None else ("prompt",)
+    )  # vLLM's, and llama.cpp's, which names no model
+    return msgspec.json.encode(dict.fromkeys(names, text)), len(body.tokens)
 
 
 def add_status_routes(app: FastAPI, service: Service) -> None:

@@ -15,6 +15,7 @@ from chairlift.server.openai.types import ChatRequest, ThinkingSwitch
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.unknown_fields import check_unknown, say_ignored, without_unknown
 from chairlift.text.assistant_parts import AssistantParser
+from chairlift.text.messages import checked_messages
 from chairlift.text.reasoning import ReasoningUse, split_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool import Calling, ToolChoice
@@ -57,10 +58,14 @@ class ChatGeneration(GenerationRequest):
         if model.reasoning_format is None and _effort(body) not in (None, "none"):
             say_ignored("reasoning_effort" if body.reasoning_effort else "thinking")
         prompt = self.encode(body.messages, max_tokens)
-        choices = ChatChoiceFormat(bool(body.logprobs))
+        last = checked_messages(body.messages[-1:])[0] if body.echo else {}
+        echo = (last["content"] or "") if last.get("role") == "assistant" else ""
+        choices = ChatChoiceFormat(bool(body.logprobs), echo)
         if not prompt.is_plain:
             shown = body.include_reasoning is not False
-            choices = ParsedChoiceFormat(choices.with_logprobs, prompt.tools, prompt.parser, include_reasoning=shown)
+            choices = ParsedChoiceFormat(
+                choices.with_logprobs, prompt.tools, prompt.parser, echo=echo, include_reasoning=shown
+            )
         reply = partial(CompletionResponseBuilder, choices, model, body)
         return Tokenized([prompt.tokens], prompt.params, reply, None if prompt.is_plain else prompt.reasoning)
 

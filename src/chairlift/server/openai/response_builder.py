@@ -76,13 +76,14 @@ class ChoiceFormat(Protocol):
 @dataclass(slots=True)
 class ChatChoiceFormat:
     with_logprobs: bool
+    echo: str = ""  # the text that the answer continues, if it is to be repeated
     object: str = "chat.completion"
     stream_object: str = "chat.completion.chunk"
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": self.echo + choice.text, "refusal": None},
             "logprobs": self.logprobs(choice.logprobs, tokenizer),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -97,8 +98,8 @@ class ChatChoiceFormat:
         return [*self.first_deltas(choice), delta]
 
     def first_deltas(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the chunk that starts a choice: the role with empty content, as clients expect."""
-        return [] if choice.started else [self.delta(choice, {"role": "assistant", "content": ""})]
+        """Return the chunk that starts a choice: the role with no generated content, as clients expect."""
+        return [] if choice.started else [self.delta(choice, {"role": "assistant", "content": self.echo})]
 
     @staticmethod
     def delta(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
@@ -252,9 +253,10 @@ class ParsedChoiceFormat(ChatChoiceFormat):
         tools: ToolUse,
         new_parser: Callable[[], AssistantParser],
         *,
+        echo: str = "",
         include_reasoning: bool = True,
     ) -> None:
-        super().__init__(with_logprobs)
+        super().__init__(with_logprobs, echo)
         self._tools = tools
         self._new_parser = new_parser
         self._include_reasoning = include_reasoning
@@ -266,6 +268,7 @@ class ParsedChoiceFormat(ChatChoiceFormat):
         parts = self._shown(parser.push(choice.text) + parser.close())
         content, calls = join_parts(parts)
         reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
+        content = self.echo + content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}

@@ -252,6 +252,7 @@ class ChatRequest(WithLabels, CompletionBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None  # The answer begins with the last message, if that is the assistant's.
     reasoning_effort: Effort | None = None
     thinking: bool | ThinkingSwitch | None = None
     enable_thinking: bool | None = None
@@ -300,6 +301,7 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     add_special: bool | None = None  # llama.cpp's name of add_special_tokens, false by default
     with_pieces: bool | None = None  # llama.cpp's: the text or the bytes of each token.
+    return_token_strs: bool | None = None  # vLLM's: the entries of the vocabulary.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -55,13 +55,14 @@ class ScoreRequest(EngineBody):
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
     documents: str | Texts | None = None
+    items: str | Texts | None = None
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
     instruction: str | None = None
 
     def sides(self) -> dict[str, str | list[str]]:
         """The two sides of the pairs by the names that were given."""
-        names = [self._given("text_1", "queries", "data_1"), self._given("text_2", "documents", "data_2")]
+        names = [self._given("text_1", "queries", "data_1"), self._given("text_2", "documents", "items", "data_2")]
         return {name: getattr(self, name) for name in names}
 
     def _given(self, *names: str) -> str:

@@ -14,10 +14,10 @@ def parse_bytes(parameter: str, value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         amount = value
     else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
-        if not found:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        if not match:
             raise InvalidParameter(parameter, f"must be a number of bytes such as 1073741824 or '1GiB', got {value!r}")
-        amount = int(float(found[1]) * _UNITS[found[2] or ""])
+        amount = int(float(match[1]) * _UNITS[match[2] or ""])
     if amount <= 0:
         raise InvalidParameter(parameter, f"must be positive, got {value!r}")
     return amount

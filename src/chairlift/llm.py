@@ -121,8 +121,8 @@ class LLM:
             options["add_generation_prompt"] = add_generation_prompt
         prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
         params = [
-            self._after_reasoning(prompt, one)
-            for prompt, one in zip(prompts, self._params_of(prompts, sampling_params), strict=True)
+            self._after_reasoning(prompt, each)
+            for prompt, each in zip(prompts, self._params_of(prompts, sampling_params), strict=True)
         ]
         return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
 
@@ -140,8 +140,8 @@ class LLM:
         """
         inputs = parse_prompts(prompts, self.get_tokenizer())
         params = self._params_of(inputs, sampling_params)
-        for one in params:
-            one.check_streamable()
+        for each in params:
+            each.check_streamable()
         self._check(inputs, params, timeout)
         return self._stream(inputs, params, timeout)
 
@@ -182,8 +182,8 @@ class LLM:
         params = embedding_params(self.embedding.kind, pooling, dimensions, normalize)
         results = self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
         return [
-            EmbeddingRequestOutput(one.request_id, one.prompt_token_ids, EmbeddingOutput(one.require_vector()))
-            for one in results
+            EmbeddingRequestOutput(result.request_id, result.prompt_token_ids, EmbeddingOutput(result.require_vector()))
+            for result in results
         ]
 
     def score(
@@ -205,7 +205,7 @@ class LLM:
         scoring = make_pair_scoring(tokenizer, self.embedding.kind, self.embedding.answers, instruction)
         params = SamplingParams(max_tokens=0, pooling=scoring.pooling)
         results = self.generate(scoring.encode(tokenizer, pairs), params, use_tqdm=use_tqdm, timeout=timeout)
-        scores = scoring.scores(pairs, [one.require_vector() for one in results])
+        scores = scoring.scores(pairs, [result.require_vector() for result in results])
         return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
 
     def beam_search(
@@ -227,10 +227,10 @@ class LLM:
     # ---- driving the engine -------------------------------------------------------------------------------------
 
     def _check(self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], timeout: float | None) -> None:
-        for prompt, one in zip(inputs, params, strict=True):
-            self.engine.check(prompt.token_ids, one, timeout, prompt.options.get("priority", 0))
-            if one.structure is not None:
-                self.engine.compile(one.structure)  # raises before anything is queued
+        for prompt, each in zip(inputs, params, strict=True):
+            self.engine.check(prompt.token_ids, each, timeout, prompt.options.get("priority", 0))
+            if each.structure is not None:
+                self.engine.compile(each.structure)  # raises before anything is queued
 
     @contextmanager
     def _submitted(
@@ -241,9 +241,9 @@ class LLM:
         batch = ResultCollector(self.get_tokenizer())
         self._batches.append(batch)
         try:
-            for prompt, one in zip(inputs, params, strict=True):
-                ids = self.engine.submit(prompt.token_ids, one, timeout=timeout, **prompt.options)
-                batch.add(ids, prompt, one, self.engine.now())
+            for prompt, each in zip(inputs, params, strict=True):
+                ids = self.engine.submit(prompt.token_ids, each, timeout=timeout, **prompt.options)
+                batch.add(ids, prompt, each, self.engine.now())
             self.engine.expect_no_more()
             yield batch
         finally:

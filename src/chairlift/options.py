@@ -155,8 +155,8 @@ def options_of(config: type) -> tuple[Option, ...]:
 def _complete(declared: Option, name: str, hint: Any) -> Option:
     members = set(get_args(hint)) or {hint}
     types = members - {NoneType}
-    known = types if types <= _SCALARS.keys() else set()
-    return replace(declared, name=name, types=frozenset(known), optional=NoneType in members)
+    scalars = types if types <= _SCALARS.keys() else set()
+    return replace(declared, name=name, types=frozenset(scalars), optional=NoneType in members)
 
 
 def check_options(config: Any) -> None:
@@ -236,13 +236,13 @@ def read_config_file(path: Path, options: tuple[Option, ...]) -> dict[str, Any]:
 
 
 def _with_underscores(parsed: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in parsed.items():
         name = str(key).replace("-", "_")
-        if name in found:
+        if name in values:
             raise InvalidParameter(name, "is given twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def read_text(path: Path, parameter: str, max_mib: int = MAX_MIB) -> str:

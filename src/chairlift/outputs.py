@@ -84,9 +84,9 @@ def params_of(
         return [params] * len(inputs)
     if len(params) != len(inputs):
         raise InvalidParameter("sampling_params", f"{len(params)} given for {len(inputs)} prompts; give one or as many")
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(one).__name__}")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(each).__name__}")
     return list(params)
 
 
@@ -282,7 +282,7 @@ class ResultCollector:
                 result.metrics.preemptions += 1
             case PromptScored():
                 assert result.prompt_logprobs is not None
-                result.prompt_logprobs += [self._entry(found) for found in event.logprobs]
+                result.prompt_logprobs += [self._entry(scored) for scored in event.logprobs]
             case PromptPooled():
                 result.vector = list(event.vector)
             case TokenProduced():
@@ -306,15 +306,15 @@ class ResultCollector:
             case _:
                 pass
 
-    def _add_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
-        if found is None or completion.logprobs is None or completion.cumulative_logprob is None:
+    def _add_logprobs(self, completion: CompletionOutput, scored: TokenLogprobs | None) -> None:
+        if scored is None or completion.logprobs is None or completion.cumulative_logprob is None:
             return
-        completion.cumulative_logprob += found.logprob
-        completion.logprobs.append(self._entry(found))
+        completion.cumulative_logprob += scored.logprob
+        completion.logprobs.append(self._entry(scored))
 
-    def _entry(self, found: TokenLogprobs) -> dict[int, Logprob]:
-        entries = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
-        entries[found.token_id] = (found.logprob, found.rank)
+    def _entry(self, scored: TokenLogprobs) -> dict[int, Logprob]:
+        entries = {token: (value, rank) for rank, (token, value) in enumerate(scored.top, start=1)}
+        entries[scored.token_id] = (scored.logprob, scored.rank)
         return {
             token: Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
             for token, (value, rank) in entries.items()

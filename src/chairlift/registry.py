@@ -79,8 +79,8 @@ class Registry(Generic[T]):
     def _own_names(self) -> list[str]:
         spec = find_spec(self.package)
         assert spec is not None
-        found = [module.name for module in iter_modules(spec.submodule_search_locations)]
-        return [name.replace("_", self._separator) for name in found if name != "base" and not name.startswith("_")]
+        modules = [module.name for module in iter_modules(spec.submodule_search_locations)]
+        return [name.replace("_", self._separator) for name in modules if name != "base" and not name.startswith("_")]
 
 
 @dataclass(slots=True)
@@ -131,8 +131,8 @@ def _import_plugin(name: str, source: str) -> None:
     except Exception as error:
         problem = str(error)
         if not isinstance(error, ImportError | SyntaxError):  # those say where they are
-            place = extract_tb(error.__traceback__)[-1]
-            problem = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            frame = extract_tb(error.__traceback__)[-1]
+            problem = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         raise InvalidParameter(source, f"cannot import {name!r}: {problem}") from error
     _plugins.sources[name] = _source_files(module)
 
@@ -167,11 +167,11 @@ def make_choice(registry: Registry[type[C]], name: str, given: Mapping[str, obje
     """Build the choice `name` from `arguments` and those options in `given` that are not None; raise for one that it
     does not take."""
     choice = registry.get(name)
-    wanted = {option: value for option, value in given.items() if value is not None}
-    for option in wanted:
+    options = {option: value for option, value in given.items() if value is not None}
+    for option in options:
         if option not in choice.options:
             takes_it = [other for other in registry.names() if option in registry.get(other).options]
             problem = f"only goes with {registry.parameter} {' or '.join(takes_it)}, not {name!r}"
             raise InvalidParameter(option, problem)
     make: Callable[..., C] = choice
-    return make(*arguments, **wanted)
+    return make(*arguments, **options)

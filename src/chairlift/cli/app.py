@@ -81,14 +81,14 @@ def _describe(error: ChairliftError, command: Any) -> str:
 
 def _flags(command: Any) -> dict[str, str]:
     """Return the long flags of a command and its subcommands, by parameter name and by their own name."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     for child in getattr(command, "commands", {}).values():
-        found |= _flags(child)
+        flags |= _flags(child)
     for parameter in command.params:
         for flag in parameter.opts:
             if flag.startswith("--"):
-                found |= {parameter.name: flag, flag.removeprefix("--").replace("-", "_"): flag}
-    return found
+                flags |= {parameter.name: flag, flag.removeprefix("--").replace("-", "_"): flag}
+    return flags
 
 
 def known_variables() -> set[str]:
@@ -104,14 +104,14 @@ def check_environment(environment: Iterable[str]) -> None:
     for name in sorted(own - known):
         if _is_of_a_service(name, own):
             continue
-        close = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1)
+        close = get_close_matches(name.removeprefix(PREFIX), [variable.removeprefix(PREFIX) for variable in known], n=1)
         suggestion = f"did you mean {PREFIX}{close[0]}?" if close else "docs/options.md lists all"
         raise InvalidParameter(name, f"is not a variable of Chairlift; {suggestion}")
 
 
 def _is_of_a_service(name: str, environment: set[str]) -> bool:
-    found = _SERVICE_VARIABLE.search(name)
-    return found is not None and f"{name[: found.start()]}_SERVICE_HOST" in environment
+    suffix = _SERVICE_VARIABLE.search(name)
+    return suffix is not None and f"{name[: suffix.start()]}_SERVICE_HOST" in environment
 
 
 app = Commands(

@@ -106,17 +106,17 @@ def status(
     from chairlift.cluster.serving.control import fleet_status
 
     connect(address or "auto", log_to_driver=False)
-    found = fleet_status(name)
+    fleet = fleet_status(name)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(fleet, indent=2))
         return
-    if found["address"] is None:
-        note(f"{name}: {found['state']}, no ingress is running. {found['problem']}".rstrip() + "\n")
+    if fleet["address"] is None:
+        note(f"{name}: {fleet['state']}, no ingress is running. {fleet['problem']}".rstrip() + "\n")
         return
     show_table(
-        f"{name}: {found['state']} at {found['address']}, router {found['router']}",
+        f"{name}: {fleet['state']} at {fleet['address']}, router {fleet['router']}",
         ("Replica", "State", "Address", "Running", "Waiting", "KV in use", "Hit rate", "Version"),
-        [_row(replica) for replica in found["replicas"]],
+        [_row(replica) for replica in fleet["replicas"]],
     )
 
 

@@ -83,11 +83,11 @@ def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[Any]:
         return _read_prompt_file(file)
     if not prompts and sys.stdin.isatty():
         raise InvalidParameter("prompt", "is missing; give one, a --file of them, or pipe one in")
-    given = [_read_stdin() if prompt == "-" else prompt for prompt in prompts or ["-"]]
-    if not all(given):
+    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts or ["-"]]
+    if not all(texts):
         source = "is empty" if prompts else "is missing: standard input is empty"
         raise InvalidParameter("prompt", f"{source}; give one, a --file of them, or pipe one in")
-    return given
+    return texts
 
 
 def _read_stdin() -> str:

@@ -53,8 +53,8 @@ def models(
     from chairlift.models import supported_families
 
     if as_json:
-        found = [_describe(model) for model in known_models()]
-        typer.echo(json.dumps({"models": found, "families": supported_families(), "formats": FORMATS}, indent=2))
+        entries = [_describe(model) for model in known_models()]
+        typer.echo(json.dumps({"models": entries, "families": supported_families(), "formats": FORMATS}, indent=2))
         return
     console = Console()
     console.print(_table(known_models()))
@@ -68,51 +68,51 @@ def models(
 def _check(name: str, *, as_json: bool) -> None:
     from chairlift.engine.model_check import REFUSED, check_model
 
-    found = check_model(name)
+    checked = check_model(name)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(checked), indent=2))
     else:
         grid = Table.grid("key", "value", padding=(0, 2))
-        for key, value in _check_rows(found):
+        for key, value in _check_rows(checked):
             grid.add_row(key, value)
         Console(highlight=False).print(grid)
-    if found.path == REFUSED:
+    if checked.path == REFUSED:
         raise typer.Exit(1)
 
 
-def _check_rows(found: ModelCheck) -> Iterator[tuple[str, str]]:
+def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
     from chairlift.engine.model_check import FALLBACK, REFUSED
 
-    yield "model", f"{found.model} ({found.model_type})"
-    if found.path == REFUSED:
-        yield "runs", f"no: {found.reason}"
+    yield "model", f"{checked.model} ({checked.model_type})"
+    if checked.path == REFUSED:
+        yield "runs", f"no: {checked.reason}"
         return
-    if found.note is not None:
-        yield "is a", found.note
-    if found.path == FALLBACK:
+    if checked.note is not None:
+        yield "is a", checked.note
+    if checked.path == FALLBACK:
         from chairlift.models.fallback.model import NOTICE
 
         yield "runs", f"by the fallback: its code is {NOTICE}"
     else:
         yield "runs", "natively"
-    yield "size", f"{found.num_parameters:,} weights, up to {found.max_model_len:,} tokens"
-    if found.stored or found.stored_bytes:
-        files = "" if found.stored_bytes is None else f", {format_bytes(found.stored_bytes)}"
-        yield "stored", f"{found.stored or 'not quantized'}{files}"
-    if found.tokenizer is not None:
-        yield "tokenizer", found.tokenizer
-    for kind, size in found.weight_bytes.items():
+    yield "size", f"{checked.num_parameters:,} weights, up to {checked.max_model_len:,} tokens"
+    if checked.stored or checked.stored_bytes:
+        files = "" if checked.stored_bytes is None else f", {format_bytes(checked.stored_bytes)}"
+        yield "stored", f"{checked.stored or 'not quantized'}{files}"
+    if checked.tokenizer is not None:
+        yield "tokenizer", checked.tokenizer
+    for kind, size in checked.weight_bytes.items():
         yield f"{kind}", f"{format_bytes(size)} of weights"
-    for kind, each in found.formats.items():
+    for kind, each in checked.formats.items():
         if each.weight_bytes is None:
             yield kind, f"not possible: {'; '.join(each.obstacles)}"
         else:
             yield kind, f"{format_bytes(each.weight_bytes)} of weights, on a {each.device}"
-    tokens = found.max_model_len
-    per_token = found.kv_bytes_per_token["bfloat16"]
+    tokens = checked.max_model_len
+    per_token = checked.kv_bytes_per_token["bfloat16"]
     yield "KV cache", f"{per_token:,} bytes per token in bfloat16: {format_bytes(tokens * per_token)} for {tokens:,}"
-    if found.state_bytes_per_sequence:
-        yield "state", f"{format_bytes(found.state_bytes_per_sequence)} per sequence"
+    if checked.state_bytes_per_sequence:
+        yield "state", f"{format_bytes(checked.state_bytes_per_sequence)} per sequence"
 
 
 def _describe(model: KnownModel) -> dict[str, Any]:
@@ -126,9 +126,9 @@ def _describe(model: KnownModel) -> dict[str, Any]:
     }
 
 
-def _table(known: list[KnownModel]) -> Table:
+def _table(models: list[KnownModel]) -> Table:
     table = Table("Name", "Description", "Licence", "Size", "Here", title="Known models", title_justify="left")
-    for model in known:
+    for model in models:
         name = f"{model.name} (default)" if model.name == DEFAULT_MODEL else model.name
         size = f"{model.size / 1e6:.0f} MB"
         table.add_row(name, model.description, model.licence, size, "yes" if model.cached else "fetched on first use")

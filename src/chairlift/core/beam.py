@@ -90,35 +90,35 @@ class BeamSearch:
         """Whether ending with the next token would violate `min_tokens`."""
         return self.beams[0].length < self._params.min_tokens
 
-    def advance(self, found: Sequence[Candidates]) -> list[int]:
+    def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Advance all beams by one token, given their candidates; return the index of the parent of each new beam."""
-        compared = nlargest(self._num_compared, self._continuations(found), key=lambda entry: entry[0])
+        compared = nlargest(self._num_compared, self._continuations(candidates), key=lambda entry: entry[0])
         continuing: list[tuple[int, Beam]] = []
-        for place, (total, index, at) in enumerate(compared):
-            parent, token = self.beams[index], found[index].ids[at]
+        for rank, (total, index, choice) in enumerate(compared):
+            parent, token = self.beams[index], candidates[index].ids[choice]
             ending = self._ending(token, parent.length + 1)
             if ending is None and len(continuing) < self.width:
-                continuing.append((index, self._grow(parent, found[index], at, total)))
-            elif ending is not None and place < self.width:
-                beam = self._grow(parent, found[index], at, total)
+                continuing.append((index, self._grow(parent, candidates[index], choice, total)))
+            elif ending is not None and rank < self.width:
+                beam = self._grow(parent, candidates[index], choice, total)
                 self.finished.append(Hypothesis(beam, self._score(total, beam.length), ending))
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self.width]
         self.beams = [beam for _, beam in continuing]
         self.over = not self.beams or not self._worth_continuing()
         return [index for index, _ in continuing]
 
-    def _continuations(self, found: Sequence[Candidates]) -> Iterator[tuple[float, int, int]]:
+    def _continuations(self, choices: Sequence[Candidates]) -> Iterator[tuple[float, int, int]]:
         """Yield (total, beam index, candidate index) of every allowed continuation."""
         banned = self._end_ids if self._too_short else frozenset[int]()
-        for index, (beam, candidates) in enumerate(zip(self.beams, found, strict=True)):
-            for at, (token, logprob) in enumerate(zip(candidates.ids, candidates.logprobs, strict=True)):
+        for index, (beam, candidates) in enumerate(zip(self.beams, choices, strict=True)):
+            for choice, (token, logprob) in enumerate(zip(candidates.ids, candidates.logprobs, strict=True)):
                 if token not in banned:
-                    yield beam.total + logprob, index, at
+                    yield beam.total + logprob, index, choice
 
-    def _grow(self, parent: Beam, candidates: Candidates, at: int, total: float) -> Beam:
-        token, scored = candidates.ids[at], None
+    def _grow(self, parent: Beam, candidates: Candidates, choice: int, total: float) -> Beam:
+        token, scored = candidates.ids[choice], None
         if self._params.logprobs is not None:
-            logprob = candidates.logprobs[at]
+            logprob = candidates.logprobs[choice]
             rank = 1 + bisect_left(candidates.logprobs, -logprob, key=lambda value: -value)
             top = tuple(zip(candidates.ids, candidates.logprobs, strict=True))[: self._params.logprobs]
             scored = TokenLogprobs(token, logprob, rank, top)
@@ -185,9 +185,9 @@ class BeamGroup(RequestGroup):
             self._join_leader(state, now)
         if len(self._found) < len(self.carriers):
             return
-        found = [self._found[carrier.id] for carrier in self.carriers]
+        complete = [self._found[carrier.id] for carrier in self.carriers]
         self._found.clear()
-        parents = self.search.advance(found)
+        parents = self.search.advance(complete)
         if not self.search.over:
             self._assign([self.carriers[parent] for parent in parents], state, now)
 
@@ -231,15 +231,17 @@ class BeamGroup(RequestGroup):
     ) -> None:
         """Give each request the tokens of a hypothesis, best first, when the search is over; `on_token` is called with
         each token, as for other requests."""
-        for request, found in zip(self.members, self.search.finished, strict=True):
+        for request, hypothesis in zip(self.members, self.search.finished, strict=True):
             request.clear_output()
-            for beam in found.beam.path():
+            for beam in hypothesis.beam.path():
                 request.append(beam.token)
                 state.events.append(TokenProduced(now, request.id, beam.token, beam.scored))
                 if on_token is not None:
                     on_token(request, beam.token)
-            request.ending = found.ending
-            state.events.append(RequestFinished(now, request.id, found.ending, found.beam.total, found.score))
+            request.ending = hypothesis.ending
+            state.events.append(
+                RequestFinished(now, request.id, hypothesis.ending, hypothesis.beam.total, hypothesis.score)
+            )
 
     def regroup(self) -> None:
         self._found.clear()
@@ -252,5 +254,5 @@ def beam_group(request: Request) -> BeamGroup:
     return request.group
 
 
-def _num_common(one: Request, other: Request) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, other.tokens, strict=True)))
+def _num_common(first: Request, second: Request) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first.tokens, second.tokens, strict=True)))

@@ -143,7 +143,7 @@ class CostModel:
         target = (*row, seconds / self._speed_factor)
         # Relative errors: a short step counts as much as a long one.
         scale = trust * (self._speed_factor / (predicted or seconds)) ** 2
-        self._remember(shape, [scale * one * other for one in row for other in target])
+        self._remember(shape, [scale * feature * other for feature in row for other in target])
         self._fit()
 
     def _note_error(self, shape: StepShape, ratio: float) -> float:

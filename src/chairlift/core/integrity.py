@@ -87,7 +87,9 @@ def check_states(scheduler: Scheduler, state_slots: StateSlots) -> None:
     for digest, request_id in state_slots.expected_snapshots().items():
         owner, own = scheduler.get(request_id), states[request_id]
         assert owner is not None
-        still_to_come = [one for place, one in own.wanted.items() if place >= owner.num_planned or place in own.pending]
+        still_to_come = [
+            other for position, other in own.wanted.items() if position >= owner.num_planned or position in own.pending
+        ]
         assert digest in still_to_come, f"{request_id} will not take a snapshot that others expect"
 
 

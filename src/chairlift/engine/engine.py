@@ -161,8 +161,8 @@ class Engine:
     def _check_unused(self, request_ids: Sequence[str]) -> None:
         """An id stays in use until its ending is published: an event must not be about two requests."""
         for request_id in request_ids:
-            known = self.scheduler.get(request_id) is not None or self._selection.holds(request_id)
-            if known or request_id in self._unreported:
+            in_use = self.scheduler.get(request_id) is not None or self._selection.holds(request_id)
+            if in_use or request_id in self._unreported:
                 raise InvalidParameter("request_id", f"{request_id!r} is already in use")
 
     def check(

@@ -76,7 +76,7 @@ class Pipeline:
         shape = StepShape.of(step.plan)
         predicted = self.cost_model.predict(shape) or None
         # Launching a later step took time out of this one's.
-        typical = all(one.pending.typical for one in (step, *self._steps))
+        typical = all(other.pending.typical for other in (step, *self._steps))
         speculation = self._scheduler.speculation
         running = seconds if speculation is None else speculation.observe(result, seconds, step.waited, typical)
         if typical:

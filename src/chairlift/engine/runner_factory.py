@@ -130,9 +130,9 @@ class RunnerFactory:
         try:
             runner.preparation.compile_generic()
             self.timeline.end("kernels")
-            found = runner.measure_largest_step(), runner.num_state_bytes()
+            sizes = runner.measure_largest_step(), runner.num_state_bytes()
             runner.release()
-            return found
+            return sizes
         except torch.OutOfMemoryError:
             problem = "a step of this many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None

@@ -89,9 +89,9 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
         return build(WeightStore())
     identity = _identity(checkpoint, settings)
     path = folder / f"{_name(identity)}.weights"
-    found = _from_cache(build, path, identity, settings)
-    if found is not None:
-        return found
+    cached = _from_cache(build, path, identity, settings)
+    if cached is not None:
+        return cached
     from filelock import FileLock, Timeout
 
     try:
@@ -106,8 +106,8 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
         log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
         return build(WeightStore())
     with lock:
-        found = _from_cache(build, path, identity, settings)  # written by another process during the wait
-        return found or _build_and_write(build, path, identity, num_bytes, settings)
+        cached = _from_cache(build, path, identity, settings)  # written by another process during the wait
+        return cached or _build_and_write(build, path, identity, num_bytes, settings)
 
 
 def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> Path | None:

@@ -26,9 +26,9 @@ def private_folder(path: Path) -> Path:
     for part in reversed((real, *real.parents)):
         if not part.exists():
             part.mkdir(mode=0o700 if part == real else 0o755, exist_ok=True)
-        found = part.stat()
-        is_sticky = bool(found.st_mode & stat.S_ISVTX)
-        _require_private(part, found, writable_by_others=is_sticky and part != real)
+        status = part.stat()
+        is_sticky = bool(status.st_mode & stat.S_ISVTX)
+        _require_private(part, status, writable_by_others=is_sticky and part != real)
     return real
 
 
@@ -37,13 +37,13 @@ def require_private_content(folder: Path) -> None:
     hidden = not folder.stat().st_mode & 0o077  # others do not reach what is in it
     for entry in os.scandir(folder):
         try:
-            found = entry.stat(follow_symlinks=False)
+            status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:  # a temporary file of another process
             continue
-        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise _refusal(Path(entry.path), "is neither a file nor a folder")
-        _require_private(Path(entry.path), found, writable_by_others=hidden)
-        if stat.S_ISDIR(found.st_mode):
+        _require_private(Path(entry.path), status, writable_by_others=hidden)
+        if stat.S_ISDIR(status.st_mode):
             require_private_content(Path(entry.path))
 
 
@@ -51,10 +51,10 @@ def open_private(path: Path) -> int:
     """Open a file to read it; raises OSError if it is a link, or if another user owns it or can write it."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise _refusal(path, "is not a file")
-        _require_private(path, found)
+        _require_private(path, status)
     except BaseException:
         os.close(file)
         raise
@@ -64,8 +64,8 @@ def open_private(path: Path) -> int:
 def create_private(path: Path) -> int:
     """Create a file that only this user can read and write; one that this user left there before is replaced."""
     try:
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
             raise _refusal(path, "is a link, or belongs to another user")
         path.unlink()
     except FileNotFoundError:
@@ -73,12 +73,12 @@ def create_private(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _require_private(path: Path, found: os.stat_result, *, writable_by_others: bool = False) -> None:
-    if found.st_uid not in (ROOT, os.geteuid()):
+def _require_private(path: Path, status: os.stat_result, *, writable_by_others: bool = False) -> None:
+    if status.st_uid not in (ROOT, os.geteuid()):
         raise _refusal(path, "belongs to another user")
     if writable_by_others:
         return
-    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _only_own(found.st_gid)):
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _only_own(status.st_gid)):
         raise _refusal(path, "can be written by other users")
 
 

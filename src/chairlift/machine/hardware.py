@@ -160,11 +160,11 @@ def _processors(node: Path) -> set[int]:
         text = (node / "cpulist").read_text().strip()
     except OSError:
         return set()
-    found: set[int] = set()
+    processors: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        processors.update(range(int(first), int(last or first) + 1))
+    return processors
 
 
 def count_gpus() -> int:
@@ -201,6 +201,6 @@ def _initialized_driver() -> ctypes.CDLL | None:
 
 def _torch_has_cuda() -> bool:
     """Whether the installed torch is built for CUDA, without importing it."""
-    found = find_spec("torch")
-    folders = found.submodule_search_locations if found is not None else None
+    spec = find_spec("torch")
+    folders = spec.submodule_search_locations if spec is not None else None
     return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders or ())

@@ -143,8 +143,8 @@ def _build(group: type, values: Mapping[str, Any], context: typer.Context) -> An
 def _config_parameter(declared: tuple[Option, ...]) -> inspect.Parameter:
     def read(context: typer.Context, value: Path | None) -> Path | None:
         if value is not None and not context.resilient_parsing:
-            found = read_config_file(value, declared)
-            context.default_map = {name: _typed(found[name]) for name in found}
+            values = read_config_file(value, declared)
+            context.default_map = {name: _typed(values[name]) for name in values}
         return value
 
     help = "Read options from this YAML or TOML file. The variables CHAIRLIFT_<OPTION> set options too."

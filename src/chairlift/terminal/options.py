@@ -123,16 +123,16 @@ class SearchOptions:
         check_options(self)
 
     def params(self, sampling: SamplingOptions, n: int) -> SamplingParams:
-        given: dict[str, Any] = asdict(sampling)
+        values: dict[str, Any] = asdict(sampling)
         if self.beam_width is not None:  # requires 1 for these, so replace the defaults
             for field in fields(sampling):
-                if field.name in ("temperature", "top_p") and given[field.name] == field.default:
-                    given[field.name] = 1.0
+                if field.name in ("temperature", "top_p") and values[field.name] == field.default:
+                    values[field.name] = 1.0
         return SamplingParams(
             n=n,
             best_of=self.best_of,
             beam_width=self.beam_width,
             length_penalty=self.length_penalty,
             early_stopping=_EARLY_STOPPING[self.early_stopping],
-            **given,
+            **values,
         )

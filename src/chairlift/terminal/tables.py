@@ -25,12 +25,12 @@ class Column:
     missing: str = "-"  # shown for None
 
     def cell(self, row: Any) -> str:
-        found = row[self.value] if isinstance(self.value, str) else self.value(row)
-        if found is None:
+        value = row[self.value] if isinstance(self.value, str) else self.value(row)
+        if value is None:
             return self.missing
-        if isinstance(found, bool):
-            return "yes" if found else "no"
-        return format(found if self.factor == 1 else found * self.factor, self.form) + self.unit
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return format(value if self.factor == 1 else value * self.factor, self.form) + self.unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,9 @@ class LatencyBudget(AdaptiveBudget):
         target = self._planned(self._tpot) / self._cost.slowdown
         if forecast.seconds(sizes[-1]) <= target:
             return sizes[-1], beyond
-        place = bisect_right(sizes, target, key=forecast.seconds)
-        if place:
-            return sizes[place - 1], LimitReason.TPOT
+        num_fitting = bisect_right(sizes, target, key=forecast.seconds)
+        if num_fitting:
+            return sizes[num_fitting - 1], LimitReason.TPOT
         alone = forecast.seconds(0)
         return sizes[0], LimitReason.FLOOR if alone > self._tpot else LimitReason.TPOT
 

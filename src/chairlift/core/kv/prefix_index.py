@@ -92,8 +92,8 @@ class PrefixIndex:
             digest = chain[position]
             block = self._lookup(digest)
             if block is not None:
-                found = self._entry_of[block]
-                if found.tokens != block_tokens or found.parent != parent:
+                entry = self._entry_of[block]
+                if entry.tokens != block_tokens or entry.parent != parent:
                     block = None
             if block is None:
                 miss = Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN

@@ -278,8 +278,8 @@ class StateSlots(Resource):
             fork.slot = kept[fork.num_tokens] = taken[0]
         # Those that are wanted come first: the others must not take the last slots.
         boundaries = self._boundaries_within(chunk)
-        wanted = [one for one in boundaries if self._is_wanted(chunk.request, states, one)]
-        regular = [one for one in boundaries if self._is_regular(one)]
+        wanted = [boundary for boundary in boundaries if self._is_wanted(chunk.request, states, boundary)]
+        regular = [boundary for boundary in boundaries if self._is_regular(boundary)]
         for num_tokens in dict.fromkeys((*wanted, *regular)):
             if num_tokens not in wanted and not self._many_empty:
                 break
@@ -329,7 +329,7 @@ class StateSlots(Resource):
         """Attach the snapshots that have been computed to their blocks."""
         states = self._states[request.id]
         if states.pending:
-            for num_tokens in [one for one in states.pending if one <= request.num_computed]:
+            for num_tokens in [boundary for boundary in states.pending if boundary <= request.num_computed]:
                 self._index_snapshot(request, states, num_tokens)
 
     def _index_snapshot(self, request: Request, states: RequestStates, num_tokens: int) -> None:

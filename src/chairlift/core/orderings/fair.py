@@ -131,16 +131,20 @@ class FairOrdering(Ordering):
                     del self._served[tenant]
 
 
-def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str, float]:
+def parse_weights(declared: Mapping[str, float] | Sequence[str] | None) -> dict[str, float]:
     """Parse {"name": 2} or ["name=2"]."""
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
-    elif given is None:
+    if isinstance(declared, Mapping):
+        pairs = list(declared.items())
+    elif declared is None:
         pairs = []
-    elif isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
-        raise InvalidParameter("tenant_weights", f"must map names to numbers, got {given!r}")
+    elif (
+        isinstance(declared, str)
+        or not isinstance(declared, Sequence)
+        or not all(isinstance(text, str) for text in declared)
+    ):
+        raise InvalidParameter("tenant_weights", f"must map names to numbers, got {declared!r}")
     else:
-        pairs = [_parse_weight(text) for text in given]
+        pairs = [_parse_weight(text) for text in declared]
     weights = dict(pairs)
     if len(weights) < len(pairs):
         raise InvalidParameter("tenant_weights", "contains a tenant twice")
@@ -151,8 +155,8 @@ def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str
 
 
 def _parse_weight(text: str) -> tuple[str, float]:
-    name, found, number = text.rpartition("=")
+    name, separator, number = text.rpartition("=")
     try:
-        return name, float(number if found else "")
+        return name, float(number if separator else "")
     except ValueError:
         raise InvalidParameter("tenant_weights", f"must look like name=2, got {text!r}") from None

@@ -208,8 +208,8 @@ class SamplingParams:
 
     def implementations(self, stage: Stage) -> list[str]:
         """The names in SAMPLING_PARAMETERS that a stage must apply to this request."""
-        found = [parameter.implementation or name for name, parameter in self._active() if parameter.stage is stage]
-        return [*dict.fromkeys(found)]
+        names = [parameter.implementation or name for name, parameter in self._active() if parameter.stage is stage]
+        return [*dict.fromkeys(names)]
 
     @property
     def needs_host(self) -> bool:

@@ -40,12 +40,12 @@ class Deadlines:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed."""
-        found = []
+        requests = []
         while (deadline := self.next()) is not None and deadline <= now:
             request = self._request(heapq.heappop(self._heap))
             assert request is not None
-            found.append(request)
-        return found
+            requests.append(request)
+        return requests
 
     def unmeetable(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
         """Requests that would miss their deadline even in an empty batch.

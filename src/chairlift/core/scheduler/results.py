@@ -118,10 +118,10 @@ class ResultApplier:
 
     def finish(self, request: Request, ending: Ending, now: float) -> None:
         """End a request; a beam ends with its whole search."""
-        for one in request.companions:
-            assert one.ending is None
-            one.ending = ending
-            self._state.events.append(RequestFinished(now, one.id, ending))
+        for member in request.companions:
+            assert member.ending is None
+            member.ending = ending
+            self._state.events.append(RequestFinished(now, member.id, ending))
         self._remove(request.companions)
 
     def _remove(self, requests: Sequence[Request]) -> None:

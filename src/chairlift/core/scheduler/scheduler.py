@@ -92,13 +92,13 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> None:
         self.check_fits(request.num_prompt, request.max_new_tokens, request.num_slots)
-        for one in request.companions:
-            if one.id in self._requests:
-                raise InvalidParameter("request_id", f"{one.id!r} is already in use")
-        for one in request.companions:
-            if one.order < 0:
-                one.order = self.take_place()
-            self._requests[one.id] = one
+        for member in request.companions:
+            if member.id in self._requests:
+                raise InvalidParameter("request_id", f"{member.id!r} is already in use")
+        for member in request.companions:
+            if member.order < 0:
+                member.order = self.take_place()
+            self._requests[member.id] = member
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,260 +20,39 @@ from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import Measurement, TokenProgress, add_speedups
-from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload, text_like_ids
-from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
-from chairlift_lab.peers.process import PeerFailed
+from chairlift_lab.common.engine_run import TokenProgress
+from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload
+from chairlift_lab.peers.comparison import (
+    ALL_ENGINES,
+    ENGINES,
+    OWN_ENGINES,
+    ConcurrencyResult,
+    Rounds,
+    ThroughputComparison,
+)
+from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths
 from chairlift_lab.report.options import parse_names, parse_numbers
 
-if TYPE_CHECKING:
-    from chairlift.engine.settings import MachineSettings
-
-ENGINES = ("chairlift", "one-at-a-time", "transformers")
-OWN_ENGINES = ("chairlift", "chairlift-fp32")
-ALL_ENGINES = tuple(dict.fromkeys(ENGINES + OWN_ENGINES))
-
-Watch = Callable[[str], AbstractContextManager[TokenProgress]]
-"""Shows the progress of the engine of that name."""
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputComparison:
-    """Engines to run on one model; `options` are fields of `EngineConfig`.
-
-    All requests are submitted at once. With `closed_loop`, our own engines get at most as many as they have slots, and
-    the next when one has finished.
-    """
-
-    model: str
-    engines: Sequence[str] = ENGINES
-    options: Mapping[str, Any] = field(default_factory=dict)
-    progress: bool = True  # Whether downloading the model shows progress.
-    closed_loop: bool = False
-
-    def run(self, workload: Workload, watch: Watch) -> list[dict[str, Any]]:
-        """Load, warm up and measure one engine after the other; return a row for each."""
-        import torch
-
-        runs = {
-            "chairlift": self._run_batched,
-            "chairlift-fp32": self._run_fp32,
-            "one-at-a-time": self._run_one_at_a_time,
-            "transformers": self._run_transformers,
-        }
-        self._require_accelerate()
-        threads = torch.get_num_threads()
-        rows = []
-        for name in self.engines:
-            torch.set_num_threads(threads)  # the engine before may have changed it
-            with watch(name) as advance:
-                rows.append(runs[name](workload, advance).row(name))
-            gc.collect()
-        add_speedups(rows)
-        return rows
-
-    def slots(self) -> int:
-        """The most requests per step."""
-        return self._machine().max_batch_requests
-
-    def settings(self) -> dict[str, Any]:
-        """The settings with all defaults resolved."""
-        config, machine = self._config(), self._machine()
-        return {
-            "model": self.model,
-            "engines": list(self.engines),
-            "threads": machine.threads,
-            "device": str(machine.device),
-            "dtype": str(machine.dtype).removeprefix("torch."),
-            "quantization": config.quantization,
-            "concurrency": machine.max_batch_requests,
-            "max_model_len": config.max_model_len,
-            "max_batch_tokens": machine.max_batch_tokens,
-            "max_prefill_tokens": config.max_prefill_tokens or machine.max_batch_tokens,
-            "block_size": config.block_size,
-            "kv_memory": config.kv_memory,
-            "prefix_caching": config.prefix_caching,
-            "attention": config.attention,
-            "transformers_max_batch_tokens": self._transformers_batch_tokens(),
-        }
-
-    def vocabulary(self) -> list[int]:
-        """The token ids that prompts can be made of."""
-        from chairlift.loading.checkpoint import open_checkpoint
-        from chairlift.loading.resolve import resolve_model
-        from chairlift.loading.tokenizer import load_tokenizer
-
-        checkpoint = open_checkpoint(resolve_model(self.model, progress=self.progress))
-        return text_like_ids(load_tokenizer(checkpoint).tokenizer)
-
-    def _require_accelerate(self) -> None:
-        """Raise before the measurement if transformers could not load the model."""
-        from chairlift.loading.resolve import resolve_model
-
-        if "transformers" not in self.engines or find_spec("accelerate") is not None:
-            return
-        if resolve_model(self.model, progress=self.progress).suffix == ".gguf":
-            problem = (
-                "transformers needs the package accelerate to read GGUF files; install it or leave transformers out"
-            )
-            raise InvalidParameter("engines", problem)
-
-    def _config(self, **changes: Any) -> Any:
-        from chairlift.config import EngineConfig
-
-        return EngineConfig(**(dict(self.options) | changes))
-
-    def _machine(self, **changes: Any) -> MachineSettings:
-        from chairlift.engine.settings import resolve_machine
-
-        return resolve_machine(self._config(**changes))
-
-    def _run_batched(self, workload: Workload, advance: TokenProgress, **changes: Any) -> Measurement:
-        from chairlift.engine.startup import load_engine
-        from chairlift_lab.common.engine_run import measure_engine
-
-        config = self._config(**changes)
-        loaded = load_engine(self.model, config, progress=self.progress)
-        in_flight = self._machine(**changes).max_batch_requests if self.closed_loop else None
-        return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
-
-    def _run_fp32(self, workload: Workload, advance: TokenProgress) -> Measurement:
-        return self._run_batched(workload, advance, quantization="none", dtype="float32")
-
-    def _run_one_at_a_time(self, workload: Workload, advance: TokenProgress) -> Measurement:
-        """The same engine with one slot."""
-        return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
-
-    def _run_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
-        from chairlift.loading.resolve import resolve_model
-        from chairlift_lab.peers.transformers_run import TransformersSetup, measure_transformers
-
-        machine = self._machine()
-        setup = TransformersSetup(
-            checkpoint=resolve_model(self.model, progress=self.progress),
-            dtype=machine.dtype,
-            device=machine.device,
-            max_batch_tokens=self._transformers_batch_tokens(),
-            max_batch_requests=machine.max_batch_requests,
-        )
-        return measure_transformers(setup, workload, advance)
-
-    def _transformers_batch_tokens(self) -> int:
-        from chairlift_lab.peers.transformers_run import MAX_BATCH_TOKENS
-
-        return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
-
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ConcurrencyResult:
-    """The rows of one concurrency, and why peers have none."""
-
-    concurrency: int
-    rows: list[Row]
-    skipped: dict[str, str]  # The reason for each peer, by name.
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Every round runs each engine once, so that a slow phase of the machine affects all of them."""
-
-    own: ThroughputComparison
-    peers: Sequence[Peer] = ()
-    concurrencies: Sequence[int | None] = (None,)  # None: the engine's default
-    repeat: int = 1
-
-    @cached_property
-    def versions(self) -> dict[str, str | PeerFailed]:
-        """The version of each peer, or why it cannot run."""
-        return {peer.name: self._version(peer) for peer in self.peers}
-
-    def run(self, workload: Workload, watch: Watch) -> Iterator[ConcurrencyResult]:
-        for concurrency in self.concurrencies:
-            yield self._at(concurrency, workload, watch)
-
-    def _at(self, concurrency: int | None, workload: Workload, watch: Watch) -> ConcurrencyResult:
-        own = self.own if concurrency is None else self._with_concurrency(concurrency)
-        slots = own.slots()
-        runs: dict[str, list[Row]] = {}
-        skipped = {name: str(found) for name, found in self.versions.items() if isinstance(found, PeerFailed)}
-        for _ in range(self.repeat):
-            for row in own.run(workload, watch):
-                runs.setdefault(row["name"], []).append(row)
-            for peer in self.peers:
-                if peer.name in skipped:
-                    continue
-                try:
-                    with watch(peer.name) as advance:
-                        row = peer.measure(workload, slots, advance).row(peer.name)
-                    runs.setdefault(peer.name, []).append(row)
-                except PeerFailed as failure:
-                    skipped[peer.name] = str(failure)
-        rows = [median_row(of_one) for name, of_one in runs.items() if name not in skipped]
-        self._compare(rows, slots)
-        return ConcurrencyResult(slots, rows, skipped)
-
-    def _with_concurrency(self, concurrency: int) -> ThroughputComparison:
-        return replace(self.own, options=dict(self.own.options) | {"max_batch_requests": concurrency})
-
-    def _compare(self, rows: list[Row], slots: int) -> None:
-        add_speedups(rows)
-        names = {peer.name for peer in self.peers}
-        best = max((row["output_tokens_per_s"] for row in rows if row["name"] in names), default=None)
-        for row in rows:
-            row["concurrency"] = slots
-            row["vs_best_peer"] = row["output_tokens_per_s"] / best if best else None
-
-    @staticmethod
-    def _version(peer: Peer) -> str | PeerFailed:
-        try:
-            return peer.version()
-        except PeerFailed as failure:
-            return failure
-
-
-def median_row(rows: Sequence[Row]) -> Row:
-    """The median of each figure over several runs of one engine; figures that an engine does not have stay None."""
-    numeric = [name for name, value in rows[0].items() if isinstance(value, (int, float))]
-    middle = {name: median(row[name] for row in rows) for name in numeric}
-    return rows[0] | middle | {"output_tokens_per_s_runs": [row["output_tokens_per_s"] for row in rows]}
-
-
-_WORKLOAD, _PEERS = "Workload", "Peers"
+_workload, _peers = (partial(typer.Option, rich_help_panel=panel) for panel in ("Workload", "Peers"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputWorkload:
     """Random requests, or those of a file."""
 
-    requests: Annotated[
-        int,
-        typer.Option(help="Number of requests; with --workload, the first of the file.", rich_help_panel=_WORKLOAD),
-    ] = 64
-    prompt_len: Annotated[
-        str,
-        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_WORKLOAD),
-    ] = "16:512"
-    output_len: Annotated[
-        str,
-        typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_WORKLOAD),
-    ] = "16:256"
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
+    requests: Annotated[int, _workload(help="Number of requests; with --workload, the first of the file.")] = 64
+    prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512"
+    output_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256"
+    seed: Annotated[int, _workload(help="The same seed gives the same requests.")] = 0
     workload: Annotated[
         Path | None,
-        typer.Option(
-            help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
-            rich_help_panel=_WORKLOAD,
-        ),
+        _workload(help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.'),
     ] = None
     concurrency: Annotated[
         str | None,
-        typer.Option(
+        _workload(
             metavar="N[,N…]",
             help="Requests per step of every engine that batches; a table for each N.",
-            rich_help_panel=_WORKLOAD,
             show_default="from the machine",
         ),
     ] = None
@@ -316,34 +92,29 @@ class PeerOptions:
 
     peers: Annotated[
         str | None,
-        typer.Option(
+        _peers(
             help=f"Other engines to compare with: {', '.join(PEERS)}. One that cannot run here is left out, with the "
             "reason.",
-            rich_help_panel=_PEERS,
             show_default="none",
         ),
     ] = None
     peer_python: Annotated[
         list[str] | None,
-        typer.Option(
+        _peers(
             metavar="NAME=PYTHON",
             help="The Python that has the peer's package; repeatable.",
-            rich_help_panel=_PEERS,
             show_default="this one",
         ),
     ] = None
     peer_model: Annotated[
         list[str] | None,
-        typer.Option(
+        _peers(
             metavar="NAME=PATH",
             help="The model that a peer loads instead of --model; repeatable.",
-            rich_help_panel=_PEERS,
             show_default="--model",
         ),
     ] = None
-    peer_timeout: Annotated[
-        float, typer.Option(help="Seconds for one run of a peer, loading included.", rich_help_panel=_PEERS)
-    ] = 900.0
+    peer_timeout: Annotated[float, _peers(help="Seconds for one run of a peer, loading included.")] = 900.0
 
     def make(self, context: typer.Context, comparison: ThroughputComparison) -> list[Peer]:
         from chairlift.loading.resolve import resolve_model
@@ -353,7 +124,7 @@ class PeerOptions:
             return []
         if self.peer_timeout <= 0:
             raise InvalidParameter("peer_timeout", f"must be above 0, got {self.peer_timeout:g}")
-        names = parse_peers(self.peers)
+        names = parse_names("peers", self.peers, PEERS)
         pythons = parse_peer_paths("peer_python", self.peer_python or [], names)
         models = parse_peer_paths("peer_model", self.peer_model or [], names)
         settings = comparison.settings()

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,6 @@ class Measurement:
         first = [times[0] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
         whole = [times[-1] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
         gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
-        inside = self.inside
         return {
             "name": name,
             "output_tokens_per_s": output_tokens / self.seconds,
@@ -69,14 +68,7 @@ class Measurement:
             "latency_p99_ms": percentile(whole, 99) * 1e3,
             "itl_mean_ms": sum(gaps) / len(gaps) * 1e3 if gaps else None,
             "itl_p99_ms": percentile(gaps, 99) * 1e3 if gaps else None,
-            "steps": inside and inside.steps,
-            "mean_batch_requests": inside and inside.mean_batch_requests,
-            "scheduler_share": inside and inside.scheduler_share,
-            "preemptions": inside and inside.preemptions,
-            "peak_kv_blocks": inside and inside.peak_kv_blocks,
-            "peak_batch_requests": inside and inside.peak_batch_requests,
-            "useful_token_share": inside and inside.useful_token_share,
-            "cached_tokens": inside and inside.cached_tokens,
+            **(dict.fromkeys(EngineFigures.__slots__) if self.inside is None else asdict(self.inside)),
         }
 
 
@@ -275,15 +267,12 @@ class _Inside:
         self._steps: list[StepDone] = []
 
     def record(self, event: Event) -> None:
-        match event:
-            case RequestAdmitted():
-                self._cached.setdefault(event.request_id, event.cached_tokens)
-            case RequestPreempted():
-                self._preemptions += 1
-            case StepDone():
-                self._steps.append(event)
-            case _:
-                pass
+        if isinstance(event, RequestAdmitted):
+            self._cached.setdefault(event.request_id, event.cached_tokens)
+        elif isinstance(event, RequestPreempted):
+            self._preemptions += 1
+        elif isinstance(event, StepDone):
+            self._steps.append(event)
 
     def figures(self) -> EngineFigures:
         steps = self._steps

@@ -150,16 +150,6 @@ def _read_answer(answer: Mapping[str, Any], workload: Workload) -> Measurement:
     return Measurement(seconds, workload.input_tokens, token_times, arrivals=arrivals)
 
 
-def parse_peers(text: str) -> list[str]:
-    """ "llama.cpp,openvino" -> both, in this order."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        _check_known("peers", name, PEERS)
-    if len(set(names)) < len(names):
-        raise InvalidParameter("peers", f"{text!r} names one twice")
-    return names
-
-
 def parse_peer_paths(parameter: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
     """["openvino=some/path"] -> {"openvino": Path("/…/some/path")}, only for those that are compared."""
     paths: dict[str, Path] = {}
@@ -167,7 +157,8 @@ def parse_peer_paths(parameter: str, texts: Sequence[str], names: Sequence[str])
         name, equals, path = text.partition("=")
         if not equals or not path:
             raise InvalidParameter(parameter, f"must look like NAME=PATH, got {text!r}")
-        _check_known(parameter, name, names)
+        if name not in names:
+            raise InvalidParameter(parameter, f"there is no {name!r}; choose from {', '.join(names)}")
         if name in paths:
             raise InvalidParameter(parameter, f"{name} is given twice")
         # Not resolved: a virtual environment's python is a link that leads out of it.
@@ -175,8 +166,3 @@ def parse_peer_paths(parameter: str, texts: Sequence[str], names: Sequence[str])
         if not paths[name].exists():
             raise InvalidParameter(parameter, f"there is no {path!r}")
     return paths
-
-
-def _check_known(parameter: str, name: str, names: Sequence[str]) -> None:
-    if name not in names:
-        raise InvalidParameter(parameter, f"there is no {name!r}; choose from {', '.join(names)}")

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift_lab.bench.throughput import Rounds, ThroughputComparison, median_row
 from chairlift_lab.common.engine_run import TokenProgress
 from chairlift_lab.common.workload import BenchRequest, Workload
-from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
+from chairlift_lab.peers.comparison import Rounds, ThroughputComparison, median_row
+from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths
 from chairlift_lab.peers.process import PROGRAMS, PeerFailed, PeerProcess
 from tests.tiny import write_tiny_checkpoint
 
@@ -246,6 +246,6 @@ def test_paths_are_not_resolved(tmp_path: Path) -> None:
     (tmp_path / "real").touch()
     (tmp_path / "python").symlink_to(tmp_path / "real")
     text = f"openvino={os.path.relpath(tmp_path / 'python')}"
-    found = parse_peer_paths("peer_python", [text], parse_peers("openvino"))["openvino"]
+    found = parse_peer_paths("peer_python", [text], ["openvino"])["openvino"]
     assert found.is_absolute()
     assert found.name == "python"

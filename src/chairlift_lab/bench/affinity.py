@@ -20,7 +20,6 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.cluster.routing.router import Router
 from chairlift.errors import ChairliftError
-from chairlift.options import above, at_least
 from chairlift.progress import Note
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions
@@ -38,6 +37,7 @@ from chairlift_lab.load.client import (
 )
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.report.options import Count, Positive, Settings
 from chairlift_lab.simulator.outcome import Arrival, Targets, figures, percentile
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import MeasuredCost, StepCost
@@ -55,20 +55,15 @@ DEFAULTS = ReplicaSettings(num_blocks=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AffinitySettings:
-    groups: Annotated[int, typer.Option(help="Prefixes that requests share.")] = 8
-    per_group: Annotated[int, typer.Option(help="Requests with each prefix.")] = 12
-    prefix_tokens: Annotated[int, typer.Option(help="Tokens of a shared prefix.")] = 500
-    own_tokens: Annotated[int, typer.Option(help="Tokens of each prompt after its prefix.")] = 30
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 16
-    rate: Annotated[float, typer.Option(help="Requests per second, with random gaps.")] = 1.0
-    replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 2
+class AffinitySettings(Settings):
+    groups: Annotated[Count, typer.Option(help="Prefixes that requests share.")] = 8
+    per_group: Annotated[Count, typer.Option(help="Requests with each prefix.")] = 12
+    prefix_tokens: Annotated[Count, typer.Option(help="Tokens of a shared prefix.")] = 500
+    own_tokens: Annotated[Count, typer.Option(help="Tokens of each prompt after its prefix.")] = 30
+    output_tokens: Annotated[Count, typer.Option(help="Tokens of each output.")] = 16
+    rate: Annotated[Positive, typer.Option(help="Requests per second, with random gaps.")] = 1.0
+    replicas: Annotated[Count, typer.Option(help="Replicas of the fleet.")] = 2
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0
-
-    def __post_init__(self) -> None:
-        for name in ("groups", "per_group", "prefix_tokens", "own_tokens", "output_tokens", "replicas"):
-            at_least(1)(name, getattr(self, name))
-        above(0)("rate", self.rate)
 
     def requests(self) -> list[BenchRequest]:
         """In random order, as many of each group."""

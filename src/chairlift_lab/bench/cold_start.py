@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.client.http import Address, HttpClient
-from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.errors import ChairliftError
 from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument
 from chairlift.terminal.tables import Column, Table
@@ -29,7 +29,7 @@ from chairlift_lab.common.workload import BenchRequest, LengthRange, draw_reques
 from chairlift_lab.load.client import ClosedLoop, LoadClient, LoadGenerator, LoadRecord, RequestFormat
 from chairlift_lab.load.figures import Latency
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
-from chairlift_lab.report.options import number_list
+from chairlift_lab.report.options import Counts, Positive, Settings, number_list
 
 WARM_SECONDS = 5.0  # The load after a warm start is short: its first token counts.
 LAST_SHARE = 0.25  # The last part of the load shows the steady state.
@@ -38,18 +38,12 @@ METRICS_SECONDS = 10.0  # The limit for an answer of /metrics.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColdStartSettings:
-    streams: Annotated[Sequence[int], number_list("Requests in flight, each in a server of its own.")] = (1, 8, 32)
-    seconds: Annotated[float, typer.Option(help="Seconds of load after /ready.")] = 60.0
+class ColdStartSettings(Settings):
+    streams: Annotated[Counts, number_list("Requests in flight, each in a server of its own.")] = (1, 8, 32)
+    seconds: Annotated[Positive, typer.Option(help="Seconds of load after /ready.")] = 60.0
     prompt_len: Annotated[str, typer.Option(help="Tokens per prompt: a number or a range such as 100:400.")] = "100:400"
     output_len: Annotated[str, typer.Option(help="Tokens per answer: a number or a range such as 100:400.")] = "100"
     seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0
-
-    def __post_init__(self) -> None:
-        if not self.streams or min(self.streams) < 1:
-            raise InvalidParameter("streams", "must be numbers of at least 1")
-        if not self.seconds > 0:
-            raise InvalidParameter("seconds", f"must be above 0, got {self.seconds}")
 
     @property
     def lengths(self) -> tuple[LengthRange, LengthRange]:

@@ -19,20 +19,18 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.model_shapes import TokenizerModel
 from chairlift_lab.common.stream_reader import read_in_processes
-from chairlift_lab.report.options import number_list
+from chairlift_lab.report.options import Count, Settings, number_list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontEndSettings:
-    streams: Annotated[int, typer.Option(help="Concurrent streams.")] = 256
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 256
-    rate: Annotated[float, typer.Option(help="Tokens per second that the engine generates for all streams.")] = 20_000
-    readers: Annotated[int, typer.Option(help="Processes that read the streams.")] = 1
+class FrontEndSettings(Settings):
+    streams: Annotated[Count, typer.Option(help="Concurrent streams.")] = 256
+    tokens: Annotated[Count, typer.Option(help="Tokens of each stream.")] = 256
+    rate: Annotated[
+        float, at_least(1), typer.Option(help="Tokens per second that the engine generates for all streams.")
+    ] = 20_000
+    readers: Annotated[Count, typer.Option(help="Processes that read the streams.")] = 1
     model: TokenizerModel = DEFAULT_MODEL
-
-    def __post_init__(self) -> None:
-        for name in ("streams", "tokens", "readers", "rate"):
-            at_least(1)(name, getattr(self, name))
 
 
 def measure_front_end(settings: FrontEndSettings, workers: int) -> dict[str, Any]:

@@ -16,13 +16,12 @@ import typer
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options import above, at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.model_shapes import TokenizerModel
 from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
-from chairlift_lab.report.options import number_list
+from chairlift_lab.report.options import Count, Positive, Settings, number_list
 
 END = b"data: [DONE]\n\n"
 
@@ -71,18 +70,13 @@ Endpoint = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IngressSettings:
+class IngressSettings(Settings):
     streams: Annotated[Sequence[int], number_list("Concurrent streams, one run for each number.")] = (8, 32)
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 200
-    token_ms: Annotated[float, typer.Option(help="Milliseconds between the tokens of a stream.")] = 5.0
-    replicas: Annotated[int, typer.Option(help="Replicas of the fleet.")] = 2
-    repeat: Annotated[int, typer.Option(help="Runs of each path, in turn.")] = 5
+    tokens: Annotated[Count, typer.Option(help="Tokens of each stream.")] = 200
+    token_ms: Annotated[Positive, typer.Option(help="Milliseconds between the tokens of a stream.")] = 5.0
+    replicas: Annotated[Count, typer.Option(help="Replicas of the fleet.")] = 2
+    repeat: Annotated[Count, typer.Option(help="Runs of each path, in turn.")] = 5
     model: TokenizerModel = DEFAULT_MODEL
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "replicas", "repeat"):
-            at_least(1)(name, getattr(self, name))
-        above(0)("token_ms", self.token_ms)
 
 
 def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str], None]) -> list[dict[str, Any]]:

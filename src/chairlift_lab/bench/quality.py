@@ -6,7 +6,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,30 +76,6 @@ class Scores:
         return float((self.losses.double() - reference.losses.double()).std(correction=0)) / math.sqrt(len(self.losses))
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """One mode, compared with float32."""
-
-    mode: str
-    perplexity: float
-    change: float  # relative, of the perplexity against float32
-    uncertainty: float  # standard error of the change, by the differences of single tokens
-    agreement: float  # share of positions with the same likeliest next token
-    weight_bytes: int
-    kv_bytes_per_token: int
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "name": self.mode,
-            "perplexity": self.perplexity,
-            "perplexity_change": self.change,
-            "standard_error": self.uncertainty,
-            "greedy_agreement": self.agreement,
-            "weight_bytes": self.weight_bytes,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-        }
-
-
 def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
     """The modes that a device can run: their options by name."""
     from chairlift.engine.settings import resolve_machine
@@ -109,13 +85,13 @@ def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
 
 def measure_quality(
     model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = QUALITY_TEXTS, device: str = "cpu"
-) -> list[Quality]:
+) -> list[dict[str, Any]]:
     """Score every mode on the same texts. float32 is the reference and always comes first, even if not in `modes`."""
     import torch
 
     from chairlift.engine.startup import load_model, start_engine
 
-    found: list[Quality] = []
+    rows: list[dict[str, Any]] = []
     reference: Scores | None = None
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
         note(f"{mode}: loading")
@@ -132,36 +108,38 @@ def measure_quality(
             parts.append(score(started.runner, piece, started.memory.block_size))
         scores = Scores(torch.cat([part.losses for part in parts]), torch.cat([part.likeliest for part in parts]))
         reference = reference or scores
-        found.append(
-            Quality(
-                mode=mode,
-                perplexity=scores.perplexity,
-                change=scores.perplexity / reference.perplexity - 1,
-                uncertainty=scores.standard_error(reference),
-                agreement=float((scores.likeliest == reference.likeliest).double().mean()),
-                weight_bytes=started.memory.weight_bytes,
-                kv_bytes_per_token=started.memory.bytes_per_token,
-            )
+        rows.append(
+            {
+                "name": mode,
+                "perplexity": scores.perplexity,
+                "perplexity_change": scores.perplexity / reference.perplexity - 1,
+                "standard_error": scores.standard_error(reference),  # of the change, by the differences of tokens
+                "greedy_agreement": float((scores.likeliest == reference.likeliest).double().mean()),
+                "weight_bytes": started.memory.weight_bytes,
+                "kv_bytes_per_token": started.memory.bytes_per_token,
+            }
         )
         del loaded, started  # before the next model is loaded
         gc.collect()
-    return found
+    return rows
 
 
-def measure_block_types(model: str, kinds: str, note: Note, *, texts: Sequence[str] = QUALITY_TEXTS) -> list[Quality]:
+def measure_block_types(
+    model: str, kinds: str, note: Note, *, texts: Sequence[str] = QUALITY_TEXTS
+) -> list[dict[str, Any]]:
     """Round a GGUF model to each type of blocks; compare our products with those of the dequantized weights."""
     from chairlift_lab.make_model.requantize import parse_kinds, requantize
 
     chosen, source = parse_kinds(kinds), resolve_model(model)
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in chosen:
             path = Path(folder) / f"{kind}.gguf"
             requantize(source, kind, path, note)
             _, stored = measure_quality(str(path), ["as stored, KV float32"], note, texts=texts)
-            found.append(replace(stored, mode=kind))
+            rows.append(stored | {"name": kind})
             path.unlink()
-    return found
+    return rows
 
 
 def text_to_score(path: Path) -> str:
@@ -279,13 +257,11 @@ def bench_quality(
     if block_types is not None:
         if modes is not None:
             raise InvalidParameter("block_types", "was given together with modes; give one")
-        found = measure_block_types(model, block_types, note, texts=texts)
-        rows = [quality.row() for quality in found]
-        settings = {"model": model, "block_types": [quality.mode for quality in found], "device": "cpu", **scored}
+        rows = measure_block_types(model, block_types, note, texts=texts)
+        settings = {"model": model, "block_types": [row["name"] for row in rows], "device": "cpu", **scored}
         return BenchResult(settings, rows, [quality_table(f"{model} in blocks", rows)])
     chosen = parse_modes(modes, device) if modes is not None else list(modes_on(device))
-    found = measure_quality(model, chosen, note, texts=texts, device=device)
-    rows = [quality.row() for quality in found]
+    rows = measure_quality(model, chosen, note, texts=texts, device=device)
     return BenchResult(
         {"model": model, "modes": chosen, "device": device, **scored},
         rows,

@@ -16,11 +16,10 @@ from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.router import Route
 from chairlift.cluster.serving.routed_body import TOKEN_BYTES, read_body
 from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
-from chairlift.options import at_least
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.report.options import number_list
+from chairlift_lab.report.options import Count, Counts, Settings, number_list
 
 PATH = "/v1/completions"
 NUM_TOKENS = 800_000  # room of a replica's KV cache: an 8B model on an H200
@@ -30,16 +29,11 @@ REPORTS = 5  # How often all replicas report.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingSettings:
-    replicas: Annotated[Sequence[int], number_list("Replicas, one run for each number.")] = (10, 100, 1000)
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, of four bytes each.")] = 1000
-    requests: Annotated[int, typer.Option(help="Requests of a run.")] = 4000
+class RoutingSettings(Settings):
+    replicas: Annotated[Counts, number_list("Replicas, one run for each number.")] = (10, 100, 1000)
+    prompt_tokens: Annotated[Count, typer.Option(help="Tokens of a prompt, of four bytes each.")] = 1000
+    requests: Annotated[Count, typer.Option(help="Requests of a run.")] = 4000
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0
-
-    def __post_init__(self) -> None:
-        at_least(1)("replicas", min(self.replicas))
-        for name in ("prompt_tokens", "requests"):
-            at_least(1)(name, getattr(self, name))
 
     def bodies(self) -> list[bytes]:
         """Prompts in random order whose first half is that of their group."""

@@ -22,7 +22,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -31,7 +30,6 @@ import typer
 
 from chairlift.byte_sizes import parse_bytes
 from chairlift.client.http import Address, HttpClient
-from chairlift.client.response import EventLineParser
 from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
@@ -43,6 +41,7 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engine_run import percentile
 from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_server
+from chairlift_lab.load.soak_traffic import QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok
 
 FEW = 4  # file descriptors or threads that may be added: pools start threads lazily
 
@@ -98,204 +97,6 @@ def growth_problems(
     return found
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "warm": {"type": "boolean"}},
-    "required": ["city", "warm"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
-PATTERN = "[0-9]{2,4}-[a-f]{1,6}"
-QUESTIONS = (
-    "What is a chairlift?",
-    "Name three colours of the rainbow.",
-    "Why is the sky blue?",
-    "Write a short poem about snow.",
-    "Count from one to ten.",
-    "Tell me about the sea, the sea, the sea.",
-)
-WORDS = ("snow", "lift", "valley", "sun", "ski")
-WARM_UP_WORDS = 200
-# By kind, how often it is chosen.
-KINDS = {
-    "greedy": 30,
-    "sampled": 20,
-    "several": 6,
-    "json": 8,
-    "regex": 6,
-    "tool": 8,
-    "long prompt": 4,
-    "cancelled": 8,
-    "killed": 6,
-    "tokenize": 6,
-    "invalid": 4,
-}
-
-Check = Callable[[int, bytes], str | None]
-"""Returns what is wrong with an answer, given its status and body."""
-
-
-@dataclass(frozen=True, slots=True)
-class SoakRequest:
-    kind: str
-    path: str
-    body: dict[str, Any]
-    check: Check
-    hang_up_after: float | None = None  # seconds after which the client disconnects
-
-
-class SoakTraffic:
-    """Random requests; greedy ones must be answered as in `references`, by question."""
-
-    def __init__(self, model: str, seed: int, references: Mapping[str, str] | None = None) -> None:
-        self._model = model
-        self._rng = random.Random(seed)
-        self._references = references or {}
-
-    def request(self) -> SoakRequest:
-        (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
-        return self._make(kind)
-
-    def reference_request(self, question: str) -> SoakRequest:
-        """The request whose answer is the reference of a question."""
-        return SoakRequest("reference", "/v1/chat/completions", self._greedy(question), expect_ok)
-
-    def warm_up_request(self) -> SoakRequest:
-        """A long prompt that differs from all others, and one token."""
-        body = {"model": self._model, "prompt": self._words(WARM_UP_WORDS), "max_tokens": 1}
-        return SoakRequest("warm-up", "/v1/completions", body, expect_ok)
-
-    def _make(self, kind: str) -> SoakRequest:
-        rng, question = self._rng, self._rng.choice(QUESTIONS)
-        chat, completion = "/v1/chat/completions", "/v1/completions"
-        sampled = self._chat(question, temperature=1.0, max_tokens=rng.randint(1, 48), seed=rng.randrange(1000))
-        match kind:
-            case "greedy":
-                body = self._greedy(question) | {"stream": rng.random() < 0.5}
-                return SoakRequest(kind, chat, body, self._same_as_reference(question))
-            case "sampled":
-                return SoakRequest(kind, chat, sampled | {"stream": rng.random() < 0.7}, expect_ok)
-            case "several":
-                return SoakRequest(kind, chat, sampled | {"n": 3}, expect_ok)
-            case "json":
-                schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-                body = sampled | {"response_format": schema, "max_tokens": 96, "stream": rng.random() < 0.5}
-                return SoakRequest(kind, chat, body, _expect_json)
-            case "regex":
-                return SoakRequest(kind, chat, sampled | {"guided_regex": PATTERN, "max_tokens": 32}, _expect_pattern)
-            case "tool":
-                body = sampled | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 96}
-                return SoakRequest(kind, chat, body | {"stream": rng.random() < 0.5}, _expect_call)
-            case "long prompt":
-                body = {
-                    "model": self._model,
-                    "prompt": self._words(rng.randint(50, 150)),
-                    "max_tokens": 4,
-                    "temperature": 0,
-                }
-                return SoakRequest(kind, completion, body, expect_ok)
-            case "cancelled" | "killed":
-                body = sampled | {"max_tokens": 200, "ignore_eos": True, "stream": kind == "cancelled", "n": 2}
-                return SoakRequest(kind, chat, body, expect_ok, hang_up_after=rng.uniform(0.0, 0.6))
-            case "tokenize":
-                text = question * rng.choice((1, 10, 2000))
-                return SoakRequest(kind, "/tokenize", {"prompt": text}, expect_ok)
-            case _:
-                wrong = rng.choice(({"temperature": -1}, {"n": 0}, {"guided_regex": "("}, {"temprature": 1}))
-                return SoakRequest(kind, chat, sampled | wrong, _expect_refusal)
-
-    def _words(self, count: int) -> str:
-        return " ".join(self._rng.choices(WORDS, k=count))
-
-    def _chat(self, question: str, **options: Any) -> dict[str, Any]:
-        return {"model": self._model, "messages": [{"role": "user", "content": question}]} | options
-
-    def _greedy(self, question: str) -> dict[str, Any]:
-        return self._chat(question, temperature=0, max_tokens=32, ignore_eos=True)
-
-    def _same_as_reference(self, question: str) -> Check:
-        def check(status: int, body: bytes) -> str | None:
-            if problem := expect_ok(status, body):
-                return problem
-            expected, found = self._references.get(question), answer_text(body)
-            return None if expected in (None, found) else f"{found!r} instead of {expected!r}"
-
-        return check
-
-
-def expect_ok(status: int, body: bytes) -> str | None:
-    if status != 200:
-        return f"HTTP {status}: {body[:200].decode(errors='replace')}"
-    if _is_stream(body) and not body.rstrip().endswith(b"[DONE]"):
-        return "the stream is incomplete"
-    return "an error in the stream" if b'data: {"error"' in body else None
-
-
-def _expect_refusal(status: int, body: bytes) -> str | None:
-    if status != 400 or "message" not in json.loads(body)["error"]:
-        return f"HTTP {status} instead of 400"
-    return None
-
-
-def _expect_json(status: int, body: bytes) -> str | None:
-    return expect_ok(status, body) or _json_problem(answer_text(body), is_complete=_finish_reason(body) == "stop")
-
-
-def _expect_pattern(status: int, body: bytes) -> str | None:
-    if problem := expect_ok(status, body):
-        return problem
-    text = answer_text(body)
-    return None if re.fullmatch(PATTERN, text) else f"{text!r} does not match {PATTERN}"
-
-
-def _expect_call(status: int, body: bytes) -> str | None:
-    if problem := expect_ok(status, body):
-        return problem
-    arguments = {0: ""}  # There may be several calls.
-    for choice in _choices(body):
-        message = choice.get("message") or choice.get("delta") or {}
-        for position, call in enumerate(message.get("tool_calls") or ()):
-            number = call.get("index", position)  # only streamed calls have an index
-            arguments[number] = arguments.get(number, "") + call["function"].get("arguments", "")
-    is_complete = _finish_reason(body) != "length"
-    problems = (_json_problem(text, is_complete=is_complete) for text in arguments.values())
-    return next(filter(None, problems), None)
-
-
-def _json_problem(text: str, *, is_complete: bool) -> str | None:
-    """Check a text that must match SCHEMA, unless it was truncated."""
-    if not is_complete:
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return f"{text!r} is not JSON"
-    return None if isinstance(found, dict) and found.keys() == {"city", "warm"} else f"{text!r} breaks the schema"
-
-
-def _is_stream(body: bytes) -> bool:
-    """Whether the body consists of events; a comment may come first while a request waits."""
-    return body.startswith((b"data: ", b": "))
-
-
-def _choices(body: bytes) -> list[dict[str, Any]]:
-    """The choices of an answer, whole or streamed."""
-    if not _is_stream(body):
-        return list(json.loads(body)["choices"])
-    events = [event for event in EventLineParser().feed(body) if event != b"[DONE]"]
-    return [choice for event in events for choice in json.loads(event)["choices"]]
-
-
-def answer_text(body: bytes) -> str:
-    """The text of the first choice."""
-    parts = [choice.get("message") or choice.get("delta") or {} for choice in _choices(body) if choice["index"] == 0]
-    return "".join(part.get("content") or "" for part in parts)
-
-
-def _finish_reason(body: bytes) -> str | None:
-    return next((choice["finish_reason"] for choice in reversed(_choices(body)) if choice["finish_reason"]), None)
-
-
 FLEET = "bench-soak"
 MAX_WAITING = 1000
 SAMPLE_SECONDS = 1.0
@@ -309,14 +110,21 @@ HELD = ("requests_open", "requests_running", "requests_waiting", "kv_blocks_used
 MAX_OPEN_FACTOR = 2  # times the concurrency: if the machine becomes slower, the traffic waits instead of piling up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
-    seconds: float
-    load: float  # share of the server's capacity
-    calibration_seconds: float
-    concurrency: int  # Requests in flight while the capacity is measured.
-    memory_tolerance: int  # bytes that a process may grow by
-    seed: int
+    seconds: Annotated[float, typer.Option(help="Duration of the traffic.", min=1)] = 600.0
+    load: Annotated[float, typer.Option(help="Share of the server's capacity.", min=0.01, max=1)] = 0.7
+    calibration_seconds: Annotated[float, typer.Option(help="Duration of the measurement of the capacity.", min=1)] = (
+        30.0
+    )
+    concurrency: Annotated[int, typer.Option(help="Requests in flight to measure the capacity.", min=1)] = 16
+    memory_tolerance: Annotated[str, typer.Option(help="How much the memory of a process may grow.")] = "32MiB"
+    seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0
+
+    @property
+    def tolerance(self) -> int:
+        """Bytes that a process may grow by."""
+        return parse_bytes("memory_tolerance", self.memory_tolerance)
 
 
 @dataclass(slots=True)
@@ -353,7 +161,7 @@ def soak(model: str, options: Mapping[str, Any], plan: SoakPlan, note: Note, *, 
 @contextmanager
 def _single_server(model: str, options: Mapping[str, Any]) -> Iterator[_Target]:
     with local_server(model, options, max_waiting=MAX_WAITING) as server:
-        yield _Target(server.url, partial(server_processes, server.process.pid))
+        yield _Target(server.url, lambda: server_processes(server.process.pid))
 
 
 @contextmanager
@@ -565,7 +373,7 @@ class _Soak:
             figures.problems.append("a process was restarted")
         for role, samples in figures.resources.items():
             growth, before, after = memory_growth(samples), figures.idle_before[role], figures.idle_after[role]
-            figures.problems += growth_problems(role, before, after, growth, self._plan.memory_tolerance)
+            figures.problems += growth_problems(role, before, after, growth, self._plan.tolerance)
 
 
 DEFAULTS = {
@@ -601,14 +409,7 @@ def bench_soak(
     context: typer.Context,
     engine: EngineOptions,
     note: Note,
-    seconds: Annotated[float, typer.Option(help="Duration of the traffic.", min=1)] = 600.0,
-    load: Annotated[float, typer.Option(help="Share of the server's capacity.", min=0.01, max=1)] = 0.7,
-    calibration_seconds: Annotated[
-        float, typer.Option(help="Duration of the measurement of the capacity.", min=1)
-    ] = 30.0,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight to measure the capacity.", min=1)] = 16,
-    memory_tolerance: Annotated[str, typer.Option(help="How much the memory of a process may grow.")] = "32MiB",
-    seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
+    plan: SoakPlan,
     replicas: Annotated[
         int, typer.Option(help="Replicas of a fleet on Ray, behind its ingress; 0 for a single server.", min=0)
     ] = 0,
@@ -623,12 +424,14 @@ def bench_soak(
     --batch-invariant and --kv-memory 128MiB.
     """
     options = engine.config() | {name: value for name, value in DEFAULTS.items() if not given(context, name)}
-    tolerance = parse_bytes("memory_tolerance", memory_tolerance)
-    plan = SoakPlan(seconds, load, calibration_seconds, concurrency, tolerance, seed)
+    tolerance = plan.tolerance  # raises if it is no size
     found = soak(engine.model, options, plan, note, replicas=replicas)
-    requests = [_request_row(kind, times) for kind, times in sorted(found.kinds.items())]
+    requests = [
+        {"name": kind, "requests": len(times)} | {f"seconds_p{share}": percentile(times, share) for share in (50, 95)}
+        for kind, times in sorted(found.kinds.items())
+    ]
     processes = [_process_row(role, found) for role in found.resources]
-    title = f"{engine.model}: {found.seconds:,.0f} s at {found.rate:.1f} requests/s ({load:.0%} of the capacity)"
+    title = f"{engine.model}: {found.seconds:,.0f} s at {found.rate:.1f} requests/s ({plan.load:.0%} of the capacity)"
     statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(found.statuses.items()))
     tables = [Table(title, REQUEST_COLUMNS, requests, statuses), Table("", PROCESS_COLUMNS, processes)]
     if found.problems:
@@ -636,12 +439,8 @@ def bench_soak(
             table.show()
         raise SoakFailed("; ".join(found.problems))
     settings = {"model": engine.model, "replicas": replicas, "rate": found.rate, "engine": options} | asdict(plan)
+    settings["memory_tolerance"] = tolerance
     return BenchResult(settings, [*requests, *processes], [*tables, Line("All checks passed.")])
-
-
-def _request_row(kind: str, times: Sequence[float]) -> dict[str, Any]:
-    figures = {f"seconds_p{share}": percentile(times, share) for share in (50, 95)}
-    return {"name": kind, "requests": len(times)} | figures
 
 
 def _process_row(role: str, found: SoakFigures) -> dict[str, Any]:

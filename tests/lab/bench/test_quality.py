@@ -51,15 +51,15 @@ def test_modes_are_compared_with_float32(tiny: str, int8: str) -> None:
     """The kernel for 8-bit weights is compiled for each type of the cache, which takes long."""
     modes = [int8, "float32, KV bfloat16"]
     exact, *lossy = measure_quality(tiny, modes, lambda _: None, texts=SENTENCES)
-    assert (exact.mode, exact.change, exact.agreement) == ("float32", 0.0, 1.0)
-    assert [quality.mode for quality in lossy] == modes
-    for quality in lossy:
-        assert quality.change != 0.0
-        assert 0.0 < quality.uncertainty < 1.0
-        assert math.isclose(quality.change, quality.perplexity / exact.perplexity - 1, rel_tol=1e-9)
-        assert 0.5 < quality.agreement <= 1.0
-    assert lossy[0].weight_bytes < exact.weight_bytes
-    assert 2 * lossy[1].kv_bytes_per_token == exact.kv_bytes_per_token
+    assert [exact[key] for key in ("name", "perplexity_change", "greedy_agreement")] == ["float32", 0.0, 1.0]
+    assert [row["name"] for row in lossy] == modes
+    for row in lossy:
+        assert row["perplexity_change"] != 0.0
+        assert 0.0 < row["standard_error"] < 1.0
+        assert math.isclose(row["perplexity_change"], row["perplexity"] / exact["perplexity"] - 1, rel_tol=1e-9)
+        assert 0.5 < row["greedy_agreement"] <= 1.0
+    assert lossy[0]["weight_bytes"] < exact["weight_bytes"]
+    assert 2 * lossy[1]["kv_bytes_per_token"] == exact["kv_bytes_per_token"]
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:

@@ -21,18 +21,10 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift_lab.bench import soak
-from chairlift_lab.bench.soak import (
-    KINDS,
-    ProcessSample,
-    SoakRequest,
-    SoakTraffic,
-    answer_text,
-    expect_ok,
-    growth_problems,
-    memory_growth,
-)
+from chairlift_lab.bench.soak import ProcessSample, growth_problems, memory_growth
 from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import LocalServer
+from chairlift_lab.load.soak_traffic import KINDS, QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok
 from tests.cluster.own_ray import own_ray
 from tests.tiny import write_tiny_checkpoint
 
@@ -50,14 +42,8 @@ def streamed(*texts: str, end: bytes = b"data: [DONE]\n\n") -> bytes:
 
 
 def find_request(kind: str) -> SoakRequest:
-    traffic = SoakTraffic("m", 0, dict.fromkeys(_questions(), "the reference"))
+    traffic = SoakTraffic("m", 0, dict.fromkeys(QUESTIONS, "the reference"))
     return next(request for request in iter(traffic.request, None) if request.kind == kind)
-
-
-def _questions() -> list[str]:
-    from chairlift_lab.bench.soak import QUESTIONS
-
-    return list(QUESTIONS)
 
 
 def test_answers_are_checked() -> None:
@@ -149,7 +135,7 @@ def stub_server(answers: Callable[[int], bool]) -> Iterator[LocalServer]:
 
 def soak_stub(monkeypatch: pytest.MonkeyPatch, answers: Callable[[int], bool]) -> soak.SoakFigures:
     monkeypatch.setattr(soak, "REQUEST_SECONDS", 0.5)
-    plan = soak.SoakPlan(1.0, 0.7, 0.2, 2, 100 * MIB, 0)
+    plan = soak.SoakPlan(seconds=1.0, calibration_seconds=0.2, concurrency=2, memory_tolerance="100MiB")
     with stub_server(answers) as server:
         monkeypatch.setattr(soak, "local_server", lambda *_, **__: nullcontext(server))
         return soak.soak("stub", {}, plan, lambda _: None)

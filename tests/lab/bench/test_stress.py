@@ -13,7 +13,8 @@ from chairlift.attention.storage import KVStorage
 from chairlift.cli.main import app
 from chairlift.engine.startup import LoadedModel
 from chairlift.runner.memory import HostBlocks
-from chairlift_lab.bench.stress import StressFailed, greedy_gaps, stress, stress_config, stress_model
+from chairlift_lab.bench.stress import StressFailed, stress, stress_config
+from chairlift_lab.common.stress_model import greedy_gaps, stress_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

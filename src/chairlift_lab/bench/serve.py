@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,19 +29,16 @@ from chairlift_lab.load.client import (
     LoadRun,
     RequestFormat,
 )
-from chairlift_lab.load.figures import LoadTables, load_row, watch_load
+from chairlift_lab.load.figures import LatencyLimits, LoadTables, load_row, watch_load
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
-from chairlift_lab.load.offline_worker import run_offline
-from chairlift_lab.load.options import JudgeOptions, LoadOptions, LoadTargetOptions, LoadWorkload
+from chairlift_lab.load.offline import run_offline
+from chairlift_lab.load.options import LoadOptions, LoadTargetOptions, LoadWorkload
 from chairlift_lab.load.plot import plot_load
 from chairlift_lab.load.traces import TraceEntry
 from chairlift_lab.report.options import ReportOptions
 
 SHOW_SECONDS = 0.25
 MAX_WAITING = 100_000  # Overload shows as latency, not as refused requests.
-
-WatchLoad = Callable[[str], AbstractContextManager[LoadProgress]]
-"""Shows the progress of a run, given its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,38 +97,8 @@ async def _show(load: LoadGenerator, client: LoadClient, advance: LoadProgress) 
         await asyncio.sleep(SHOW_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnServer:
-    """A server of ours, started for each run; `options` are fields of `EngineConfig`."""
-
-    model: str
-    request_format: RequestFormat  # its model name is replaced
-    options: Mapping[str, Any]
-
-    def run(self, plan: LoadPlan, watch: WatchLoad) -> LoadRun:
-        request_format = replace(self.request_format, model=MODEL_NAME)
-        with (
-            watch("server") as advance,
-            local_server(self.model, self.options, max_waiting=MAX_WAITING) as server,
-        ):
-            target = ServerTarget(Address.parse(server.url), request_format, cpu_seconds=server.cpu_seconds)
-            return measure_server(target, plan, advance)
-
-    def run_offline(self, plan: LoadPlan, watch: WatchLoad) -> LoadRun:
-        workload = Workload(tuple(plan.requests()))
-        with watch("offline") as advance:
-            return run_offline(self.model, self.options, workload, plan.loop, plan.warm_up, advance)
-
-    def compare(self, plan: LoadPlan, repeat: int, watch: WatchLoad) -> dict[str, list[LoadRun]]:
-        """Both, `repeat` times, in turns, so that other load on the machine affects both."""
-        runs: dict[str, list[LoadRun]] = {"server": [], "offline": []}
-        for name in turns(repeat):
-            runs[name].append(self.run(plan, watch) if name == "server" else self.run_offline(plan, watch))
-        return runs
-
-
 def turns(repeat: int) -> Iterator[str]:
-    """server offline, offline server, server offline, …"""
+    """server offline, offline server, server offline, …: other load on the machine affects both."""
     pair = ["server", "offline"]
     for index in range(repeat):
         yield from pair[:: -1 if index % 2 else 1]
@@ -152,7 +119,12 @@ def bench_serve(
     load: LoadOptions,
     work: LoadWorkload,
     server: LoadTargetOptions,
-    judge: JudgeOptions,
+    limits: LatencyLimits,
+    compare_offline: Annotated[
+        bool,
+        typer.Option("--compare-offline", help="Also run the same load on the engine without a server, in turns."),
+    ] = False,
+    repeat: Annotated[int, typer.Option(help="Repetitions, each with a new server.", min=1)] = 1,
 ) -> BenchResult:
     """Measure a server under load as its clients see it: throughput, latencies and goodput.
 
@@ -160,16 +132,13 @@ def bench_serve(
     sent in a closed loop (--concurrency), in an open loop (--rate), or at the
     times of a recorded --trace.
     """
-    limits = judge.limits
-    load.check()
-    work.check()
-    _check_together(context, load, work, server, judge)
+    _check_together(context, load, work, server, compare_offline)
     measurement = _Measurement(context, engine, load, work, server)
-    runs = measurement.run(judge)
+    runs = measurement.run(compare_offline, repeat)
     rows = [load_row(name, found, limits) for name, found in runs.items()]
     add_speedups(rows)
     return BenchResult(
-        measurement.settings() | asdict(judge),
+        measurement.settings() | asdict(limits) | {"compare_offline": compare_offline, "repeat": repeat},
         rows,
         [LoadTables(rows, measurement.title, limits)],
         lambda path, footnote: plot_load(path, measurement.title, footnote, runs, limits),
@@ -177,7 +146,7 @@ def bench_serve(
 
 
 def _check_together(
-    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: LoadTargetOptions, judge: JudgeOptions
+    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: LoadTargetOptions, compare_offline: bool
 ) -> None:
     """Refuse options that have no effect beside others."""
     server.request_format("")
@@ -191,7 +160,7 @@ def _check_together(
         refuse_given(context, names, "the requests come from a file; give only one of them")
     if work.workload is not None and server.api == "chat":
         raise InvalidParameter("workload", "has token ids, which a chat cannot send; use --api completions")
-    if judge.compare_offline:
+    if compare_offline:
         plain = server.api == "completions" and server.ignore_eos and not server.temperature
         if server.url is not None or load.duration is not None or not plain or server.extra_body != "{}":
             problem = "needs a server of ours, a number of requests, and requests as they are by default: completions"
@@ -225,19 +194,33 @@ class _Measurement:
     def title(self) -> str:
         return f"{self._model}: {self._load.describe(self._plan.loop)}"
 
-    def run(self, judge: JudgeOptions) -> dict[str, list[LoadRun]]:
-        def watch(name: str) -> Any:
-            return watch_load(name, self._count, enabled=not self._engine.quiet)
-
+    def run(self, compare_offline: bool, repeat: int) -> dict[str, list[LoadRun]]:
+        """The runs by where the load went: to a server, and to the engine alone."""
         request_format = self._server.request_format(self._model)
         if self._address is not None:
-            with watch("server") as advance:
+            with self._watch("server") as advance:
                 target = ServerTarget(self._address, request_format, self._server.api_key)
                 return {"server": [measure_server(target, self._plan, advance)]}
-        own = OwnServer(self._engine.model, request_format, self._engine.config())
-        if judge.compare_offline:
-            return own.compare(self._plan, judge.repeat, watch)
-        return {"server": [own.run(self._plan, watch) for _ in range(judge.repeat)]}
+        runs: dict[str, list[LoadRun]] = {"server": [], "offline": []} if compare_offline else {"server": []}
+        for name in turns(repeat) if compare_offline else ["server"] * repeat:
+            runs[name].append(self._run_server(request_format) if name == "server" else self._run_offline())
+        return runs
+
+    def _watch(self, name: str) -> AbstractContextManager[LoadProgress]:
+        return watch_load(name, self._count, enabled=not self._engine.quiet)
+
+    def _run_server(self, request_format: RequestFormat) -> LoadRun:
+        """The load on a server of ours, started for it."""
+        model, options = self._engine.model, self._engine.config()
+        with self._watch("server") as advance, local_server(model, options, max_waiting=MAX_WAITING) as server:
+            request_format = replace(request_format, model=MODEL_NAME)
+            target = ServerTarget(Address.parse(server.url), request_format, cpu_seconds=server.cpu_seconds)
+            return measure_server(target, self._plan, advance)
+
+    def _run_offline(self) -> LoadRun:
+        plan, workload = self._plan, Workload(tuple(self._plan.requests()))
+        with self._watch("offline") as advance:
+            return run_offline(self._engine.model, self._engine.config(), workload, plan.loop, plan.warm_up, advance)
 
     def settings(self) -> dict[str, Any]:
         """The settings of the report."""

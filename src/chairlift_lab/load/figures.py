@@ -8,16 +8,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import above
 from chairlift.terminal.tables import show_table
 from chairlift_lab.common.engine_run import percentile
 from chairlift_lab.load.client import LoadProgress, LoadRecord, LoadRun
+from chairlift_lab.report.options import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +39,18 @@ class Latency:
         return cls(ttft, tpot, e2e)
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyLimits:
+_good = partial(typer.Option, rich_help_panel="What counts as good")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyLimits(Settings):
     """The limits of a good answer, in milliseconds; without limits every answer is good."""
 
-    max_ttft_ms: float | None = None
-    max_tpot_ms: float | None = None
-    max_e2e_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_ttft_ms", "max_tpot_ms", "max_e2e_ms"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise InvalidParameter(name, f"must be above 0, got {limit}")
+    max_ttft_ms: Annotated[float | None, above(0), _good(help="Longest time to first token of a good answer.")] = None
+    max_tpot_ms: Annotated[
+        float | None, above(0), _good(help="Longest mean time per output token after the first.")
+    ] = None
+    max_e2e_ms: Annotated[float | None, above(0), _good(help="Longest time from start to end.")] = None
 
     @property
     def given(self) -> bool:

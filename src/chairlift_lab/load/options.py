@@ -13,14 +13,13 @@ from typing import Annotated
 import typer
 
 from chairlift.errors import InvalidParameter
+from chairlift.options.declaration import above, at_least
 from chairlift_lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
 from chairlift_lab.load.client import APIS, ClosedLoop, LoadLoop, OpenLoop, RequestFormat
-from chairlift_lab.load.figures import LatencyLimits
 from chairlift_lab.load.traces import ARRIVALS, Arrivals, TraceEntry, load_trace, trace_requests
+from chairlift_lab.report.options import Positive, Settings
 
-_load, _workload, _server, _good = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Workload", "Server", "What counts as good")
-)
+_load, _workload, _server = (partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Workload", "Server"))
 CONCURRENCY = 16
 PER_SLOT = 5  # requests per unit of concurrency, so that most of them meet a busy server
 OPEN_SECONDS = 60
@@ -30,11 +29,12 @@ Requests = Callable[[], Iterator[BenchRequest]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(Settings):
     """The rate and number of requests."""
 
     concurrency: Annotated[
         int | None,
+        at_least(1),
         _load(
             help="Closed loop: requests in flight; the next is sent when one ends.",
             show_default=f"{CONCURRENCY}, unless there is a rate or a trace",
@@ -50,6 +50,7 @@ class LoadOptions:
     ] = None
     num_requests: Annotated[
         int | None,
+        at_least(1),
         _load(
             "--num-requests",
             "-n",
@@ -57,22 +58,19 @@ class LoadOptions:
             show_default=f"{PER_SLOT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all of a file",
         ),
     ] = None
-    duration: Annotated[float | None, _load(help="Send for this many seconds, then wait for open requests.")] = None
-    warmup: Annotated[int, _load(help="Short requests before the run, not counted.")] = 4
+    duration: Annotated[
+        float | None, above(0), _load(help="Send for this many seconds, then wait for open requests.")
+    ] = None
+    warmup: Annotated[int, at_least(0), _load(help="Short requests before the run, not counted.")] = 4
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
         if self.concurrency is not None and self.rate is not None:
             raise InvalidParameter("rate", "makes an open loop and --concurrency a closed one; give only one of them")
         if self.rate is None and (self.burstiness is not None or self.arrivals != "poisson"):
             raise InvalidParameter("arrivals", "needs a --rate")
-        for name, least in (("concurrency", 1), ("num_requests", 1), ("warmup", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidParameter(name, f"must be at least {least}, got {value}")
         if self.rate is not None:
             Arrivals.parse(self.rate, self.arrivals, self.burstiness)
-        if self.duration is not None and not 0 < self.duration < float("inf"):
-            raise InvalidParameter("duration", f"must be a number of seconds above 0, got {self.duration}")
 
     def loop(self, seed: int, recorded: Sequence[TraceEntry] | None) -> LoadLoop:
         """The loop that the options describe; a trace keeps its own times unless they say otherwise."""
@@ -102,7 +100,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadWorkload:
+class LoadWorkload(Settings):
     """The requests: random, from a file, or like a trace."""
 
     prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.")] = (
@@ -121,15 +119,14 @@ class LoadWorkload:
     trace: Annotated[
         Path | None, _workload(help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.")
     ] = None
-    trace_speed: Annotated[float, _workload(help="Replay the trace this many times as fast.")] = 1.0
-    trace_scale: Annotated[float, _workload(help="Multiply the lengths of the trace by this.")] = 1.0
+    trace_speed: Annotated[Positive, _workload(help="Replay the trace this many times as fast.")] = 1.0
+    trace_scale: Annotated[Positive, _workload(help="Multiply the lengths of the trace by this.")] = 1.0
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
         if self.workload is not None and self.trace is not None:
             raise InvalidParameter("trace", "requests come from a workload file or from a trace; give only one of them")
         for name in ("trace_speed", "trace_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidParameter(name, f"must be a number above 0, got {getattr(self, name)}")
             if getattr(self, name) != 1 and self.trace is None:
                 raise InvalidParameter(name, "only goes with a --trace")
         self._drawn([1])
@@ -202,21 +199,3 @@ class LoadTargetOptions:
                 "extra_body", f'must be a JSON object such as {{"top_k": 5}}, got {self.extra_body!r}'
             )
         return RequestFormat(model, self.api, self.temperature, self.ignore_eos, extra)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeOptions:
-    """Limits of good answers, and the comparison with the engine alone."""
-
-    max_ttft_ms: Annotated[float | None, _good(help="Longest time to first token of a good answer.")] = None
-    max_tpot_ms: Annotated[float | None, _good(help="Longest mean time per output token after the first.")] = None
-    max_e2e_ms: Annotated[float | None, _good(help="Longest time from start to end.")] = None
-    compare_offline: Annotated[
-        bool,
-        typer.Option("--compare-offline", help="Also run the same load on the engine without a server, in turns."),
-    ] = False
-    repeat: Annotated[int, typer.Option(help="Repetitions, each with a new server.", min=1)] = 1
-
-    @property
-    def limits(self) -> LatencyLimits:
-        return LatencyLimits(self.max_ttft_ms, self.max_tpot_ms, self.max_e2e_ms)

@@ -1,16 +1,12 @@
-"""The same load on the engine without a server, in a process of its own.
-
-`python -m chairlift_lab.load.offline_worker` reads a task as JSON from standard input and writes lines of JSON:
-{"progress": [done, open, pieces]} while it runs, and the records at the end.
-"""
+"""The same load on the engine without a server, in a process of its own (`peers/programs/run_chairlift_load.py`)."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, TokenProduced
@@ -18,6 +14,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.load.client import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
+from chairlift_lab.peers.process import PeerFailed, PeerProcess
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -25,44 +22,53 @@ if TYPE_CHECKING:
 REPORT_SECONDS = 0.25
 
 
-# ---- the parent process ------------------------------------------------------------------------------------------
-
-
 def run_offline(
     model: str, options: Mapping[str, Any], workload: Workload, loop: LoadLoop, warm_up: int, advance: LoadProgress
 ) -> LoadRun:
     """Run `workload` on an engine in a new process; `advance` is called with its progress."""
-    task = {
+    times = loop.times() if isinstance(loop, OpenLoop) else None
+    job = {
         "model": model,
         "options": dict(options),
         "requests": [[request.prompt_ids, request.n_out] for request in workload.requests],
         "warm_up": warm_up,
         "concurrency": loop.concurrency if isinstance(loop, ClosedLoop) else None,
-        "times": [time for time, _ in zip(loop.times(), workload.requests, strict=False)]
-        if isinstance(loop, OpenLoop)
-        else None,
+        "times": None if times is None else [time for time, _ in zip(times, workload.requests, strict=False)],
     }
-    command = [sys.executable, "-m", "chairlift_lab.load.offline_worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(task).encode())
-            process.stdin.close()
-            answer: dict[str, Any] = {}
-            for line in process.stdout:
-                answer = json.loads(line)
-                if "progress" in answer:
-                    advance(*answer["progress"])
-        except BaseException:
-            process.kill()
-            raise
-    if "records" not in answer:
-        raise EngineDead(f"the offline engine failed: {answer.get('error', 'see above')}")
+
+    def progress(line: dict[str, Any]) -> None:
+        if "progress" in line:
+            advance(*line["progress"])
+
+    process = PeerProcess(Path(sys.executable), "run_chairlift_load.py", threading.TIMEOUT_MAX)
+    try:
+        answer = process.run(job, progress)
+    except PeerFailed as failure:
+        raise EngineDead(f"the offline engine failed: {failure}") from None
+    if "error" in answer:
+        raise EngineDead(f"the offline engine failed: {answer['error']}")
     return LoadRun(answer["seconds"], [LoadRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
 
 
-# ---- the child process -------------------------------------------------------------------------------------------
+def run_in_this_process(job: Mapping[str, Any], report: LoadProgress) -> LoadRun:
+    """A warm-up, then the load of a job; `report` is called now and then."""
+    from chairlift.config import EngineConfig
+    from chairlift.engine.startup import load_engine
+
+    last_report = 0.0
+
+    def advance(*progress: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > REPORT_SECONDS:
+            last_report = time.monotonic()
+            report(*progress)
+
+    engine = load_engine(job["model"], EngineConfig(**job["options"]), progress=False).engine
+    requests = [BenchRequest(tuple(prompt), n_out) for prompt, n_out in job["requests"]]
+    loop: LoadLoop = ClosedLoop(job["concurrency"]) if job["times"] is None else OpenLoop(lambda: iter(job["times"]))
+    warm_up = Workload(tuple(requests)).warm_up(job["warm_up"])
+    OfflineLoad(engine, warm_up.requests, ClosedLoop(len(warm_up.requests) or 1)).run(lambda *progress: None)
+    return OfflineLoad(engine, requests, loop).run(advance)
 
 
 class OfflineLoad:
@@ -127,46 +133,3 @@ class OfflineLoad:
                         record.error = f"{event.ending.reason.value} {event.ending.detail or ''}".strip()
                 case _:
                     pass
-
-
-def main() -> None:
-    from dataclasses import asdict
-
-    from chairlift.errors import ChairliftError
-
-    task = json.load(sys.stdin)
-    last_report = 0.0
-
-    def advance(*progress: int) -> None:
-        nonlocal last_report
-        if time.monotonic() - last_report > REPORT_SECONDS:
-            last_report = time.monotonic()
-            print(json.dumps({"progress": progress}), flush=True)
-
-    try:
-        run = _run(task, advance)
-    except ChairliftError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    answer = {
-        "seconds": run.seconds,
-        "records": [asdict(record) for record in run.records],
-        "cpu_seconds": run.cpu_seconds,
-    }
-    print(json.dumps(answer), flush=True)
-
-
-def _run(task: Mapping[str, Any], advance: LoadProgress) -> LoadRun:
-    from chairlift.config import EngineConfig
-    from chairlift.engine.startup import load_engine
-
-    engine = load_engine(task["model"], EngineConfig(**task["options"]), progress=False).engine
-    requests = [BenchRequest(tuple(prompt), n_out) for prompt, n_out in task["requests"]]
-    loop: LoadLoop = ClosedLoop(task["concurrency"]) if task["times"] is None else OpenLoop(lambda: iter(task["times"]))
-    warm_up = Workload(tuple(requests)).warm_up(task["warm_up"])
-    OfflineLoad(engine, warm_up.requests, ClosedLoop(len(warm_up.requests) or 1)).run(lambda *progress: None)
-    return OfflineLoad(engine, requests, loop).run(advance)
-
-
-if __name__ == "__main__":
-    main()

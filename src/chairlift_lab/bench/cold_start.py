@@ -50,51 +50,45 @@ class ColdStartSettings(Settings):
         return LengthRange.parse("prompt_len", self.prompt_len), LengthRange.parse("output_len", self.output_len)
 
 
-@dataclass(frozen=True, slots=True)
-class ColdStart:
-    """A server to start: its model, fields of `EngineConfig`, and the token ids of prompts."""
+def measure_starts(
+    model: str, options: Mapping[str, Any], vocabulary: Sequence[int], settings: ColdStartSettings, note: Note
+) -> list[dict[str, Any]]:
+    """A row for each number of streams, every one after a cold start, and one after a warm start.
 
-    model: str
-    options: Mapping[str, Any]
-    vocabulary: Sequence[int]
-    settings: ColdStartSettings
+    `options` are fields of `EngineConfig`, and prompts are made of the token ids in `vocabulary`.
+    """
 
-    def run(self, note: Note) -> list[dict[str, Any]]:
-        """A row for each number of streams, every one after a cold start, and one after a warm start."""
-        rows = []
-        for streams in self.settings.streams:
-            with tempfile.TemporaryDirectory(prefix="chairlift-") as cache:
-                note(f"cold start, {streams} streams")
-                rows.append(self._measure("cold", streams, self.settings.seconds, cache))
-                if streams == self.settings.streams[-1]:
-                    note("warm start")
-                    rows.append(self._measure("warm", 1, min(WARM_SECONDS, self.settings.seconds), cache))
-        return rows
-
-    def _measure(self, start: str, streams: int, seconds: float, cache: str) -> dict[str, Any]:
-        begun = time.perf_counter()
+    def measure(start: str, streams: int, seconds: float) -> dict[str, Any]:
+        begin = time.perf_counter()
         # Of kernels for GPUs, of those for CPUs, and of packed weights.
-        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "NUMBA_CACHE_DIR": f"{cache}/numba"}
-        variables = caches | {"XDG_CACHE_HOME": cache}
-        with local_server(self.model, self.options, max_waiting=MAX_WAITING, environment=variables) as server:
-            ready = time.perf_counter() - begun
-            records = asyncio.run(self._load(Address.parse(server.url), streams, seconds))
+        caches = {"TRITON_CACHE_DIR": f"{cache}/triton", "NUMBA_CACHE_DIR": f"{cache}/numba", "XDG_CACHE_HOME": cache}
+        with local_server(model, options, max_waiting=MAX_WAITING, environment=caches) as server:
+            ready = time.perf_counter() - begin
+            prompts, outputs = settings.lengths
+            requests = draw_requests(vocabulary, prompt_len=prompts, output_len=outputs, seed=settings.seed)
+            records = asyncio.run(_load(Address.parse(server.url), requests, streams, seconds))
             phases = _start_phases(server.url)
         row = {"start": start, "streams": streams, "ready_seconds": ready} | figures(records, ready, seconds)
         return row | {"phase_seconds": phases}
 
-    async def _load(self, address: Address, streams: int, seconds: float) -> list[LoadRecord]:
-        http = HttpClient(address)
-        client = LoadClient(http, RequestFormat(MODEL_NAME), timeout=REQUEST_TIMEOUT)
-        try:
-            run = await LoadGenerator(client.send, duration=seconds).run(self._requests(), ClosedLoop(streams))
-        finally:
-            http.close()
-        return run.records
+    rows = []
+    for streams in settings.streams:
+        with tempfile.TemporaryDirectory(prefix="chairlift-") as cache:
+            note(f"cold start, {streams} streams")
+            rows.append(measure("cold", streams, settings.seconds))
+            if streams == settings.streams[-1]:
+                note("warm start")
+                rows.append(measure("warm", 1, min(WARM_SECONDS, settings.seconds)))
+    return rows
 
-    def _requests(self) -> Iterator[BenchRequest]:
-        prompts, outputs = self.settings.lengths
-        return draw_requests(self.vocabulary, prompt_len=prompts, output_len=outputs, seed=self.settings.seed)
+
+async def _load(address: Address, requests: Iterator[BenchRequest], streams: int, seconds: float) -> list[LoadRecord]:
+    http = HttpClient(address)
+    client = LoadClient(http, RequestFormat(MODEL_NAME), timeout=REQUEST_TIMEOUT)
+    try:
+        return (await LoadGenerator(client.send, duration=seconds).run(requests, ClosedLoop(streams))).records
+    finally:
+        http.close()
 
 
 def figures(records: Sequence[LoadRecord], ready: float, seconds: float) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def bench_cold_start(
     """
     _ = settings.lengths  # raises if one is no range
     with _target(context, engine, shape, model_argument) as (model, options, name, vocabulary):
-        rows = ColdStart(model, options, vocabulary, settings).run(note)
+        rows = measure_starts(model, options, vocabulary, settings, note)
     tables = [Table(f"{name}: cold starts", COLUMNS, rows), phase_table(rows)]
     return BenchResult({"model": name} | asdict(settings) | {"engine": options}, rows, tables)
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table, comparison_table
 from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.timing import OtherPrograms
 from chairlift_lab.common.workload import LengthRange, full_length
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.report.json_report import check_writable, machine
@@ -125,8 +127,18 @@ class BackToBackCost(WatchedCost):
         super().observe(shape, seconds if last is None else self._last - last)
 
 
-_RUN = "The recorded run"
-_OPTIONS_OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
+_run = partial(typer.Option, rich_help_panel="The recorded run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The traffic of --record."""
+
+    requests: Annotated[int, _run(help="Number of requests.")] = 100
+    prompt_len: Annotated[str, _run(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:256"
+    output_len: Annotated[str, _run(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "8:64"
+    load: Annotated[float, _run(help="Request rate, as a share of the machine's throughput.")] = 0.7
+    seed: Annotated[int, _run(help="The same seed gives the same requests.")] = 0
 
 
 @bench(
@@ -148,42 +160,30 @@ def bench_profile(
             "--record", help="Also record a run with traffic in the profile, and compare the simulator with it."
         ),
     ] = False,
-    requests: Annotated[int, typer.Option(help="Number of requests.", rich_help_panel=_RUN)] = 100,
-    prompt_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_RUN)
-    ] = "16:256",
-    output_len: Annotated[
-        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_RUN)
-    ] = "8:64",
-    load: Annotated[
-        float, typer.Option(help="Request rate, as a share of the machine's throughput.", rich_help_panel=_RUN)
-    ] = 0.7,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_RUN)] = 0,
+    *,
+    traffic: RunOptions,
 ) -> BenchResult:
     """Measure what steps cost on this machine, for chairlift simulate --profile.
 
     With --record, the error of the simulator is measured as well; chairlift
     simulate --against FILE repeats that comparison without a model.
     """
-    from chairlift.config import EngineConfig
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.common.timing import OtherPrograms
-    from chairlift_lab.common.workload import LengthRange
     from chairlift_lab.planning.recording import RunRecorder, RunSettings, compare
 
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
     if not record:
-        refuse_given(context, _OPTIONS_OF_THE_RUN, "only goes with --record")
+        refuse_given(context, RunOptions.__slots__, "only goes with --record")
     elif given(context, "max_delay_ms"):
         raise InvalidParameter("max_delay_ms", "cannot be simulated; only the policy's default can")
     refuse_given(context, ("budget", "target_tpot_ms", "target_ttft_ms"), "a profile needs steps of all sizes")
     settings = RunSettings(
-        requests=requests,
-        prompt_len=LengthRange.parse("prompt_len", prompt_len),
-        output_len=LengthRange.parse("output_len", output_len),
-        load=load,
-        seed=seed,
+        requests=traffic.requests,
+        prompt_len=LengthRange.parse("prompt_len", traffic.prompt_len),
+        output_len=LengthRange.parse("output_len", traffic.output_len),
+        load=traffic.load,
+        seed=traffic.seed,
     )
     check_writable(out, parameter="out")
     config = EngineConfig(**engine.config())
@@ -220,7 +220,6 @@ def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     """A simulated engine that schedules as this one does."""
     from chairlift.engine.settings import resolve_machine
-    from chairlift_lab.planning.prediction import ReplicaSettings
 
     scheduler = engine.scheduler
     return ReplicaSettings(

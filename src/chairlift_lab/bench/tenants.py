@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -32,53 +32,58 @@ class TenantLoad:
     output_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flood:
     """What both tenants send, and for how long."""
 
-    light: TenantLoad
-    heavy: TenantLoad
-    interval: float  # seconds between two requests of the light tenant
-    concurrency: int  # requests of the heavy tenant in flight
-    idle_seconds: float
-    seconds: float
-    seed: int = 0
+    seconds: Annotated[float, typer.Option(help="Duration of the flood.", min=1)] = 60.0
+    idle_seconds: Annotated[float, typer.Option(help="Duration of the measurement without a flood.", min=1)] = 20.0
+    interval: Annotated[float, typer.Option(help="Seconds between requests of the light tenant.", min=0.01)] = 1.0
+    concurrency: Annotated[int, typer.Option(help="Requests of the heavy tenant in flight.", min=1)] = 400
+    max_waiting: Annotated[int, typer.Option(help="Completions that may wait in the server's queue.", min=0)] = 256
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of the light tenant.", min=1)] = 128
+    heavy_prompt_len: Annotated[int, typer.Option(help="Prompt tokens of the heavy tenant.", min=1)] = 300
+    output_len: Annotated[int, typer.Option(help="Tokens to generate, of both.", min=1)] = 32
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0
+
+    @property
+    def light(self) -> TenantLoad:
+        return TenantLoad("light", self.prompt_len, self.output_len)
+
+    @property
+    def heavy(self) -> TenantLoad:
+        return TenantLoad("heavy", self.heavy_prompt_len, self.output_len)
+
+    def settings(self) -> dict[str, Any]:
+        names = ("interval", "concurrency", "idle_seconds", "seconds", "seed")
+        tenants = {"light": asdict(self.light), "heavy": asdict(self.heavy)}
+        return tenants | {name: getattr(self, name) for name in names}
 
 
-@dataclass(slots=True)
-class FloodFigures:
-    alone: list[LoadRecord] = field(default_factory=list)  # The light tenant before the flood.
-    beside: list[LoadRecord] = field(default_factory=list)  # The light tenant during the flood.
-    heavy: list[LoadRecord] = field(default_factory=list)
+Figures = dict[str, list[LoadRecord]]
+"""The requests of the light tenant before the flood and during it, and of the heavy one, by the name of their row."""
 
 
-def measure_flood(
-    model: str, options: Mapping[str, Any], vocabulary: Sequence[int], flood: Flood, max_waiting: int, note: Note
-) -> FloodFigures:
-    with local_server(model, options, max_waiting=max_waiting) as server:
-        return asyncio.run(_measure(Address.parse(server.url), vocabulary, flood, note))
-
-
-async def _measure(address: Address, vocabulary: Sequence[int], flood: Flood, note: Note) -> FloodFigures:
-    http, figures = HttpClient(address), FloodFigures()
+async def _measure(address: Address, vocabulary: Sequence[int], flood: Flood, note: Note) -> Figures:
+    http, crowd_records = HttpClient(address), list[LoadRecord]()
     light, heavy = _client(http, flood.light), _client(http, flood.heavy)
     requests = _requests(flood.light, vocabulary, random.Random(flood.seed))
     try:
         note("warming up")
         await _send_regularly(light, requests, flood.interval / 4, 8 * flood.interval / 4)
         note(f"the light tenant alone, {flood.idle_seconds:g} s")
-        figures.alone = await _send_regularly(light, requests, flood.interval, flood.idle_seconds)
+        alone = await _send_regularly(light, requests, flood.interval, flood.idle_seconds)
         note(f"beside a flood, {flood.seconds:g} s")
         end = asyncio.get_running_loop().time() + flood.seconds
         crowd_requests = _requests(flood.heavy, vocabulary, random.Random(flood.seed + 1))
         crowd = [
-            asyncio.create_task(_flood(heavy, crowd_requests, end, figures.heavy)) for _ in range(flood.concurrency)
+            asyncio.create_task(_flood(heavy, crowd_requests, end, crowd_records)) for _ in range(flood.concurrency)
         ]
-        figures.beside = await _send_regularly(light, requests, flood.interval, flood.seconds)
+        beside = await _send_regularly(light, requests, flood.interval, flood.seconds)
         for task in crowd:  # what the crowd has in flight does not matter any more
             task.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
-        return figures
+        return {"light, alone": alone, "light, flooded": beside, "heavy": crowd_records}
     finally:
         http.close()
 
@@ -133,15 +138,7 @@ def bench_tenants(
     context: typer.Context,
     engine: EngineOptions,
     note: Note,
-    seconds: Annotated[float, typer.Option(help="Duration of the flood.", min=1)] = 60.0,
-    idle_seconds: Annotated[float, typer.Option(help="Duration of the measurement without a flood.", min=1)] = 20.0,
-    interval: Annotated[float, typer.Option(help="Seconds between requests of the light tenant.", min=0.01)] = 1.0,
-    concurrency: Annotated[int, typer.Option(help="Requests of the heavy tenant in flight.", min=1)] = 400,
-    max_waiting: Annotated[int, typer.Option(help="Completions that may wait in the server's queue.", min=0)] = 256,
-    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of the light tenant.", min=1)] = 128,
-    heavy_prompt_len: Annotated[int, typer.Option(help="Prompt tokens of the heavy tenant.", min=1)] = 300,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate, of both.", min=1)] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    flood: Flood,
 ) -> BenchResult:
     """What one tenant notices of another that floods the server, but waits after each refusal as it is asked to.
 
@@ -153,19 +150,11 @@ def bench_tenants(
     if not given(context, "order"):
         options["order"] = "fair"
     vocabulary, _ = local_model_facts(engine.model, options, progress=not engine.quiet)
-    flood = Flood(
-        TenantLoad("light", prompt_len, output_len),
-        TenantLoad("heavy", heavy_prompt_len, output_len),
-        interval,
-        concurrency,
-        idle_seconds,
-        seconds,
-        seed,
-    )
-    found = measure_flood(engine.model, options, vocabulary, flood, max_waiting, note)
-    rows = [_row("light, alone", found.alone), _row("light, flooded", found.beside), _row("heavy", found.heavy)]
-    title = f"{engine.model}: a flood of {concurrency} requests, order {options['order']}"
-    settings = {"model": engine.model, "max_waiting": max_waiting, "engine": options} | asdict(flood)
+    with local_server(engine.model, options, max_waiting=flood.max_waiting) as server:
+        records = asyncio.run(_measure(Address.parse(server.url), vocabulary, flood, note))
+    rows = [_row(name, some) for name, some in records.items()]
+    title = f"{engine.model}: a flood of {flood.concurrency} requests, order {options['order']}"
+    settings = {"model": engine.model, "max_waiting": flood.max_waiting, "engine": options} | flood.settings()
     return BenchResult(settings, rows, [Table(title, COLUMNS, rows), Line(_verdict(rows))])
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift_lab.bench.cold_start import (
-    ColdStart,
     ColdStartSettings,
     figures,
     folder_with_tokenizer,
+    measure_starts,
     phase_table,
     start_phases,
 )
@@ -80,7 +80,7 @@ def test_servers_are_loaded_from_their_start_with_an_empty_cache(tmp_path: Path)
     with folder_with_tokenizer(str(config)) as folder:
         assert sorted(os.listdir(folder)) == ["config.json", "tokenizer.json"]
         settings = ColdStartSettings(streams=(2,), seconds=0.5, prompt_len="4:8", output_len="3", seed=1)
-        rows = ColdStart(folder, options, range(1, 50), settings).run(noted.append)
+        rows = measure_starts(folder, options, range(1, 50), settings, noted.append)
     assert [(row["start"], row["streams"]) for row in rows] == [("cold", 2), ("warm", 1)]
     assert noted == ["cold start, 2 streams", "warm start"]
     for row in rows:

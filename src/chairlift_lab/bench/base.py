@@ -1,13 +1,21 @@
 """The seam of `chairlift bench`: a bench is a module of this package, or a plugin, that registers a command.
 
-The module `long_context` registers `chairlift bench long-context`:
+The module `long_context` registers `chairlift bench long-context`. Every bench has the same skeleton:
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class LongContextSettings(Settings):          # options that are also the settings of the report, with their checks
+        output_tokens: Annotated[int, at_least(2), typer.Option(help="Tokens generated after each prompt.")] = 64
+
+    def measure_long_contexts(started, ceilings, settings, note) -> list[dict[str, Any]]: ...      # the rows
+
+    COLUMNS = (Column("Prompt", "tokens", ","), ...)                                               # what is printed
 
     @bench("long-context", "chairlift bench long-context --lengths 1024,4096")
-    def bench_long_context(engine: EngineOptions, note: Note, ...) -> BenchResult: ...
+    def bench_long_context(engine: EngineOptions, note: Note, settings: LongContextSettings) -> BenchResult: ...
 
-The parameters of the function are the command's options and its docstring is the help. Two parameters are no options:
-`note` reports progress and `report` holds the report options. The tables of the result are printed, its rows are
-written to --json, and it draws itself for --plot.
+A row is a dictionary with the keys of docs/bench-json.md, and columns and plots name its keys. The parameters of the
+command are its options and its docstring is the help. Two parameters are no options: `note` reports progress and
+`report` holds the report options. The runner below prints the tables, writes --json and draws --plot.
 """
 
 from __future__ import annotations

@@ -18,19 +18,16 @@ from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift_lab.bench import claims
-from chairlift_lab.bench.chunking import (
-    ChunkingPoint,
+from chairlift_lab.bench.chunking import ChunkingPoint, best_fixed, chunking_rows, sweep_chunks
+from chairlift_lab.bench.claims import measure_stalls, random_maker
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.long_prompts import (
     ChunkingRun,
     ChunkingSettings,
     TurnClock,
-    best_fixed,
-    chunking_rows,
     engine_for_long_prompts,
     run_long_prompts,
-    sweep_chunks,
 )
-from chairlift_lab.bench.claims import measure_stalls, random_maker
-from chairlift_lab.common.engines import EngineMaker
 from tests.tiny import write_tiny_checkpoint
 
 SMALL = ChunkingSettings(decodes=3, start=5, output=60, prompts=2, prompt_len=100)

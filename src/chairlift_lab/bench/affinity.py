@@ -199,12 +199,12 @@ def _predict(
         engines = [replica.make(prices, index / count) for index in range(count)]
         return figures(simulate(arrivals, engines, Router(router)), Targets())
 
-    found = run(settings.times(), settings.requests())
+    predicted = run(settings.times(), settings.requests())
     lone = run(LONE_TIMES, settings.lone_requests())
     outside = max(0.0, _ttft_p50_ms(measured.lone) - lone["ttft_p50_ms"])
     return {
-        "predicted_cached_share": found["cached_share"],
-        "predicted_ttft_p50_ms": None if cost is None else found["ttft_p50_ms"] + outside,
+        "predicted_cached_share": predicted["cached_share"],
+        "predicted_ttft_p50_ms": None if cost is None else predicted["ttft_p50_ms"] + outside,
         "outside_engine_ms": None if cost is None else outside,
     }
 

@@ -119,8 +119,8 @@ def _start_phases(url: str) -> dict[str, float]:
 
 def start_phases(metrics: str) -> dict[str, float]:
     """The phases in the text of /metrics, in order."""
-    found = re.findall(r'^chairlift_engine_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
-    return {phase: float(seconds) for phase, seconds in found}
+    phases = re.findall(r'^chairlift_engine_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    return {phase: float(seconds) for phase, seconds in phases}
 
 
 @contextmanager

@@ -87,16 +87,16 @@ def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str
         note(f"starting the fleet for {streams} streams")
         with _fleet(settings, streams) as (ingress, replicas), _handle_streaming(settings, port) as proxied:
             paths = {"direct": replicas, "ingress": [ingress], "Ray handle": [proxied]}
-            found: dict[str, list[StreamTotals]] = {name: [] for name in paths}
+            runs_by_path: dict[str, list[StreamTotals]] = {name: [] for name in paths}
             for endpoints in paths.values():
                 read_in_processes(endpoints, streams, WARM_UP_TOKENS)
             for round_number in range(settings.repeat):  # Paths take turns, so that a disturbance meets all.
                 note(f"{streams} streams, round {round_number + 1}")
                 for name, endpoints in paths.items():
-                    found[name].append(read_in_processes(endpoints, streams, settings.tokens))
+                    runs_by_path[name].append(read_in_processes(endpoints, streams, settings.tokens))
             rows += [
                 {"path": name, "streams": streams, **_figures(runs, streams * settings.tokens)}
-                for name, runs in found.items()
+                for name, runs in runs_by_path.items()
             ]
     return rows
 
@@ -138,8 +138,8 @@ def _fleet(settings: IngressSettings, streams: int) -> Iterator[tuple[Endpoint, 
     url = start_fleet(FLEET, config, options)
     try:
         handle = serve.get_deployment_handle(REPLICAS, FLEET)
-        found = handle.broadcast("record_replica_metadata").results()
-        yield (url, ""), [(one["address"], one["key"]) for one in found]
+        replicas = handle.broadcast("record_replica_metadata").results()
+        yield (url, ""), [(one["address"], one["key"]) for one in replicas]
     finally:
         stop_fleet(FLEET)
 

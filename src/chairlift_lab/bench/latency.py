@@ -134,10 +134,10 @@ def bench_latency(
     )
     with shape.resolve(context, engine, model_argument) as (path, config, name):
         note("loading")
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         started = load_engine(path, config, progress=not engine.quiet)
         serve_at_once(started.engine, [[1]], [1])
-        first_token = process_age() or time.perf_counter() - begun
+        first_token = process_age() or time.perf_counter() - start_time
         note("measuring the ceilings")
         ceilings = ceilings_for(started.runner.model)
         started.runner.capture_decodes()  # A server does this while idle.

@@ -59,26 +59,26 @@ def _measure(router: str, replicas: int, bodies: Sequence[bytes]) -> dict[str, A
     info = ReplicaInfo("http://127.0.0.1:1", "key", NUM_TOKENS, "1", 1, "node")
     names = [f"replica-{index}" for index in range(replicas)]
     table.update((name, info, ReplicaLoad(is_ready=index > 0 or replicas == 1)) for index, name in enumerate(names))
-    begun = process_time()
+    start_time = process_time()
     requests = [read_body(PATH, body, with_keys=table.reads_prefixes) for body in bodies]
-    read = process_time() - begun
+    read = process_time() - start_time
     choose = noted = 0.0
     open_routes: deque[Route] = deque()
     for request in requests:
-        begun = process_time()
+        start_time = process_time()
         _, route = table.route(request)
         chosen = process_time()
         table.started(route)
         open_routes.append(route)
         if len(open_routes) > OPEN_PER_REPLICA * replicas:
             table.ended(open_routes.popleft(), 200)
-        choose += chosen - begun
+        choose += chosen - start_time
         noted += process_time() - chosen
-    begun = process_time()
+    start_time = process_time()
     for number in range(1, REPORTS + 1):
         load = ReplicaLoad(pending_tokens=number, held_tokens=number)
         table.update((name, info, load) for name in names)
-    reports = (process_time() - begun) / REPORTS
+    reports = (process_time() - start_time) / REPORTS
     total = (read + choose + noted) / len(bodies)
     return {
         "read_us": 1e6 * read / len(bodies),

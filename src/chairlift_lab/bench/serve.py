@@ -135,7 +135,7 @@ def bench_serve(
     _check_together(context, load, work, server, compare_offline)
     measurement = _Measurement(context, engine, load, work, server)
     runs = measurement.run(compare_offline, repeat)
-    rows = [load_row(name, found, limits) for name, found in runs.items()]
+    rows = [load_row(name, repeats, limits) for name, repeats in runs.items()]
     add_speedups(rows)
     return BenchResult(
         measurement.settings() | asdict(limits) | {"compare_offline": compare_offline, "repeat": repeat},
@@ -247,9 +247,9 @@ class _Measurement:
         drawn_from = words or range(ids.low, ids.high + 1)
         if model_given:
             return self._engine.model, drawn_from, None
-        found = BlockingClient(self._address, api_key=self._server.api_key).served_model()
-        longest = found.get("max_model_len")
-        return str(found["id"]), drawn_from, longest if isinstance(longest, int) else None
+        served = BlockingClient(self._address, api_key=self._server.api_key).served_model()
+        longest = served.get("max_model_len")
+        return str(served["id"]), drawn_from, longest if isinstance(longest, int) else None
 
 
 def _fitting(recorded: list[TraceEntry] | None, limit: int | None) -> list[TraceEntry] | None:

@@ -61,19 +61,19 @@ def process_sample(pid: int) -> ProcessSample:
 
 def server_processes(pid: int) -> dict[str, int]:
     """The front end and the engine of a server, by role."""
-    found = {"front end": pid}
+    pids = {"front end": pid}
     for child in children(pid):
         if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            found["engine"] = child
-    return found
+            pids["engine"] = child
+    return pids
 
 
 def fleet_processes(ingress: int, replicas: Sequence[int]) -> dict[str, int]:
     """The ingress of a fleet and the front end and engine of each replica, by role; given the pids of their servers."""
-    found = {"ingress": ingress}
+    pids = {"ingress": ingress}
     for number, replica in enumerate(sorted(replicas), start=1):
-        found |= {f"{role} {number}": pid for role, pid in server_processes(replica).items()}
-    return found
+        pids |= {f"{role} {number}": pid for role, pid in server_processes(replica).items()}
+    return pids
 
 
 def memory_growth(samples: Sequence[ProcessSample]) -> int:
@@ -87,14 +87,14 @@ def growth_problems(
     role: str, idle_before: ProcessSample, idle_after: ProcessSample, growth: int, tolerance: int
 ) -> list[str]:
     """What grew: memory during the traffic, file descriptors and threads from before to after it."""
-    found = []
+    problems = []
     if growth > tolerance:
-        found.append(f"the {role}'s memory grew by {growth / 2**20:.1f} MiB")
+        problems.append(f"the {role}'s memory grew by {growth / 2**20:.1f} MiB")
     for what in ("files", "threads"):
         before, after = getattr(idle_before, what), getattr(idle_after, what)
         if after > before + FEW:
-            found.append(f"the {role} had {before} {what} before and {after} after the traffic")
-    return found
+            problems.append(f"the {role} had {before} {what} before and {after} after the traffic")
+    return problems
 
 
 FLEET = "bench-soak"
@@ -216,10 +216,10 @@ class _Soak:
         await self._settle()
         figures.idle_before = self._sample()
         self._clear()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         sampling = asyncio.create_task(self._watch())
         await self._send_at_rate(traffic, sampling)
-        figures.seconds = time.perf_counter() - begun
+        figures.seconds = time.perf_counter() - start_time
         if sampling.done():
             sampling.result()  # raises what ended it
         sampling.cancel()
@@ -258,12 +258,12 @@ class _Soak:
 
     async def _calibrate(self, traffic: SoakTraffic) -> float:
         """Requests per second of a closed loop; those that are open for as long again are cut off."""
-        begun, limit = time.perf_counter(), self._plan.calibration_seconds
+        start_time, limit = time.perf_counter(), self._plan.calibration_seconds
         count = 0
 
         async def send_in_turn() -> None:
             nonlocal count
-            while time.perf_counter() - begun < limit:
+            while time.perf_counter() - start_time < limit:
                 await self._send(traffic.request())
                 count += 1
 
@@ -272,7 +272,7 @@ class _Soak:
                 await asyncio.gather(*(send_in_turn() for _ in range(self._plan.concurrency)))
         if not count:
             raise SoakFailed(f"no request ended in {2 * limit:g} s")
-        return count / (time.perf_counter() - begun)
+        return count / (time.perf_counter() - start_time)
 
     async def _send_at_rate(self, traffic: SoakTraffic, sampling: asyncio.Task[None]) -> None:
         """Send requests at random times until the end of the plan or of `sampling`, and wait for all of them."""
@@ -288,7 +288,7 @@ class _Soak:
                 in_flight.create_task(self._send(traffic.request()))
 
     async def _send(self, request: SoakRequest) -> None:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         self._num_open += 1
         try:
             async with asyncio.timeout(request.hang_up_after or REQUEST_SECONDS):
@@ -304,7 +304,7 @@ class _Soak:
                 self._report(request, problem)
         finally:
             self._num_open -= 1
-            self._figures.kinds.setdefault(request.kind, []).append(time.perf_counter() - begun)
+            self._figures.kinds.setdefault(request.kind, []).append(time.perf_counter() - start_time)
 
     async def _post(self, request: SoakRequest) -> tuple[int, bytes]:
         pieces: list[bytes] = []
@@ -318,21 +318,21 @@ class _Soak:
     # ---- the server ----------------------------------------------------------------------------------------------
 
     def _sample(self) -> dict[str, ProcessSample]:
-        found = {}
+        samples = {}
         for role, pid in self._pids.items():
             try:
-                found[role] = process_sample(pid)
+                samples[role] = process_sample(pid)
             except FileNotFoundError:
                 raise SoakFailed(f"the process of the {role} ended") from None
-        return found
+        return samples
 
     async def _watch(self) -> None:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         while True:
             for role, sample in self._sample().items():
                 self._figures.resources.setdefault(role, []).append(sample)
             done = sum(map(len, self._figures.kinds.values()))
-            self._note(f"{time.perf_counter() - begun:,.0f} s: {done:,} requests, {self._num_open} open")
+            self._note(f"{time.perf_counter() - start_time:,.0f} s: {done:,} requests, {self._num_open} open")
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _settle(self) -> None:
@@ -353,10 +353,10 @@ class _Soak:
                 text = response.read().decode()
         except OSError as error:
             raise SoakFailed(f"/metrics: {error}") from error
-        found: dict[str, float] = defaultdict(float)
+        gauges: dict[str, float] = defaultdict(float)
         for name, value in re.findall(r'^chairlift_(\w+)(?:\{replica="[^"]*"\})? (\S+)$', text, re.MULTILINE):
-            found[name] += float(value)
-        return found
+            gauges[name] += float(value)
+        return gauges
 
     def _clear(self) -> None:
         """Forget the figures of the calibration, but not its problems."""
@@ -425,26 +425,28 @@ def bench_soak(
     """
     options = engine.config() | {name: value for name, value in DEFAULTS.items() if not given(context, name)}
     tolerance = plan.tolerance  # raises if it is no size
-    found = soak(engine.model, options, plan, note, replicas=replicas)
+    figures = soak(engine.model, options, plan, note, replicas=replicas)
     requests = [
         {"name": kind, "requests": len(times)} | {f"seconds_p{share}": percentile(times, share) for share in (50, 95)}
-        for kind, times in sorted(found.kinds.items())
+        for kind, times in sorted(figures.kinds.items())
     ]
-    processes = [_process_row(role, found) for role in found.resources]
-    title = f"{engine.model}: {found.seconds:,.0f} s at {found.rate:.1f} requests/s ({plan.load:.0%} of the capacity)"
-    statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(found.statuses.items()))
+    processes = [_process_row(role, figures) for role in figures.resources]
+    title = (
+        f"{engine.model}: {figures.seconds:,.0f} s at {figures.rate:.1f} requests/s ({plan.load:.0%} of the capacity)"
+    )
+    statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(figures.statuses.items()))
     tables = [Table(title, REQUEST_COLUMNS, requests, statuses), Table("", PROCESS_COLUMNS, processes)]
-    if found.problems:
+    if figures.problems:
         for table in tables:
             table.show()
-        raise SoakFailed("; ".join(found.problems))
-    settings = {"model": engine.model, "replicas": replicas, "rate": found.rate, "engine": options} | asdict(plan)
+        raise SoakFailed("; ".join(figures.problems))
+    settings = {"model": engine.model, "replicas": replicas, "rate": figures.rate, "engine": options} | asdict(plan)
     settings["memory_tolerance"] = tolerance
     return BenchResult(settings, [*requests, *processes], [*tables, Line("All checks passed.")])
 
 
-def _process_row(role: str, found: SoakFigures) -> dict[str, Any]:
-    samples, before, after = found.resources[role], found.idle_before[role], found.idle_after[role]
+def _process_row(role: str, figures: SoakFigures) -> dict[str, Any]:
+    samples, before, after = figures.resources[role], figures.idle_before[role], figures.idle_after[role]
     return {
         "name": role,
         "memory": samples[-1].memory,

@@ -217,13 +217,13 @@ class _Run:
         return not self._waiting and not self._open
 
     def step(self) -> None:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         while self._waiting and self._open < self._batch:
             self.outputs[self._engine.submit(self._waiting.pop(), self._params)[0]] = []
             self._open += 1
         full, before = self._open == self._batch, self.num_tokens
         events = self._engine.step()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         self.steps += 1
         self._engine.check_alive()
         for event in events:

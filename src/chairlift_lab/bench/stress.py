@@ -161,8 +161,8 @@ class _Stress:
         self._rate_until = 0  # The step at which the rate changes.
 
     def to_end(self, seconds: float, steps: float, note: Note) -> None:
-        begun = time.perf_counter()
-        while self.figures.steps < steps and time.perf_counter() - begun < seconds:
+        start_time = time.perf_counter()
+        while self.figures.steps < steps and time.perf_counter() - start_time < seconds:
             self._arrive()
             self._abort()
             self._step()
@@ -175,7 +175,7 @@ class _Stress:
         check_quiescent(self._engine.scheduler)
         self._check_tokens()
         self._engine.shut_down()
-        self.figures.seconds = time.perf_counter() - begun
+        self.figures.seconds = time.perf_counter() - start_time
 
     def _arrive(self) -> None:
         """Submit requests at a rate that changes between none and bursts."""

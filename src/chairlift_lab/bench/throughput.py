@@ -261,12 +261,12 @@ def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[TokenProgres
     console = Console(file=sys.stderr)  # bound now, because loading transformers replaces sys.stderr for a while
     with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(name, total=work.output_tokens, speed="loading")
-        begun = 0.0
+        start_time = 0.0
 
         def advance(tokens: int) -> None:
-            nonlocal begun
-            begun = begun if tokens else time.perf_counter()
-            speed = tokens / max(time.perf_counter() - begun, 1e-9)
+            nonlocal start_time
+            start_time = start_time if tokens else time.perf_counter()
+            speed = tokens / max(time.perf_counter() - start_time, 1e-9)
             progress.update(task, completed=tokens, speed=f"{speed:,.0f} tokens/s")
 
         yield advance

@@ -123,18 +123,18 @@ def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Ite
     """Send all requests at once, each for exactly so many tokens, and run the engine until it has no work."""
     requests = [(prompt, full_length(count)) for prompt, count in zip(prompts, outputs, strict=True)]
     steps: list[StepDone] = []
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     token_times: dict[str, list[float]] = {engine.submit(prompt, params)[0]: [] for prompt, params in requests}
     engine.expect_no_more()
     while engine.has_work:
         events = engine.step()
-        now = time.perf_counter() - begun
+        now = time.perf_counter() - start_time
         for event in events:
             if isinstance(event, StepDone):
                 steps.append(event)
             elif isinstance(event, TokenProduced) and event.request_id in token_times:
                 token_times[event.request_id].append(now)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     engine.check_alive()
     return ServedRequests(seconds, list(token_times.values()), steps)
 
@@ -196,14 +196,14 @@ class _Run:
         self._coming = deque(zip(arrivals, sessions, strict=True))
         self._in_flight = in_flight
         self._is_capped = in_flight < len(sessions)
-        self._begun = 0.0
+        self._start_time = 0.0
         self._open: dict[str, _Turn] = {}
         self._turns: list[_Turn] = []
         self._inside = _Inside()
 
     def to_end(self, advance: TokenProgress) -> Measurement:
         advance(0)
-        self._begun = self._engine.now()
+        self._start_time = self._engine.now()
         while self._coming or self._open:
             self._let_in()
             time.sleep(self._pause())
@@ -220,7 +220,7 @@ class _Run:
         )
 
     def _now(self) -> float:
-        return self._engine.now() - self._begun
+        return self._engine.now() - self._start_time
 
     def _let_in(self) -> None:
         while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
@@ -248,14 +248,14 @@ class _Run:
             if isinstance(event, TokenProduced):
                 turn = self._open[event.request_id]
                 turn.answer.append(event.token)
-                turn.token_times.append(event.time - self._begun)
+                turn.token_times.append(event.time - self._start_time)
             elif isinstance(event, RequestFinished):
                 if event.ending.reason is not FinishReason.LENGTH:
                     raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
                 turn = self._open.pop(event.request_id)
                 if not turn.is_last:
                     said = turn.prompt + turn.answer
-                    self._submit(turn.session, turn.index + 1, said, event.time - self._begun)
+                    self._submit(turn.session, turn.index + 1, said, event.time - self._start_time)
 
 
 class _Inside:

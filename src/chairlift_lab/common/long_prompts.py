@@ -59,16 +59,16 @@ class TurnClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._before = 0.0  # seconds of earlier turns
-        self._begun: float | None = None
+        self._start_time: float | None = None
 
     def __call__(self) -> float:
-        return self._before + (0.0 if self._begun is None else self._clock() - self._begun)
+        return self._before + (0.0 if self._start_time is None else self._clock() - self._start_time)
 
     def __enter__(self) -> None:
-        self._begun = self._clock()
+        self._start_time = self._clock()
 
     def __exit__(self, *error: object) -> None:
-        self._before, self._begun = self(), None
+        self._before, self._start_time = self(), None
 
 
 def engine_for_long_prompts(
@@ -136,13 +136,13 @@ class LongPrompts:
     def _serve_prompt(self, length: int) -> float:
         """Submit a prompt, wait for its first token, and return the seconds."""
         engine = self._engine
-        begun = engine.now()
+        start_time = engine.now()
         (long_id,) = engine.submit(self._words(length), full_length(1))
         while True:
             done = [event for event in self._step() if isinstance(event, TokenProduced) and event.request_id == long_id]
             if done:
-                self.measured.first_tokens.append(done[0].time - begun)
-                return engine.now() - begun
+                self.measured.first_tokens.append(done[0].time - start_time)
+                return engine.now() - start_time
 
     def stop(self) -> None:
         for request_id in self._last_token:

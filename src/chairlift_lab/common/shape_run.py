@@ -64,12 +64,12 @@ def make_cases(names: Sequence[str], vocab: int, scale: int = 1) -> list[ShapeCa
 
 
 def _make_case(name: str, vocab: int, scale: int) -> ShapeCase:
-    found = re.fullmatch(r"(decode|prefill)-([1-9]\d*)|(load)-([1-9]\d*)(?:-(\d+))?", name)
-    if found is None:
+    parts = re.fullmatch(r"(decode|prefill)-([1-9]\d*)|(load)-([1-9]\d*)(?:-(\d+))?", name)
+    if parts is None:
         raise InvalidParameter("cases", f"unknown case {name!r}; choose from decode-N, load-N[-SEED], prefill-N")
-    kind, count = found[1] or found[3], int(found[2] or found[4])
+    kind, count = parts[1] or parts[3], int(parts[2] or parts[4])
     # One engine runs all cases: a prompt of one must not be cached for another.
-    rng = random.Random(int(found[5] or 0) if kind == "load" else name)
+    rng = random.Random(int(parts[5] or 0) if kind == "load" else name)
     spans = {"decode": ((128, 128), (256, 256)), "load": ((100, 1024), (100, 1024)), "prefill": ((2048, 2048), (1, 1))}
     (low_in, high_in), (low_out, high_out) = (tuple(max(1, limit // scale) for limit in span) for span in spans[kind])
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(low_in, high_in))] for _ in range(count)]

@@ -59,12 +59,12 @@ def record(maker: EngineMaker, scenario: str, speculate: str, answers: int, toke
             if isinstance(event, TokenProduced):
                 outputs[event.request_id].append(event.token)
     engine.check_alive()
-    found = []
+    recorded = []
     for prompt, (request_id, output) in zip(prompts, outputs.items(), strict=True):
         drafts = [recorder.drafts.get((request_id, count), Draft((), ())) for count in range(1, len(output))]
         levels = ["".join(map(str, draft.levels)) for draft in drafts]
-        found.append(RecordedAnswer(prompt, output, [list(draft.tokens) for draft in drafts], levels))
-    return found
+        recorded.append(RecordedAnswer(prompt, output, [list(draft.tokens) for draft in drafts], levels))
+    return recorded
 
 
 def main() -> None:

@@ -92,8 +92,8 @@ class RecordedAnswer:
 @cache
 def load_recording() -> dict[str, list[RecordedAnswer]]:
     path = Path(__file__).with_name("recording.json.gz")
-    found: dict[str, list[dict[str, Any]]] = json.loads(gzip.decompress(path.read_bytes()))
-    return {name: [RecordedAnswer(**one) for one in some] for name, some in found.items()}
+    recording: dict[str, list[dict[str, Any]]] = json.loads(gzip.decompress(path.read_bytes()))
+    return {name: [RecordedAnswer(**one) for one in some] for name, some in recording.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,8 @@ def _step(
     costs: Costs,
     overhead: float,
 ) -> None:
-    begun = machine.now
-    plan = scheduler.schedule(begun)
+    start_time = machine.now
+    plan = scheduler.schedule(start_time)
     tokens: list[int] = []
     accepted: dict[str, int] = {}
     for chunk in plan.chunks:
@@ -237,7 +237,7 @@ def _step(
     result = StepResult(plan, tokens, [None] * len(tokens), accepted=accepted)
     scheduler.apply(result, machine.now)
     if scheduler.speculation is not None:
-        scheduler.speculation.observe(result, machine.now - begun, waited=waited)
+        scheduler.speculation.observe(result, machine.now - start_time, waited=waited)
     scheduler.drain_events()
 
 

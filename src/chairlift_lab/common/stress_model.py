@@ -75,14 +75,14 @@ class Traffic:
         rng, length = self.rng, self.rng.choice(LENGTHS)
         kind = rng.randrange(4)
         if kind == 0:
-            begun = rng.choice(self._prefixes)
+            beginning = rng.choice(self._prefixes)
         elif kind == 1 and self._earlier:
-            begun = rng.choice(self._earlier)
+            beginning = rng.choice(self._earlier)
         elif kind == 2:
-            begun = self._random(rng.randint(1, 4)) * length
+            beginning = self._random(rng.randint(1, 4)) * length
         else:
-            begun = []
-        return (begun[: rng.randint(0, LONGEST_PROMPT)] + self._random(length))[:LONGEST_PROMPT]
+            beginning = []
+        return (beginning[: rng.randint(0, LONGEST_PROMPT)] + self._random(length))[:LONGEST_PROMPT]
 
     def _params(self, kind: str) -> SamplingParams:
         rng = self.rng

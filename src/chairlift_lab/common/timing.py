@@ -50,10 +50,10 @@ def best_seconds(run: TimedCall, device: torch.device, *, least: float = 0.25, r
 
 def _timed(run: TimedCall, device: torch.device) -> float:
     _finish(device)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     run()
     _finish(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_time
 
 
 def _finish(device: torch.device) -> None:

@@ -259,7 +259,7 @@ def judge_modes(rows: Rows) -> ClaimVerdict:
     return ClaimVerdict(
         "One call for all requests beats one call per request",
         GUIDES,
-        "; ".join(f"{mode} takes {min(found):.1f}x to {max(found):.1f}x as long" for mode, found in ratios.items())
+        "; ".join(f"{mode} takes {min(times):.1f}x to {max(times):.1f}x as long" for mode, times in ratios.items())
         + f" as {reference}",
         Holds.judge(min(bursted) > 1, max(bursted) > 1),
         "the attention of one layer over batches of several sizes and length variations; the padded call is one call "

@@ -76,12 +76,12 @@ class LengthRange:
         """ "16:512", or "128" for always the same."""
         low, colon, high = text.partition(":")
         try:
-            found = cls(int(low), int(high if colon else low))
+            lengths = cls(int(low), int(high if colon else low))
         except ValueError:
             raise InvalidParameter(parameter, f"must look like 16:512 or 128, got {text!r}") from None
-        if not 1 <= found.low <= found.high:
+        if not 1 <= lengths.low <= lengths.high:
             raise InvalidParameter(parameter, f"must rise from at least 1, got {text!r}")
-        return found
+        return lengths
 
     def draw(self, source: random.Random) -> int:
         """A log-uniform length: as many between 16 and 32 as between 256 and 512, as in real traffic."""
@@ -168,10 +168,10 @@ def _group_texts(vocabulary: Sequence[int], shared: SharedPrefixes, longest: int
 def text_like_ids(tokenizer: Tokenizer) -> list[int]:
     """The token ids of words and parts of words: no control tokens, no stray bytes."""
     # Decoding drops control tokens, so they decode to an empty text.
-    found = [token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token]).strip().isalpha()]
-    if not found:
+    tokens = [token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token]).strip().isalpha()]
+    if not tokens:
         raise InvalidParameter("model", "its tokenizer has no tokens of letters; give a --workload file instead")
-    return found
+    return tokens
 
 
 def load_workload(path: Path) -> Workload:

@@ -68,14 +68,14 @@ class LoadGenerator:
         self.num_open = 0
         self._send = send
         self._duration = float("inf") if duration is None else duration
-        self._begun = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def now(self) -> float:
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._start_time
 
     async def run(self, requests: Iterable[BenchRequest], loop: LoadLoop) -> LoadRun:
         """Send all requests, or those due within the duration, and wait for all of them."""
-        cpu, self._begun = time.process_time(), time.perf_counter()
+        cpu, self._start_time = time.process_time(), time.perf_counter()
         if isinstance(loop, ClosedLoop):
             await self._run_closed(iter(requests), loop.concurrency)
         else:

@@ -164,12 +164,12 @@ def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[LoadP
     # Drawn rarely, to leave the processors to the load.
     with Progress(*columns, console=Console(stderr=True), disable=not shown, refresh_per_second=2) as progress:
         task = progress.add_task(name, total=total, state="starting")
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
 
         def advance(done: int, num_open: int, pieces: int) -> None:
-            nonlocal begun
-            begun = begun if pieces else time.perf_counter()
-            speed = pieces / max(time.perf_counter() - begun, 1e-9)
+            nonlocal start_time
+            start_time = start_time if pieces else time.perf_counter()
+            speed = pieces / max(time.perf_counter() - start_time, 1e-9)
             progress.update(task, completed=done, state=f"{num_open:,} open, {speed:,.0f} tokens/s")
 
         yield advance

@@ -82,11 +82,11 @@ class OfflineLoad:
         self._times = loop.times() if isinstance(loop, OpenLoop) else None
         self._due = 0.0
         self._open: dict[str, LoadRecord] = {}
-        self._begun = 0.0
+        self._start_time = 0.0
 
     def run(self, advance: LoadProgress) -> LoadRun:
         cpu, records = time.process_time(), list[LoadRecord]()
-        self._begun = self._engine.now()
+        self._start_time = self._engine.now()
         self._due = next(self._times) if self._times else 0.0
         while self._queue or self._open:
             records += self._submit_due()
@@ -100,7 +100,7 @@ class OfflineLoad:
         return LoadRun(seconds, records, {"engine": time.process_time() - cpu})
 
     def _now(self) -> float:
-        return self._engine.now() - self._begun
+        return self._engine.now() - self._start_time
 
     def _submit_due(self) -> list[LoadRecord]:
         submitted = []
@@ -120,7 +120,7 @@ class OfflineLoad:
             match event:
                 case TokenProduced():
                     record = self._open[event.request_id]
-                    record.times.append(event.time - self._begun)
+                    record.times.append(event.time - self._start_time)
                     record.output_tokens += 1
                     self._num_pieces += 1
                 case RequestAdmitted():
@@ -128,7 +128,7 @@ class OfflineLoad:
                 case RequestFinished():
                     record = self._open.pop(event.request_id)
                     self._num_done += 1
-                    record.end = event.time - self._begun
+                    record.end = event.time - self._start_time
                     if event.ending.reason.value not in ("stop", "length"):
                         record.error = f"{event.ending.reason.value} {event.ending.detail or ''}".strip()
                 case _:

@@ -130,8 +130,8 @@ class SoakTraffic:
         def check(status: int, body: bytes) -> str | None:
             if problem := expect_ok(status, body):
                 return problem
-            expected, found = self._references.get(question), answer_text(body)
-            return None if expected in (None, found) else f"{found!r} instead of {expected!r}"
+            expected, answer = self._references.get(question), answer_text(body)
+            return None if expected in (None, answer) else f"{answer!r} instead of {expected!r}"
 
         return check
 
@@ -180,10 +180,10 @@ def _json_problem(text: str, *, is_complete: bool) -> str | None:
     if not is_complete:
         return None
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         return f"{text!r} is not JSON"
-    return None if isinstance(found, dict) and found.keys() == {"city", "warm"} else f"{text!r} breaks the schema"
+    return None if isinstance(content, dict) and content.keys() == {"city", "warm"} else f"{text!r} breaks the schema"
 
 
 def _is_stream(body: bytes) -> bool:

@@ -76,7 +76,7 @@ def _manager(model: Any, setup: TransformersSetup, workload: Workload) -> Iterat
 
 def _run(manager: Any, label: str, workload: Workload, advance: TokenProgress) -> Measurement:
     advance(0)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     for index, request in enumerate(workload.requests):
         manager.add_request(
             list(request.prompt_ids),
@@ -96,14 +96,14 @@ def _run(manager: Any, label: str, workload: Workload, advance: TokenProgress) -
         outputs[output.request_id] = output
         num_tokens += len(output.generated_tokens)
         advance(num_tokens)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     times = []
     for index, request in enumerate(workload.requests):
         output = outputs[f"{label}-{index}"]
         if output.error or len(output.generated_tokens) != request.n_out:
             problem = output.error or f"{len(output.generated_tokens)} tokens instead of {request.n_out}"
             raise EngineDead(f"transformers failed on request {index}: {problem}")
-        times.append([moment - begun for moment in output.timestamps])
+        times.append([moment - start_time for moment in output.timestamps])
     return Measurement(seconds, workload.input_tokens, times)
 
 

@@ -28,8 +28,8 @@ def main(package: str, distribution: str, run: Callable[[dict[str, Any], ReplyWr
     """`run` gets the job, and what to call with its answers."""
     answer = ReplyWriter()
     if sys.argv[1:] == ["--check"]:
-        found = find_spec(package) is not None
-        answer(**({"version": version(distribution)} if found else {"missing": package}))
+        is_installed = find_spec(package) is not None
+        answer(**({"version": version(distribution)} if is_installed else {"missing": package}))
         return
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
@@ -66,18 +66,18 @@ def _drive(
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight: the next is sent when one has finished."""
     names = {f"{label}-{index}": index for index in range(len(requests))}
-    begun = reported = time.perf_counter()
+    start_time = reported = time.perf_counter()
     arrivals: list[float] = []
     token_times: list[list[float]] = [[] for _ in requests]
     finished = tokens = 0
     while finished < len(requests):
         while len(arrivals) < len(requests) and len(arrivals) - finished < concurrency:
             index = len(arrivals)
-            arrivals.append(time.perf_counter() - begun)
+            arrivals.append(time.perf_counter() - start_time)
             submit(f"{label}-{index}", requests[index]["prompt_ids"], requests[index]["n_out"])
         for name, moments in poll():
             times, wanted = token_times[names[name]], requests[names[name]]["n_out"]
-            times += [moment - begun for moment in moments]
+            times += [moment - start_time for moment in moments]
             tokens += len(moments)
             finished += bool(moments) and len(times) == wanted
             if len(times) > wanted:
@@ -85,4 +85,4 @@ def _drive(
         if answer is not None and time.perf_counter() - reported > PROGRESS_SECONDS:
             reported = time.perf_counter()
             answer(tokens=tokens)
-    return {"seconds": time.perf_counter() - begun, "arrivals": arrivals, "token_times": token_times}
+    return {"seconds": time.perf_counter() - start_time, "arrivals": arrivals, "token_times": token_times}

@@ -40,10 +40,10 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
         clients.submit(generate, name, prompt, n_out)
 
     def poll() -> list[tuple[str, list[float]]]:
-        found = arrived.get()
-        if isinstance(found, Exception):
-            raise found
-        return [found]
+        arrival = arrived.get()
+        if isinstance(arrival, Exception):
+            raise arrival
+        return [arrival]
 
     run_job(job, answer, submit, poll)
 

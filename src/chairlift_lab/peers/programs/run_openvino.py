@@ -40,16 +40,16 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     def poll() -> list[tuple[str, list[float]]]:
         pipeline.step()
         now = time.perf_counter()
-        found = []
+        arrivals = []
         for name, handle in list(handles.items()):
             if handle.can_read():
                 tokens = sum(len(output.generated_ids) for output in handle.read().values())
-                found.append((name, [now] * tokens))
+                arrivals.append((name, [now] * tokens))
             elif (status := handle.get_status()) == genai.GenerationStatus.FINISHED:
                 del handles[name]
             elif status != genai.GenerationStatus.RUNNING:
                 raise RuntimeError(f"request {name}: {status}")
-        return found
+        return arrivals
 
     run_job(job, answer, submit, poll)
 

@@ -28,9 +28,9 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
         lengths = [
             SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs
         ]
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         answers = llm.generate(inputs, lengths, use_tqdm=False)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         made = [len(request.outputs[0].token_ids) for request in answers]
         if made != outputs:
             raise RuntimeError(

@@ -22,8 +22,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import percentile
-from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.engines import EngineMaker, percentile
 from chairlift_lab.common.long_prompts import (
     ChunkingRun,
     ChunkingSettings,

@@ -17,8 +17,7 @@ from chairlift_lab.bench.attention import AttentionSettings, attention_panels, r
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.bench.policies import PoliciesSettings, Strategy, compare_policies, policy_panels
 from chairlift_lab.common import verdicts
-from chairlift_lab.common.engine_run import measure_engine, percentile, serve_at_once
-from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.engines import EngineMaker, measure_engine, percentile, serve_at_once
 from chairlift_lab.common.floor import ceilings_for
 from chairlift_lab.common.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift_lab.common.verdicts import ClaimsTable, ClaimVerdict

@@ -23,7 +23,7 @@ from chairlift.terminal.options import EngineOptions, ModelArgument
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.bench.serve import MAX_WAITING
-from chairlift_lab.common.engine_run import percentile
+from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.model_shapes import ShapeOptions
 from chairlift_lab.common.workload import BenchRequest, LengthRange, draw_requests
 from chairlift_lab.load.client import ClosedLoop, LoadClient, LoadGenerator, LoadRecord, RequestFormat

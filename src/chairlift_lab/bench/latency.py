@@ -16,7 +16,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
+from chairlift_lab.common.engines import ServedRequests, serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, floor_seconds
 from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.common.shape_run import WARM_UP_TOKENS

@@ -19,8 +19,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import ServedRequests, serve_at_once
-from chairlift_lab.common.engines import touch_cache
+from chairlift_lab.common.engines import ServedRequests, serve_at_once, touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
 from chairlift_lab.common.kernel_cases import attention_case, device_seconds
 from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings, read_json_config

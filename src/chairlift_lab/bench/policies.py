@@ -19,8 +19,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
-from chairlift_lab.common.engine_run import measure_engine
-from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.engines import EngineMaker, measure_engine
 from chairlift_lab.common.workload import BenchRequest, SpreadLengths, Workload
 from chairlift_lab.report.options import Count, Positive, ReportOptions, Settings, each, number_list, parse_names
 from chairlift_lab.report.plots import Plot, picture

@@ -14,8 +14,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import Session, run_sessions
-from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.engines import EngineMaker, Session, run_sessions
 from chairlift_lab.common.workload import BenchRequest, TokenSource
 from chairlift_lab.report.options import Count, ReportOptions, Settings, parse_names
 from chairlift_lab.report.plots import Plot, picture

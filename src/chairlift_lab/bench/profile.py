@@ -24,7 +24,7 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.timing import OtherPrograms
 from chairlift_lab.common.workload import LengthRange, full_length
 from chairlift_lab.planning.prediction import ReplicaSettings
-from chairlift_lab.report.json_report import check_writable, machine
+from chairlift_lab.report.options import check_writable, machine
 from chairlift_lab.simulator.step_cost import MeasuredCost, Steps
 
 if TYPE_CHECKING:

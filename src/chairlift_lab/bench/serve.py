@@ -17,7 +17,7 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import add_speedups
+from chairlift_lab.common.engines import add_speedups
 from chairlift_lab.common.workload import BenchRequest, LengthRange, Workload
 from chairlift_lab.load.client import (
     WORDS,
@@ -29,11 +29,10 @@ from chairlift_lab.load.client import (
     LoadRun,
     RequestFormat,
 )
-from chairlift_lab.load.figures import LatencyLimits, LoadTables, load_row, watch_load
+from chairlift_lab.load.figures import LatencyLimits, LoadTables, load_row, plot_load, watch_load
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
 from chairlift_lab.load.offline import run_offline
 from chairlift_lab.load.options import LoadOptions, LoadTargetOptions, LoadWorkload
-from chairlift_lab.load.plot import plot_load
 from chairlift_lab.load.traces import TraceEntry
 from chairlift_lab.report.options import ReportOptions
 

@@ -38,7 +38,7 @@ from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import percentile
+from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_server
 from chairlift_lab.load.soak_traffic import QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok

@@ -15,7 +15,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import percentile
+from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.workload import BenchRequest
 from chairlift_lab.load.client import LoadClient, LoadGenerator, LoadRecord, OpenLoop, RequestFormat
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server

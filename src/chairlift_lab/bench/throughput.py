@@ -20,7 +20,7 @@ from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engine_run import TokenProgress
+from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift_lab.peers.comparison import (
     ALL_ENGINES,

@@ -14,8 +14,7 @@ from chairlift.progress import watch
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import show_table
 from chairlift_lab.common.model_shapes import ShapeOptions, model_settings
-from chairlift_lab.report.json_report import check_writable, machine
-from chairlift_lab.report.options import JsonOptions, parse_numbers
+from chairlift_lab.report.options import JsonOptions, check_writable, machine, parse_numbers
 
 if TYPE_CHECKING:
     from chairlift_lab.common.floor import Ceilings

@@ -273,7 +273,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:
     from chairlift_lab.planning.recording import RecordedRun, compare
-    from chairlift_lab.report.json_report import write_report
+    from chairlift_lab.report.options import write_report
 
     others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
     refuse_given(context, others, "does not go with --against: the recording determines what is simulated")

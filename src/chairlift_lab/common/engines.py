@@ -1,14 +1,21 @@
-"""Engines with different settings that share one loaded model."""
+"""Engines around one loaded model, workloads on them, and the figures that follow from the times of tokens."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
+from chairlift.core.request import FinishReason
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.progress import Note
+from chairlift_lab.common.workload import BenchRequest, Workload, full_length
 
 if TYPE_CHECKING:
     from chairlift.attention.storage import KVStorage
@@ -101,3 +108,276 @@ class EngineMaker:
             "block_size": config.block_size,
             "max_batch_tokens": settings.max_batch_tokens,
         }
+
+
+TokenProgress = Callable[[int], None]
+"""Called with the number of tokens generated so far; with 0 when the clock starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """Figures from inside an engine, which peers do not have."""
+
+    steps: int
+    mean_batch_requests: float
+    scheduler_share: float  # share of step time outside the model and the sampler
+    preemptions: int
+    peak_kv_blocks: int
+    peak_batch_requests: int
+    useful_token_share: float  # share of the computed tokens that are not padding
+    cached_tokens: int  # prompt tokens found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run of a workload. Times are seconds since its start."""
+
+    seconds: float
+    input_tokens: int
+    token_times: Sequence[Sequence[float]]  # When each token of each request arrived.
+    inside: EngineFigures | None = None
+    arrivals: Sequence[float] | None = None  # When each request arrived; None: all at the start.
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The figures, with the keys of docs/bench-json.md."""
+        output_tokens = sum(len(times) for times in self.token_times)
+        arrivals = self.arrivals or [0.0] * len(self.token_times)
+        first = [times[0] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
+        whole = [times[-1] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
+        gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
+        return {
+            "name": name,
+            "output_tokens_per_s": output_tokens / self.seconds,
+            "total_tokens_per_s": (self.input_tokens + output_tokens) / self.seconds,
+            "seconds": self.seconds,
+            "output_tokens": output_tokens,
+            "input_tokens": self.input_tokens,
+            "requests": len(self.token_times),
+            "ttft_p50_ms": percentile(first, 50) * 1e3,
+            "ttft_p95_ms": percentile(first, 95) * 1e3,
+            "latency_p50_ms": percentile(whole, 50) * 1e3,
+            "latency_p99_ms": percentile(whole, 99) * 1e3,
+            "itl_mean_ms": sum(gaps) / len(gaps) * 1e3 if gaps else None,
+            "itl_p99_ms": percentile(gaps, 99) * 1e3 if gaps else None,
+            **(dict.fromkeys(EngineFigures.__slots__) if self.inside is None else asdict(self.inside)),
+        }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The percentile, interpolated linearly."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return below + (above - below) * (place - math.floor(place))
+
+
+def add_speedups(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each row the ratios of its output tokens/s to those of the others."""
+    for row in rows:
+        row["speedup_vs"] = {
+            other["name"]: row["output_tokens_per_s"] / other["output_tokens_per_s"]
+            for other in rows
+            if other is not row
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests sent one after the other: each prompt is the whole conversation so far plus the turn's `prompt_ids`."""
+
+    turns: tuple[BenchRequest, ...]
+
+    @property
+    def longest(self) -> int:
+        return sum(len(turn.prompt_ids) + turn.n_out for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequests:
+    """Requests that were sent at once and have ended; times are seconds since they were sent."""
+
+    seconds: float
+    token_times: Sequence[Sequence[float]]
+    """When each token of each request came: at the end of its step."""
+    steps: Sequence[StepDone]
+
+    @property
+    def firsts(self) -> list[float]:
+        return [times[0] for times in self.token_times]
+
+    @property
+    def lasts(self) -> list[float]:
+        return [times[-1] for times in self.token_times]
+
+
+def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Iterable[int]) -> ServedRequests:
+    """Send all requests at once, each for exactly so many tokens, and run the engine until it has no work."""
+    requests = [(prompt, full_length(count)) for prompt, count in zip(prompts, outputs, strict=True)]
+    steps: list[StepDone] = []
+    start_time = time.perf_counter()
+    token_times: dict[str, list[float]] = {engine.submit(prompt, params)[0]: [] for prompt, params in requests}
+    engine.expect_no_more()
+    while engine.has_work:
+        events = engine.step()
+        now = time.perf_counter() - start_time
+        for event in events:
+            if isinstance(event, StepDone):
+                steps.append(event)
+            elif isinstance(event, TokenProduced) and event.request_id in token_times:
+                token_times[event.request_id].append(now)
+    seconds = time.perf_counter() - start_time
+    engine.check_alive()
+    return ServedRequests(seconds, list(token_times.values()), steps)
+
+
+def measure_engine(
+    engine: Engine,
+    workload: Workload,
+    advance: TokenProgress,
+    arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> Measurement:
+    """Run all requests, after a short warm-up.
+
+    They arrive at once or at the times of `arrivals` (seconds, rising). `in_flight` limits the number of requests in
+    flight: the next is sent when one has finished.
+    """
+    run_sessions(engine, _single_turns(workload.warm_up()))
+    return run_sessions(engine, _single_turns(workload), advance, arrivals, in_flight)
+
+
+def _single_turns(workload: Workload) -> list[Session]:
+    return [Session((request,)) for request in workload.requests]
+
+
+def run_sessions(
+    engine: Engine,
+    sessions: Sequence[Session],
+    advance: TokenProgress = lambda tokens: None,
+    arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
+) -> Measurement:
+    """Run every session to its end. A request that arrives during a step waits for its end, which counts."""
+    longest = max(session.longest for session in sessions)
+    if longest > engine.max_model_len:
+        problem = f"a request of {longest} tokens, prompt and output, exceeds the {engine.max_model_len}"
+        raise InvalidParameter("max_model_len", f"{problem} of this model; use shorter lengths")
+    return _Run(engine, sessions, arrivals or [0.0] * len(sessions), in_flight or len(sessions)).to_end(advance)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request in flight."""
+
+    session: Session
+    index: int
+    prompt: list[int]
+    came: float
+    answer: list[int]
+    token_times: list[float]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.session.turns)
+
+
+class _Run:
+    def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float], in_flight: int) -> None:
+        self._engine = engine
+        self._coming = deque(zip(arrivals, sessions, strict=True))
+        self._in_flight = in_flight
+        self._is_capped = in_flight < len(sessions)
+        self._start_time = 0.0
+        self._open: dict[str, _Turn] = {}
+        self._turns: list[_Turn] = []
+        self._inside = _Inside()
+
+    def to_end(self, advance: TokenProgress) -> Measurement:
+        advance(0)
+        self._start_time = self._engine.now()
+        while self._coming or self._open:
+            self._let_in()
+            time.sleep(self._pause())
+            self._record(self._engine.step())
+            self._engine.check_alive()
+            advance(sum(len(turn.answer) for turn in self._turns))
+        turns = self._turns
+        return Measurement(
+            seconds=self._now(),
+            input_tokens=sum(len(turn.prompt) for turn in turns),
+            token_times=[turn.token_times for turn in turns],
+            inside=self._inside.figures(),
+            arrivals=[turn.came for turn in turns],
+        )
+
+    def _now(self) -> float:
+        return self._engine.now() - self._start_time
+
+    def _let_in(self) -> None:
+        while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
+            came, session = self._coming.popleft()
+            self._submit(session, 0, [], self._now() if self._is_capped else came)
+
+        if not self._coming and all(turn.is_last for turn in self._open.values()):
+            self._engine.expect_no_more()
+
+    def _pause(self) -> float:
+        """Seconds until there is something to compute or a request arrives."""
+        until_next = self._coming[0][0] - self._now() if self._coming else math.inf
+        return max(0.0, min(self._engine.pause(), until_next))
+
+    def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
+        turn = session.turns[index]
+        prompt = [*said, *turn.prompt_ids]
+        (request_id,) = self._engine.submit(prompt, full_length(turn.n_out))
+        self._open[request_id] = _Turn(session, index, prompt, came, [], [])
+        self._turns.append(self._open[request_id])
+
+    def _record(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._inside.record(event)
+            if isinstance(event, TokenProduced):
+                turn = self._open[event.request_id]
+                turn.answer.append(event.token)
+                turn.token_times.append(event.time - self._start_time)
+            elif isinstance(event, RequestFinished):
+                if event.ending.reason is not FinishReason.LENGTH:
+                    raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
+                turn = self._open.pop(event.request_id)
+                if not turn.is_last:
+                    said = turn.prompt + turn.answer
+                    self._submit(turn.session, turn.index + 1, said, event.time - self._start_time)
+
+
+class _Inside:
+    """Collects figures from the engine's events."""
+
+    def __init__(self) -> None:
+        self._preemptions = 0
+        self._cached: dict[str, int] = {}  # Only the first admission counts: later a request finds its own blocks.
+        self._steps: list[StepDone] = []
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, RequestAdmitted):
+            self._cached.setdefault(event.request_id, event.cached_tokens)
+        elif isinstance(event, RequestPreempted):
+            self._preemptions += 1
+        elif isinstance(event, StepDone):
+            self._steps.append(event)
+
+    def figures(self) -> EngineFigures:
+        steps = self._steps
+        scheduling = sum(step.schedule_seconds + step.apply_seconds for step in steps)
+        building = sum(step.timing.build for step in steps)
+        running = sum(step.timing.total for step in steps)
+        useful = sum(step.decode_tokens + step.prefill_tokens for step in steps)
+        return EngineFigures(
+            steps=len(steps),
+            mean_batch_requests=sum(step.requests for step in steps) / len(steps),
+            scheduler_share=(scheduling + building) / (scheduling + running),
+            preemptions=self._preemptions,
+            peak_kv_blocks=max(step.used_blocks for step in steps),
+            peak_batch_requests=max(step.requests for step in steps),
+            useful_token_share=useful / (useful + sum(step.padding_tokens for step in steps)),
+            cached_tokens=sum(self._cached.values()),
+        )

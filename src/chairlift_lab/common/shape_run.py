@@ -13,7 +13,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
 from chairlift.progress import Note
 from chairlift.server.process.this_process import loaded_objects_frozen
-from chairlift_lab.common.engine_run import serve_at_once
+from chairlift_lab.common.engines import serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
 from chairlift_lab.common.model_shapes import config_file
 

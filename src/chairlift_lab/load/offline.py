@@ -1,4 +1,4 @@
-"""The same load on the engine without a server, in a process of its own (`peers/programs/run_chairlift_load.py`)."""
+"""The same load on the engine without a server, in a process of its own (`peers/programs/run_chairlift.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.load.client import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
-from chairlift_lab.peers.process import PeerFailed, PeerProcess
+from chairlift_lab.peers.peers import PeerFailed, PeerProcess
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -40,13 +40,13 @@ def run_offline(
         if "progress" in line:
             advance(*line["progress"])
 
-    process = PeerProcess(Path(sys.executable), "run_chairlift_load.py", threading.TIMEOUT_MAX)
+    process = PeerProcess(Path(sys.executable), "run_chairlift.py", threading.TIMEOUT_MAX)
     try:
         answer = process.run(job, progress)
     except PeerFailed as failure:
         raise EngineDead(f"the offline engine failed: {failure}") from None
-    if "error" in answer:
-        raise EngineDead(f"the offline engine failed: {answer['error']}")
+    if "problem" in answer:
+        raise EngineDead(f"the offline engine failed: {answer['problem']}")
     return LoadRun(answer["seconds"], [LoadRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
 
 

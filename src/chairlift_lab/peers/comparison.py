@@ -12,10 +12,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.common.engine_run import Measurement, TokenProgress, add_speedups, measure_engine
+from chairlift_lab.common.engines import Measurement, TokenProgress, add_speedups, measure_engine
 from chairlift_lab.common.workload import Workload, text_like_ids
-from chairlift_lab.peers.peers import Peer
-from chairlift_lab.peers.process import PeerFailed
+from chairlift_lab.peers.peers import Peer, PeerFailed
 
 if TYPE_CHECKING:
     from chairlift.engine.settings import MachineSettings

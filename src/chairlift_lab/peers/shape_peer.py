@@ -18,9 +18,9 @@ from chairlift.progress import Note
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.model_shapes import config_file
 from chairlift_lab.common.shape_run import Cases, ShapeCase, ShapeRun, make_cases, warm_up_of
-from chairlift_lab.peers.process import CHECK_SECONDS, PeerFailed, PeerProcess
+from chairlift_lab.peers.peers import CHECK_SECONDS, PeerFailed, PeerProcess
 
-OWN_PROGRAM = "run_chairlift_shapes.py"
+OWN_PROGRAM = "run_chairlift.py"
 
 
 class _Kind(NamedTuple):

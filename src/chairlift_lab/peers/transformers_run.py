@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import EngineDead
-from chairlift_lab.common.engine_run import Measurement, TokenProgress
+from chairlift_lab.common.engines import Measurement, TokenProgress
 from chairlift_lab.common.workload import Workload
 
 if TYPE_CHECKING:

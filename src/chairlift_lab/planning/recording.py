@@ -21,7 +21,7 @@ from chairlift_lab.simulator.step_cost import MeasuredCost
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
-    from chairlift_lab.common.engine_run import Measurement
+    from chairlift_lab.common.engines import Measurement
 
 MAX_RECORDING_MIB = 1024
 
@@ -124,7 +124,7 @@ class RunRecorder:
 
     def _run(self, part: Part) -> None:
         from chairlift_lab.bench.profile import watch_steps
-        from chairlift_lab.common.engine_run import Session, run_sessions
+        from chairlift_lab.common.engines import Session, run_sessions
 
         engine, rng = self._engine, self._rng
         sessions = [

@@ -1,19 +1,99 @@
-"""What benches have in common as options: --json and --plot, lists of numbers and names, and checked settings."""
+"""What benches have in common: the JSON they write, --json and --plot, lists of values, and checked settings."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
+from chairlift import __version__
 from chairlift.errors import InvalidParameter
-from chairlift.options import Check, above, at_least
-from chairlift_lab.report.json_report import check_writable, machine, machine_line, write_report
+from chairlift.options.declaration import Check, above, at_least
 from chairlift_lab.report.plots import require_matplotlib
+
+
+def write_report(
+    path: Path, bench: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Write the report of `bench` and return it.
+
+    The shape is the same for all benches:
+
+    | key | meaning |
+    |---|---|
+    | `bench` | which one |
+    | `machine` | where it ran, see `machine` |
+    | `settings` | the settings, with defaults |
+    | `rows` | one object for each engine or setting compared, with a `name` |
+    """
+    report = {"bench": bench, "machine": machine(), "settings": dict(settings), "rows": [dict(row) for row in rows]}
+    try:
+        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidParameter("json", f"cannot write {str(path)!r} ({error.strerror})") from None
+    return report
+
+
+def check_writable(path: Path, parameter: str = "json") -> None:
+    """Raise before the measurement if the file cannot be written."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidParameter(parameter, f"cannot write {str(path)!r}; give a file in a folder that you may write to")
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that the figures depend on."""
+    import torch
+
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+        "chairlift": __version__,
+    }
+
+
+def machine_line(facts: Mapping[str, Any]) -> str:
+    """The machine in one line."""
+    parts = [
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB",
+        facts["gpu"] or "no GPU",
+        f"Python {facts['python']}",
+        f"torch {facts['torch']}",
+        f"transformers {facts['transformers']}",
+        f"chairlift {facts['chairlift']}",
+    ]
+    return " · ".join(parts)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
 
 Draw = Callable[[Path, str], None]
 """Draws the figures into a file; the second argument is a line about the machine, for the foot of the picture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift_lab.common.engine_run import EngineFigures, Measurement, add_speedups, percentile
+from chairlift_lab.common.engines import EngineFigures, Measurement, add_speedups, percentile
 
 
 def test_percentiles_lie_between_the_nearest_values() -> None:

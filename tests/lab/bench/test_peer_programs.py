@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from chairlift_lab.common.workload import BenchRequest, Workload
-from chairlift_lab.peers.peers import PEERS, Peer
-from chairlift_lab.peers.process import PROGRAMS, PeerFailed
+from chairlift_lab.peers.peers import PEERS, PROGRAMS, Peer, PeerFailed
 
 STUBS = Path(__file__).parent / "peer_stubs"
 DISTRIBUTIONS = {

@@ -14,11 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift_lab.common.engine_run import TokenProgress
+from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import BenchRequest, Workload
 from chairlift_lab.peers.comparison import Rounds, ThroughputComparison, median_row
-from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths
-from chairlift_lab.peers.process import PROGRAMS, PeerFailed, PeerProcess
+from chairlift_lab.peers.peers import PEERS, PROGRAMS, Peer, PeerFailed, PeerProcess, parse_peer_paths
 from tests.tiny import write_tiny_checkpoint
 
 WORKLOAD = Workload((BenchRequest((5, 6, 7), 2), BenchRequest((8, 9), 3), BenchRequest((4,), 1)))

@@ -14,8 +14,7 @@ from chairlift.cli.main import app
 from chairlift.core.events import Event, RequestQueued
 from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.prefix import SCENARIOS, PrefixSettings, compare_prefix_caching
-from chairlift_lab.common.engine_run import Session, run_sessions
-from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.engines import EngineMaker, Session, run_sessions
 from chairlift_lab.common.workload import BenchRequest, TokenSource
 from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint

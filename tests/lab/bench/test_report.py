@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.common.engine_run import Measurement, add_speedups
+from chairlift_lab.common.engines import Measurement, add_speedups
 from chairlift_lab.peers.comparison import ThroughputComparison
-from chairlift_lab.report.json_report import check_writable, machine, machine_line, write_report
+from chairlift_lab.report.options import check_writable, machine, machine_line, write_report
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 

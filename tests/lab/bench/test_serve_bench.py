@@ -14,8 +14,15 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.serve import turns
 from chairlift_lab.common.workload import LengthRange, SharedPrefixes, draw_requests
 from chairlift_lab.load.client import LoadRecord, LoadRun
-from chairlift_lab.load.figures import LatencyLimits, in_flight, load_row
-from chairlift_lab.load.plot import SLICES, open_over_time, plot_load, tokens_over_time
+from chairlift_lab.load.figures import (
+    SLICES,
+    LatencyLimits,
+    in_flight,
+    load_row,
+    open_over_time,
+    plot_load,
+    tokens_over_time,
+)
 from chairlift_lab.load.traces import Arrivals, TraceEntry, load_trace, trace_requests
 
 VOCABULARY = range(100, 200)

@@ -21,7 +21,7 @@ from chairlift.models import dummy
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.shape_run import Cases, ShapeRun, make_cases
 from chairlift_lab.peers import shape_peer
-from chairlift_lab.peers.process import PROGRAMS, PeerProcess
+from chairlift_lab.peers.peers import PROGRAMS, PeerProcess
 from chairlift_lab.peers.shape_peer import ShapePeer, only_this_gpu, run_own, valid_part
 from tests.kernels.tiny_config import CONFIG
 
@@ -214,12 +214,12 @@ def test_errors_of_our_process_are_raised_here(
     shape: str, kind: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(PROGRAMS))
-    import run_chairlift_shapes
+    import run_chairlift
 
     def ask(process: PeerProcess, job: dict[str, Any], *others: Any) -> dict[str, Any]:
         """In this process, which has imported everything."""
         lines: list[dict[str, Any]] = []
-        run_chairlift_shapes.run(job | {"started": 0.0}, lambda **content: lines.append(content))
+        run_chairlift.run(job | {"started": 0.0}, lambda **content: lines.append(content))
         return lines[-1]
 
     monkeypatch.setattr(shape_peer, "ask_with_notes", ask)
@@ -252,7 +252,7 @@ def test_a_peer_that_draws_other_weights_is_refused(shape: Path, monkeypatch: py
 
 def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROGRAMS)
-    import vllm_weights
+    import run_vllm_shapes
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Sequential(torch.nn.LayerNorm(256)))
     model.register_buffer("w13_weight", torch.zeros(8, 4, 16, dtype=torch.uint8))
@@ -260,14 +260,14 @@ def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> N
     model.register_buffer("eight_bits", torch.zeros(64, 64, dtype=torch.float8_e4m3fn))
     for part in model.modules():  # as vLLM's loader does
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        vllm_weights.draw_all(part)
+        run_vllm_shapes.draw_all(part)
         if part is not model:
             assert all(bool((weight == before[name]).all()) for name, weight in model.state_dict().items())
     weights = model.state_dict()
-    assert float(weights["0.weight"].std()) == pytest.approx(vllm_weights.SPREAD, rel=0.1)
-    assert float(weights["eight_bits"].float().std()) == pytest.approx(vllm_weights.SPREAD, rel=0.1)
+    assert float(weights["0.weight"].std()) == pytest.approx(run_vllm_shapes.SPREAD, rel=0.1)
+    assert float(weights["eight_bits"].float().std()) == pytest.approx(run_vllm_shapes.SPREAD, rel=0.1)
     assert float(weights["0.bias"].min()) == float(weights["1.0.weight"].max()) == 1.0
     assert weights["w13_weight"].unique().numel() > 100
     assert weights["w13_weight_scale"].unique().tolist() == [120]
-    vllm_weights._draw(torch.empty(4, 4, device="meta"))  # nothing to draw yet
-    assert vllm_weights.SPREAD == dummy.SPREAD
+    run_vllm_shapes._draw(torch.empty(4, 4, device="meta"))  # nothing to draw yet
+    assert run_vllm_shapes.SPREAD == dummy.SPREAD

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.common.engine_run import TokenProgress
+from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import LengthRange, make_workload
 from chairlift_lab.peers.comparison import ALL_ENGINES, ENGINES, ThroughputComparison
 from chairlift_lab.report.options import parse_names

@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,12 +83,9 @@ def measure_starts(
 
 
 async def _load(address: Address, requests: Iterator[BenchRequest], streams: int, seconds: float) -> list[LoadRecord]:
-    http = HttpClient(address)
-    client = LoadClient(http, RequestFormat(MODEL_NAME), timeout=REQUEST_TIMEOUT)
-    try:
+    with closing(HttpClient(address)) as http:
+        client = LoadClient(http, RequestFormat(MODEL_NAME), timeout=REQUEST_TIMEOUT)
         return (await LoadGenerator(client.send, duration=seconds).run(requests, ClosedLoop(streams))).records
-    finally:
-        http.close()
 
 
 def figures(records: Sequence[LoadRecord], ready: float, seconds: float) -> dict[str, Any]:

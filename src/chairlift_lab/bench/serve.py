@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Annotated, Any
@@ -66,9 +66,8 @@ def measure_server(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) 
 
 
 async def _measure(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) -> LoadRun:
-    http = HttpClient(target.address, api_key=target.api_key)
-    client = LoadClient(http, target.request_format, timeout=plan.timeout)
-    try:
+    with closing(HttpClient(target.address, api_key=target.api_key)) as http:
+        client = LoadClient(http, target.request_format, timeout=plan.timeout)
         await _warm_up(client, plan)
         client.num_pieces, before = 0, target.cpu_seconds()
         load = LoadGenerator(client.send, duration=plan.duration)
@@ -78,8 +77,6 @@ async def _measure(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) 
         advance(len(run.records), 0, client.num_pieces)
         run.cpu_seconds |= {name: used - before.get(name, 0.0) for name, used in target.cpu_seconds().items()}
         return run
-    finally:
-        http.close()
 
 
 async def _warm_up(client: LoadClient, plan: LoadPlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -65,10 +66,10 @@ Figures = dict[str, list[LoadRecord]]
 
 
 async def _measure(address: Address, vocabulary: Sequence[int], flood: Flood, note: Note) -> Figures:
-    http, crowd_records = HttpClient(address), list[LoadRecord]()
-    light, heavy = _client(http, flood.light), _client(http, flood.heavy)
-    requests = _requests(flood.light, vocabulary, random.Random(flood.seed))
-    try:
+    crowd_records: list[LoadRecord] = []
+    with closing(HttpClient(address)) as http:
+        light, heavy = _client(http, flood.light), _client(http, flood.heavy)
+        requests = _requests(flood.light, vocabulary, random.Random(flood.seed))
         note("warming up")
         await _send_regularly(light, requests, flood.interval / 4, 8 * flood.interval / 4)
         note(f"the light tenant alone, {flood.idle_seconds:g} s")
@@ -84,8 +85,6 @@ async def _measure(address: Address, vocabulary: Sequence[int], flood: Flood, no
             task.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
         return {"light, alone": alone, "light, flooded": beside, "heavy": crowd_records}
-    finally:
-        http.close()
 
 
 def _client(http: HttpClient, tenant: TenantLoad) -> LoadClient:

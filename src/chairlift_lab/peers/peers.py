@@ -220,14 +220,6 @@ class Peer:
             raise PeerFailed(model.reason)
         return str(answer["version"])
 
-    def why_not(self) -> str | None:
-        """Why it cannot run here, or None if it can."""
-        try:
-            self.version()
-        except PeerFailed as failure:
-            return str(failure)
-        return None
-
     def measure(self, workload: Workload, concurrency: int, advance: TokenProgress) -> Measurement:
         """All requests, `concurrency` at a time, after a short warm-up. Raises PeerFailed."""
 

@@ -122,5 +122,5 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_every_program_of_a_peer_has_a_stub() -> None:
-    programs = {path.stem for path in PROGRAMS.glob("run_*.py")} - {"run_vllm_shapes", "run_chairlift_shapes"}
+    programs = {path.stem for path in PROGRAMS.glob("run_*.py")} - {"run_vllm_shapes", "run_chairlift"}
     assert programs == {f"run_{code}" for code, _ in DISTRIBUTIONS.values()}

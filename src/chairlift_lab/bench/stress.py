@@ -31,7 +31,7 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.request import FinishReason, completion_ids
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.options.declaration import option_of
+from chairlift.options import option_of
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench

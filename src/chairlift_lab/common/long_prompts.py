@@ -13,7 +13,7 @@ import typer
 
 from chairlift.core.events import BudgetDecided, Event, RequestFinished, StepDone, TokenProduced
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import at_least
+from chairlift.options import at_least
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.workload import full_length
 from chairlift_lab.report.options import Count, Settings

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.options.declaration import above
+from chairlift.options import above
 from chairlift.terminal.tables import show_table
 from chairlift_lab.common.engines import percentile
 from chairlift_lab.load.client import LoadProgress, LoadRecord, LoadRun

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import above, at_least
+from chairlift.options import above, at_least
 from chairlift_lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
 from chairlift_lab.load.client import APIS, ClosedLoop, LoadLoop, OpenLoop, RequestFormat
 from chairlift_lab.load.traces import ARRIVALS, Arrivals, TraceEntry, load_trace, trace_requests

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from chairlift import __version__
 from chairlift.errors import InvalidParameter
-from chairlift.options.declaration import Check, above, at_least
+from chairlift.options import Check, above, at_least
 from chairlift_lab.report.plots import require_matplotlib
 
 

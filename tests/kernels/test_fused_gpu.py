@@ -1,8 +1,9 @@
-"""The fused GPU stack computes what the plain stack computes."""
+"""Programs of GPU kernels compute what the plain layers compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.loader import DecoderLoader
-from chairlift.models.stacks.fused_gpu import FusedGPUStack, can_fuse
+from chairlift.models.programs.fuse_gpu import GPUProgram, can_fuse
 from chairlift.runner.memory import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
@@ -116,10 +117,10 @@ def test_fused_layers_equal_plain_layers(family: str, device: torch.device, monk
         written = [side.clone() for side in (*storage.keys, *storage.values)]
         for side, before in zip((*storage.keys, *storage.values), kept, strict=True):
             side.copy_(before)
-        model.stack = FusedGPUStack(model.stack.parts)
+        model.program = GPUProgram(model.program.parts, has_all_kernels=True)
         for layer in model.layers:
-            model.stack.before_packing(layer)
-        model.stack.finalize()
+            model.program.before_packing(layer)
+        model.program.finalize()
         found = logits(model, storage, rows)
     assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 5e-3
     for side, before in zip((*storage.keys, *storage.values), written, strict=True):
@@ -129,7 +130,7 @@ def test_fused_layers_equal_plain_layers(family: str, device: torch.device, monk
 def make_rounded_model(changes: dict[str, Any], exact: Decoder) -> Decoder:
     """The same model with fused layers and 8-bit weights; `exact` gets the weights as they were rounded."""
     model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=FP8Weight)
-    model.stack = FusedGPUStack(model.stack.parts)
+    model.program = GPUProgram(model.program.parts, has_all_kernels=True)
     DecoderLoader(model).load(tensors(changes, torch.device("cpu")))
     for mine, theirs in zip(model.layers, exact.layers, strict=True):
         for norm in (theirs.before_attention, theirs.before_mlp):
@@ -150,7 +151,8 @@ def test_fused_layers_with_8_bit_weights(
     if device.type != "cpu":
         pytest.skip("tests of whole models on the GPU compare with transformers")
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
-    monkeypatch.setattr(FP8Weight, "most_fused_rows", few_rows)
+    fuses = dict(FP8Weight.traits.fuses, norm=few_rows)
+    monkeypatch.setattr(FP8Weight, "traits", replace(FP8Weight.traits, fuses=fuses))
     exact = make_model(FAMILIES["llama"], device)
     model = make_rounded_model(FAMILIES["llama"], exact)
     rows = [(0, 0), (17, 3), (8, 6)]
@@ -184,7 +186,7 @@ def test_fused_layers_with_4_bit_weights(plain: bool, device: torch.device, monk
     shape = FAMILIES["qwen2"] | {"intermediate_size": 64, "num_hidden_layers": 2}
     exact = make_model(shape, device)
     model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=Int4Weight)
-    model.stack = FusedGPUStack(model.stack.parts)
+    model.program = GPUProgram(model.program.parts, has_all_kernels=True)
     loader = DecoderLoader(model)
     loader.fill(tensors(shape, torch.device("cpu")))
     for mine, theirs in zip(model.layers, exact.layers, strict=True):
@@ -230,10 +232,10 @@ def test_invariant_fused_layers(device: torch.device, monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"dtype": torch.float16, "device": torch.device("cpu"), "batch_invariant": True}
     model = build_model(CONFIG | shape, tensors(shape, device), **options)
     assert isinstance(model, Decoder)
-    model.stack = FusedGPUStack(model.stack.parts)
+    model.program = GPUProgram(model.program.parts, has_all_kernels=True)
     for layer in model.layers:
-        model.stack.before_packing(layer)
-    model.stack.finalize()
+        model.program.before_packing(layer)
+    model.program.finalize()
     storage = allocate_storage(model.attention_layers, 15, 8, torch.float16, torch.device("cpu"))
     first = [3 + 7 * i % 250 for i in range(90)]  # two spans
     second = [5 + 11 * i % 250 for i in range(21)]

@@ -1,4 +1,4 @@
-"""The plain stack on a GPU: families with norms behind their blocks in few kernels, none of them torch's."""
+"""Layers on a GPU that are not fused as a whole: norms behind blocks in few kernels, none of them torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.attention.storage import KVStorage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
-from chairlift.models.stacks.plain import PlainStack
+from chairlift.models.programs.base import PlainProgram
+from chairlift.models.programs.fuse_gpu import GPUProgram
 from chairlift.runner.memory import allocate_storage
 from tests.kernels.test_fused_gpu import hidden_rows, logits, make_model, tensors
 from tests.kernels.tiny_config import CONFIG
@@ -25,9 +26,9 @@ ON_GPU = (
     "layers.norm",
     "layers.per_layer_input",
     "layers.rope",
+    "layers.rows",
     "models.decoder_layer",
-    "models.stacks.base",
-    "models.stacks.plain",
+    "models.programs.base",
 )
 SANDWICH: dict[str, Any] = {"num_hidden_layers": 2, "hidden_activation": "gelu_pytorch_tanh"}
 WINDOWED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -120,13 +121,14 @@ def test_kernels_equal_torch(
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.products.tiling.is_faster", lambda *sizes: own_products)
     model = make_model(FAMILIES[family], device)
-    assert isinstance(model.stack, PlainStack)
+    assert isinstance(model.program, GPUProgram)
     storages = [filled_storage(model) for _ in range(2)]
     with torch.inference_mode():
         with pytest.MonkeyPatch.context() as one_at_a_time:
             for name in ON_GPU:
                 one_at_a_time.setattr(f"chairlift.{name}.on_gpu", lambda device: False)
             one_at_a_time.setattr(PagedGPUStep, "from_projection", StepAttention.from_projection)
+            one_at_a_time.setattr(model, "program", PlainProgram(model.program.parts))
             expected = logits(model, storages[0], ROWS)
         with TorchKernels() as kernels:
             found = logits(model, storages[1], ROWS)
@@ -146,7 +148,7 @@ def test_batch_invariance(family: str, device: torch.device) -> None:
     options: dict[str, Any] = {"dtype": torch.float16, "device": torch.device("cpu"), "batch_invariant": True}
     model = build_model(CONFIG | FAMILIES[family], tensors(FAMILIES[family], device), **options)
     assert isinstance(model, Decoder)
-    assert isinstance(model.stack, PlainStack)
+    assert isinstance(model.program, GPUProgram)
     storage = allocate_storage(model.attention_layers, 6, 8, torch.float16, torch.device("cpu"))
     first, second = [3 + 7 * i % 250 for i in range(20)], [5 + 11 * i % 250 for i in range(9)]
     mine, theirs = [0, 1, 2], [3, 4]

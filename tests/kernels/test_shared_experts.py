@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +20,10 @@ from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
-from chairlift.models.decoder_layer import add_
+from chairlift.models.decoder_layer import LayerStep
 from chairlift.models.dummy import dummy_tensors
+from chairlift.models.programs.fuse_gpu import operations_of
+from chairlift.models.programs.streams import Stream
 from tests.kernels.test_few_experts import expected_of, experts_of
 from tests.kernels.test_triton_moe import covered
 from tests.kernels.test_triton_mxfp4 import stored
@@ -244,18 +246,19 @@ def test_layers_of_families(family: str, tokens: int, device: torch.device, monk
     x = torch.randn(tokens, model.hidden_size).half()
     mixed = (torch.randn(tokens, mixer.output.in_features).half(),)
     positions = torch.arange(tokens, dtype=torch.int32)
-    expected = x.clone()
-    delta = layer.rest(expected, mixed, positions)
-    assert delta is not None
-    add_(expected, delta, None)
+    step = LayerStep(cast(Any, None), positions)
+    monkeypatch.setattr(layer, "mix", lambda *rows: mixed)
+    expected = layer(x.clone(), step)
     for name in ("layers.moe", "layers.routing", "layers.norm", "layers.mlp", "layers.formats.none"):
         monkeypatch.setattr(f"chairlift.{name}.on_gpu", lambda device: True)
-    monkeypatch.setattr("chairlift.models.decoder_layer.on_gpu", lambda device: True)
     assert isinstance(layer.mlp, MixtureOfExperts)
     assert layer.mlp.num_folded(tokens)
     monkeypatch.setattr(SharedExpert, "add_to_", None)  # it is not called
-    found = x.clone()
-    delta = layer.rest(found, mixed, positions)
-    assert (delta is None) == (tokens == 3), "few rows are added in the kernels"
-    add_(found, delta, None)
+    stream = Stream(x.clone())
+    adds_late: list[Tensor] = []
+    monkeypatch.setattr(stream, "add_late", lambda output, after: adds_late.append(output))
+    for operation in operations_of(layer)[1:]:
+        operation(stream, step)
+    assert (not adds_late) == (tokens == 3), "few rows are added in the kernels"
+    found = stream.x + adds_late[0] if adds_late else stream.x
     assert error(found, expected.double()) < 5e-3

@@ -26,8 +26,7 @@ from chairlift.kernels.triton.layers import rotate_and_store_
 from chairlift.kernels.triton.products.product import product
 from chairlift.kernels.triton.products.tiling import ProductTiling
 from chairlift.kernels.triton.vector import MOST_STEPS, VectorTiling, choose_vector_tiling, vector_product
-from chairlift.layers.formats.base import ScaledRows
-from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, fp8_obstacles, multiply, round_rows
+from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, ScaledRows, fp8_obstacles, multiply, round_rows
 from chairlift.models import build_model, format_obstacles
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors

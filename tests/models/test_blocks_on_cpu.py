@@ -20,7 +20,7 @@ from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.models import build_model
-from chairlift.models.stacks.fused_cpu import FusedCPUStack
+from chairlift.models.programs.fuse_cpu import FusedCPUProgram
 from tests.loading.gguf_writing import write_gguf
 from tests.loading.tiny_models import save_model
 from tests.models.dense_attend import DenseCache
@@ -58,8 +58,8 @@ def test_weights_stay_in_blocks_and_run_fused(tmp_path: Path) -> None:
     path = random_gguf(tmp_path, "q4_k_m")
     model: Any = load_model(str(path), EngineConfig(quantization="checkpoint"), progress=False).model
     assert isinstance(model.embedding, StoredEmbedding)
-    assert isinstance(model.stack, FusedCPUStack)
-    assert model.stack.has_own_threads
+    assert isinstance(model.program, FusedCPUProgram)
+    assert model.program.has_own_threads
     kinds = {kind for layer in model.layers for linear in layer.linears() for kind in linear.weight.kinds}
     assert kinds == {"Q4_K", "Q6_K"}
     assert isinstance(model.head.weight, BlockWeight)

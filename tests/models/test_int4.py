@@ -110,7 +110,7 @@ def test_parts_of_a_checkpoint_are_joined(dtype: torch.dtype) -> None:
     final = weight.finalized()
     assert isinstance(final, BlockWeight if dtype is torch.float32 else Int4Weight)
     expected = torch.cat([part.dequantized() for part in parts])
-    found = final.multiply(torch.eye(256, dtype=dtype), None).T.float()
+    found = final.product(torch.eye(256, dtype=dtype)).rows.T.float()
     atol = 2e-3 if dtype is torch.float32 else 0.05
     torch.testing.assert_close(found, expected, rtol=atol, atol=atol)
 

@@ -46,7 +46,7 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
 
 def test_zero_rows_never_reach_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with part of a prompt samples nothing, and GPU tensor descriptors reject tensors without rows."""
-    monkeypatch.delattr(PlainWeight, "multiply")
+    monkeypatch.delattr(PlainWeight, "product")
     linear = _linear(96, 64, False, torch.bfloat16)
     for linear.weight.batch_invariant in (False, True):
         assert linear(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)

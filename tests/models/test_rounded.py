@@ -89,7 +89,7 @@ def test_int8_models_stay_close_to_full_precision(name: str, cache: torch.dtype,
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="int8")
     assert rounded.num_weight_bytes() < exact.num_weight_bytes()
     assert isinstance(rounded, Decoder)
-    assert rounded.stack.is_one_kernel == (name in FUSED)
+    assert rounded.program.is_one_kernel == (name in FUSED)
     assert rounded.has_own_threads
     reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged", cache), run(rounded, "bursted", cache)
     spread = reference.std()
@@ -114,7 +114,7 @@ def test_bfloat16_models_stay_close_to_full_precision(name: str, cache: torch.dt
     config = save(make_reference(CONFIGS[name]()), tmp_path)
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="bfloat16")
     assert isinstance(rounded, Decoder)
-    assert rounded.stack.is_one_kernel == (name in FUSED)
+    assert rounded.program.is_one_kernel == (name in FUSED)
     assert rounded.kv_dtype is torch.bfloat16
     reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged", cache), run(rounded, "bursted", cache)
     assert (fused - by_layers).abs().mean(dim=1).max() < 0.005 * reference.std()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.graphs import Graphs
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.mlp import GatedMLP
 from chairlift.models.base import CausalLM
-from chairlift.models.decoder import DecoderLayer
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.runner import GPURunner
@@ -123,15 +123,15 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rows remain after it, and kernels that copy tiles do not accept a tensor without rows."""
-    monkeypatch.setattr(PlainWeight, "most_fused_rows", 0)
+    monkeypatch.setattr(PlainWeight, "traits", replace(PlainWeight.traits, fuses={}))
     model = random_model(device, {"num_hidden_layers": 2}, dtype=torch.float16)
-    rest, rows = DecoderLayer.rest, list[int]()
+    inner, rows = GatedMLP.inner, list[int]()
 
-    def recorded(layer: DecoderLayer, x: Tensor, *others: Any) -> Tensor | None:
+    def recorded(mlp: GatedMLP, x: Tensor) -> Tensor:
         rows.append(len(x))
-        return rest(layer, x, *others)
+        return inner(mlp, x)
 
-    monkeypatch.setattr(DecoderLayer, "rest", recorded)
+    monkeypatch.setattr(GatedMLP, "inner", recorded)
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: False)  # captured steps sample a row of each request
     engine = make_engine(model, gpu=True, prefill=8)
     rows.clear()

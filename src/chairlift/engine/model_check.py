@@ -109,7 +109,7 @@ def _formats(config: Mapping[str, Any], found: ModelConfig) -> dict[str, FormatC
         format = FORMATS.get(name)
         if name in ("none", "checkpoint"):
             continue
-        device = format.devices[-1]
+        device = format.traits.devices[-1]
         kind, title = DEVICE_TYPES[device]
         obstacles = tuple(model_obstacles(config, format, device))
         size = None if obstacles else weight_bytes(config, format, PLAIN_TYPES[kind], device)

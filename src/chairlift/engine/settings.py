@@ -18,6 +18,7 @@ from chairlift.config import EngineConfig, check_batch_requests
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import META, on_gpu
 from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import head_format
 from chairlift.layers.formats.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.machine.hardware import default_threads
@@ -264,7 +265,7 @@ def _check_head(settings: MachineSettings, quantization: str) -> None:
         return
     if quantization == "none":
         raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
-    FORMATS.get(quantization).for_head(settings.dtype, settings.device, quantize=True)
+    head_format(FORMATS.get(quantization), settings.dtype, settings.device, quantize=True)
 
 
 def choose_max_model_len(config: EngineConfig, limit: int) -> int:

@@ -113,7 +113,7 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
 def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> Path | None:
     """The folder of the cache, or None if this model is not cached."""
     configured, format = settings.config.weight_cache, FORMATS.get(settings.quantization)
-    packs = format.packs_tiles or format.keeps_blocks
+    packs = format.traits.tile_type is not None or format.traits.keeps_blocks
     if configured == OFF or not (settings.device.type == "cpu" and packs and is_native(checkpoint.config)):
         return None
     if checkpoint.format == "dummy" or num_bytes < MIN_BYTES:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from chairlift.layers.expert_weights import ExpertWeights
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, Fusion, WeightFormat
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.loading.stored_weight import StoredWeight
 
 
 def keeps_blocks(format: type[WeightFormat], dtype: torch.dtype, device: torch.device) -> bool:
-    return format.keeps_stored and not BlockWeight.obstacles(dtype, device)
+    return format.traits.keeps_stored and not BlockWeight.obstacles(dtype, device)
 
 
 class BlockExperts(ExpertWeights):
@@ -28,18 +28,16 @@ class BlockExperts(ExpertWeights):
         sizes = out_features, in_features, dtype, device
         self._experts: Sequence[WeightFormat] = [CheckpointWeight.empty(*sizes) for _ in range(num_experts)]
 
-    @property
-    def in_blocks(self) -> bool:
-        return all(isinstance(weight, BlockWeight) for weight in self._experts)
-
     def fill(self, expert: int, first: int, source: Tensor | StoredWeight) -> None:
         self._experts[expert].fill_rows(first, source)
 
     def finalize(self) -> None:
         self._experts = [weight.finalized() for weight in self._experts]
+        self.in_blocks = all(weight.panels is not None for weight in self._experts)
 
     def multiply(self, expert: int, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return self._experts[expert].multiply(rows, None if bias is None else bias[expert])
+        fusion = ALONE if bias is None else Fusion(bias[expert])
+        return self._experts[expert].product(rows, fusion).rows
 
     @property
     def num_bytes(self) -> int:

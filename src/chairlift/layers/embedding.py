@@ -13,6 +13,8 @@ from chairlift.layers.formats.base import WeightFormat
 class Embedding:
     """A row of the table for every token, scaled if the family does so (Gemma)."""
 
+    weight: WeightFormat | None = None  # in the place of the table
+
     def __init__(self, table: Tensor, scale: float, dtype: torch.dtype) -> None:
         self.table = table  # [vocab, hidden], possibly in a smaller type than `dtype`
         self.scale = float(torch.tensor(scale, dtype=dtype))  # rounded to the model's precision, as in training
@@ -50,17 +52,16 @@ class StoredEmbedding(Embedding):
         self.weight = weight
         weight.looked_up = True
 
-    def finalize(self) -> None:
-        self.weight = self.weight.finalized()
-
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._scaled(tokens)
 
     def _rows(self, tokens: Tensor) -> Tensor:
+        assert self.weight is not None
         return self.weight.rows(tokens)
 
     @property
     def num_bytes(self) -> int:
+        assert self.weight is not None
         return self.weight.num_bytes
 
 
@@ -73,6 +74,6 @@ def empty_embedding(
     format: type[WeightFormat],
 ) -> Embedding:
     """A table to be filled; in formats that keep the blocks of a file, it may stay in those."""
-    if format.becomes_blocks(dtype, device):
+    if format.traits.becomes_blocks(dtype, device):
         return StoredEmbedding(format.empty(vocab_size, hidden_size, dtype, device), scale, dtype)
     return Embedding(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device), scale, dtype)

@@ -28,6 +28,8 @@ class ExpertWeights:
     with a power of two per 32 columns (MXFP4) lie in memory as `layers/microscaled.py` says.
     """
 
+    in_blocks = False  # the checkpoint stored them in blocks of a GGUF file, which a CPU multiplies
+
     def __init__(
         self,
         num_experts: int,
@@ -184,7 +186,7 @@ class ExpertRows:
 
 def kept_forms(format: type[WeightFormat], dtype: torch.dtype, device: torch.device) -> frozenset[Form]:
     """The forms in which a checkpoint's weights stay, if the layers have this format."""
-    if not format.keeps_stored or not on_gpu(device):
+    if not format.traits.keeps_stored or not on_gpu(device):
         return frozenset()
     return frozenset({"mxfp4"} if FP8Weight.obstacles(dtype, device) else {"mxfp4", "fp8"})
 

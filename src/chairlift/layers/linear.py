@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import Fusion, Part, WeightFormat, WeightRows
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.parts import Targets
 
@@ -26,6 +26,7 @@ class Linear:
         """`shared`: the tensor is also read elsewhere (a tied head and its embedding table)."""
         self.weight = weight if isinstance(weight, WeightFormat) else format(weight, shared=shared)
         self.bias = bias
+        self._alone = Fusion(bias)
         self.out_features, self.in_features = self.weight.out_features, self.weight.in_features
 
     @classmethod
@@ -45,7 +46,10 @@ class Linear:
     def targets(self, names: Sequence[str], sizes: Sequence[int] | None = None) -> Targets:
         """The tensors to fill; a map that a checkpoint holds in parts has a name and a size for each part."""
         sizes = [self.out_features] if sizes is None else list(sizes)
-        yield from self.weight.targets(names, sizes)
+        first = 0
+        for name, size in zip(names, sizes, strict=True):
+            yield f"{name}.weight", WeightRows(self.weight, first, size)
+            first += size
         if self.bias is not None:
             for name, part in zip(names, self.bias.split(sizes), strict=True):
                 yield f"{name}.bias", part
@@ -63,28 +67,8 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):  # a step that samples nothing; neither oneDNN nor tensor descriptors accept zero rows
             return x.new_empty(0, self.out_features)
-        return self.weight.multiply(x, self.bias)
+        return self.weight.product(x, self._alone).rows
 
-    def gates_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x` and the gate behind it."""
-        return self.bias is None and self.weight.gates_in_place(x)
-
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """The activation of the first half of the product times the second half, where `gates_in_place` allows it."""
-        return self.weight.gated(x, activation)
-
-    def activates_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x`, an activation, and a product of numbers with its result."""
-        return self.bias is None and self.weight.activates_in_place(x)
-
-    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
-        """The activation of the product times `times` [T, out_features], where `activates_in_place` allows it."""
-        return self.weight.activated(x, activation, times)
-
-    def adds_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x` and adds it to another tensor."""
-        return self.bias is None and self.weight.adds_in_place(x)
-
-    def add_to_(self, total: Tensor, x: Tensor) -> None:
-        """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
-        self.weight.add_to_(total, x)
+    def fuses(self, part: Part, rows: int) -> bool:
+        """Whether the kernel of the product does this as well, where there is no bias between them."""
+        return self.bias is None and self.weight.fuses(part, rows)

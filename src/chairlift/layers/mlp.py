@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import Fusion, WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Targets
@@ -171,7 +171,8 @@ class DenseMLP:
             return one_by_one(self.activate, found)
         return self.activate(found)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions`: those of the rows, which mixtures of experts need."""
         return self.down(self.inner(x))
 
 
@@ -185,8 +186,9 @@ class GatedMLP(DenseMLP):
         return self.first
 
     def inner(self, x: Tensor) -> Tensor:
-        if self._activation in KERNEL_NAMES and len(x) and self.gate_up.gates_in_place(x):
-            return self.gate_up.gated(x, KERNEL_NAMES[self._activation])
+        if self._activation in KERNEL_NAMES and len(x) and self.first.fuses("gate", len(x)):
+            gate = Fusion(gated=True, activation=KERNEL_NAMES[self._activation])
+            return self.first.weight.product(x, gate).rows
         return super().inner(x)
 
     def activate(self, x: Tensor) -> Tensor:

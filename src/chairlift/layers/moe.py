@@ -12,7 +12,7 @@ from torch import Tensor
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.block_experts import BlockExperts, keeps_blocks
 from chairlift.layers.expert_weights import ExpertWeights, kept_forms
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import Fusion, WeightFormat
 from chairlift.layers.formats.fp8 import round_rows
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
@@ -59,7 +59,7 @@ class SharedExpert:
     def resembles(self, intermediate_size: int, has_gates: bool, activation: str | ClampedGate) -> bool:
         """Whether the block is the sum of experts of this size and kind, whose kernels have the activation."""
         in_kernels = activation == "silu" or not has_gates
-        same = self.activation == activation and isinstance(self.mlp, GatedMLP) == has_gates
+        same = self.activation == activation and (self.mlp.width == GatedMLP.width) == has_gates
         return self.gate is None and in_kernels and same and self.mlp.down.in_features % intermediate_size == 0
 
     def targets(self, name: str, inner_names: Sequence[str], down_name: str, gate_name: str) -> Targets:
@@ -87,8 +87,8 @@ class SharedExpert:
     def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
         """Add the block's output for x to `total` in place and return it."""
         inner, down = self.mlp.inner(x), self.mlp.down
-        if self.gate is None and down.adds_in_place(inner):
-            down.add_to_(total, inner)
+        if self.gate is None and down.fuses("add", len(inner)):
+            down.weight.product(inner, Fusion(add_to=total))
             return total
         found = down(inner)
         if self.gate is None:
@@ -125,7 +125,7 @@ class MixtureOfExperts:
         num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.rounds_experts}
+        forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.traits.rounds_experts}
 
         def weights(out_features: int, in_features: int) -> ExpertWeights:
             if not forms["keeps"] and keeps_blocks(format, dtype, device):

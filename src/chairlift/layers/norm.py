@@ -20,6 +20,9 @@ class RMSNorm:
     rounding.
     """
 
+    bias: Tensor | None = None
+    centers = False  # rows are not shifted to zero mean
+
     def __init__(self, size: int, eps: float, *, unit_offset: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
         self.eps = eps
@@ -61,6 +64,8 @@ class LayerNorm:
     With `unit_offset` the checkpoint stores the weight minus one. With two sizes (heads, size), every head has a weight
     of its own.
     """
+
+    centers = True
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ def add_normed_(
     `after`: a norm of what is added. `scalar` [1]: a factor of the sum.
     """
     norms = [each for each in (after, norm) if each is not None]
-    if norms and on_gpu(x.device) and all(isinstance(each, RMSNorm) for each in norms):
+    if norms and on_gpu(x.device) and not any(each.centers for each in norms):
         from chairlift.kernels.triton.norms import add_rms_norm_
 
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

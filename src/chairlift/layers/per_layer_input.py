@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import Fusion, WeightFormat
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import ACTIVATIONS, KERNEL_NAMES
 from chairlift.layers.norm import RMSNorm
@@ -117,8 +117,9 @@ class PerLayerInput:
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """x [T, hidden], inputs [T, size] -> what is added to `x`, before its norm."""
-        if self._activation in KERNEL_NAMES and self.gate.activates_in_place(x):
-            return self.projection(self.gate.activated(x, KERNEL_NAMES[self._activation], inputs))
+        if self._activation in KERNEL_NAMES and self.gate.fuses("activation", len(x)):
+            behind = Fusion(activation=KERNEL_NAMES[self._activation], times=inputs)
+            return self.projection(self.gate.weight.product(x, behind).rows)
         gate = self.gate(x)
         gate = one_by_one(self._activation, gate) if self._batch_invariant else self._activation(gate)
         return self.projection(gate.mul_(inputs))

@@ -112,7 +112,7 @@ def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], devic
 
         return fallback_obstacles(config, format, device)
     has_experts = any(layer.experts is not None for layer in decoder_config(config).layers)
-    return ["this model has experts"] if has_experts and not format.stores_experts else []
+    return ["this model has experts"] if has_experts and not format.traits.stores_experts else []
 
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:

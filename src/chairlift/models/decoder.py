@@ -11,8 +11,8 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
-from chairlift.layers.embedding import StoredEmbedding, empty_embedding
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.embedding import empty_embedding
+from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part
@@ -22,9 +22,8 @@ from chairlift.layers.rows import softcapped
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer, describe_formats
+from chairlift.models.programs.base import ModelParts, fuse
 from chairlift.models.self_attention import make_norm
-from chairlift.models.stacks.base import StackParts
-from chairlift.models.stacks.choose import choose_stack
 
 
 class Decoder:
@@ -73,12 +72,12 @@ class Decoder:
                 rotary.make_batch_invariant()
         self.mapped_bytes = 0  # of weights that are mapped from a file
         self.taps: tuple[int, ...] = ()  # layers whose input `hidden_states` returns as well
-        parts = StackParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
-        self.stack = choose_stack(parts, format, dtype=dtype, device=device, batch_invariant=batch_invariant)
+        parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
+        self.program = fuse(parts, format, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
     def _make_head(self) -> Linear:
         config, format = self.config, self.head_format
-        if config.tied_head and isinstance(self.embedding, StoredEmbedding):
+        if config.tied_head and self.embedding.weight is not None:
             return Linear(self.embedding.weight)
         if config.tied_head:
             return Linear(self.embedding.table, shared=True, format=format)
@@ -98,21 +97,21 @@ class Decoder:
     @property
     def head_format(self) -> type[WeightFormat]:
         """The format of the language-model head, and of draft heads."""
-        return self.format.for_head(self.dtype, self.device, quantize=self._quantize_head)
+        return head_format(self.format, self.dtype, self.device, quantize=self._quantize_head)
 
     @property
     def kv_dtype(self) -> torch.dtype:
         linears = (linear for layer in self.layers for linear in layer.linears())
-        return next((found for linear in linears if (found := linear.weight.kv_dtype)), self.dtype)
+        return next((found for linear in linears if (found := linear.weight.traits.kv_dtype)), self.dtype)
 
     @property
     def has_own_threads(self) -> bool:
-        return self.stack.has_own_threads
+        return self.program.has_own_threads
 
     @property
     def shares_table(self) -> bool:
         """Whether the head multiplies with the embedding table itself."""
-        return self.config.tied_head and isinstance(self.embedding, StoredEmbedding)
+        return self.config.tied_head and self.embedding.weight is not None
 
     def tap(self, layers: Iterable[int]) -> None:
         """Return the inputs of these layers as well, in addition to those tapped before."""
@@ -121,7 +120,7 @@ class Decoder:
     def first_layers(self, count: int) -> Decoder:
         """A model of the first `count` layers, which shares all weights with this one."""
         model = copy(self)
-        model.layers, model.taps, model.stack = self.layers[:count], (), self.stack.first(count)
+        model.layers, model.taps, model.program = self.layers[:count], (), self.program.first(count)
         return model
 
     def parts(self) -> Iterator[Part]:
@@ -142,7 +141,7 @@ class Decoder:
         attention: StepAttention,
         rows: Tensor | None = None,
     ) -> HiddenStates:
-        return self.stack(batch, attention, self.taps, rows)
+        return self.program(batch, attention, self.taps, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)

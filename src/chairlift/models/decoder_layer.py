@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,38 @@ from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
-from chairlift.layers.norm import Norm, RMSNorm, add_normed_
+from chairlift.layers.norm import Norm
 from chairlift.layers.parts import Part, Targets, prefixed
 from chairlift.layers.per_layer_input import PerLayerInput
-from chairlift.layers.rope import Rotation
+from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
-from chairlift.models.experts import ExpertNames
+from chairlift.models.experts import ExpertNames, ExpertsConfig
 from chairlift.models.self_attention import KeptKV, SelfAttention, make_norm
 
 
-class Delta(NamedTuple):
-    """What has still to be added to the residual stream. Adding late allows a sum and the norms around it to be one
-    pass over the data."""
+@dataclass(slots=True)
+class LayerStep:
+    """What the layers read in one step beside the residual stream."""
 
-    output: Tensor  # of a block
-    norm: Norm | None = None  # of the output
-    scalar: Tensor | None = None  # a factor of the sum
+    attention: StepAttention
+    positions: Tensor  # [T]
+    rotations: Mapping[Rope, Rotation] = field(default_factory=dict)
+    recurrent: RecurrentStep | None = None
+    all_inputs: Tensor | None = None  # [T, layers, size]: those of single layers
+    inputs: Tensor | None = None  # [T, size]: those of the layer that is running
+    kept: KeptKV = field(default_factory=dict)
+    mixed: Sequence[Tensor] = ()  # [T, ...] each: what the mixers of the layer made of the residual stream
+    beside: Tensor | None = None  # [T, hidden]: what a feed-forward block beside the mixers reads
+
+    def enter(self, layer: int) -> None:
+        """Called before each layer, by its number."""
+        self.inputs = None if self.all_inputs is None else self.all_inputs[:, layer]
+
+    def pick(self, rows: Tensor) -> None:
+        """Only these rows are needed from now on."""
+        self.positions = pick_rows(self.positions, rows)
+        self.mixed = [pick_rows(each, rows) for each in self.mixed]
+        self.inputs = None if self.inputs is None else pick_rows(self.inputs, rows)
 
 
 class DecoderLayer:
@@ -50,16 +67,27 @@ class DecoderLayer:
         device: torch.device,
         format: type[WeightFormat] = PlainWeight,
     ) -> None:
+        kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
         self.rope = layer.rope
         self.names = config.names
-        self.parallel = config.parallel_block
-        self.experts = layer.experts
-        self.recurrent, self._states = None, layer.recurrent
-        self._attention = _attention(config, layer, dtype, device, format)
+        self._experts, self._states = layer.experts, layer.recurrent
+        self.heads: SelfAttention | None = None
+        self.latent: LatentAttention | None = None
+        if layer.attention is not None and layer.latent is not None:
+            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, **kind)
+        elif layer.attention is not None:
+            self.heads = SelfAttention(config, layer, dtype, device, format)
+        self.recurrent = None
         if layer.mixer is not None:
             self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, dtype, device, format)
-        self.mixers = tuple(mixer for mixer in (self._attention, self.recurrent) if mixer is not None)
-        self.mlp = _feed_forward(config, layer, dtype, device, format) if layer.intermediate_size else None
+        self.mixers = tuple(mixer for mixer in (self.heads, self.latent, self.recurrent) if mixer is not None)
+        self.dense: DenseMLP | None = None
+        self.mixture: MixtureOfExperts | None = None
+        if layer.experts is not None and layer.intermediate_size:
+            self.mixture = _make_mixture(config, layer.intermediate_size, layer.experts, **kind)
+        elif layer.intermediate_size:
+            self.dense = _make_dense(config, layer.intermediate_size, **kind)
+        self.mlp: DenseMLP | MixtureOfExperts | None = self.mixture or self.dense
         names = config.layer_norms(layer)
         self.norms = {
             name: make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
@@ -69,37 +97,75 @@ class DecoderLayer:
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else self.norms[name] for name in names
         )
+        self.parallel = config.parallel_block and self.before_mlp is not None
         self.per_layer_input: PerLayerInput | None = None
         if config.per_layer_input_size:
-            self.per_layer_input = PerLayerInput(
-                config.hidden_size,
-                config.per_layer_input_size,
-                config.norm_eps,
-                activation=config.activation,
-                dtype=dtype,
-                device=device,
-                format=format,
-            )
+            sizes = config.hidden_size, config.per_layer_input_size, config.norm_eps
+            self.per_layer_input = PerLayerInput(*sizes, activation=config.activation, **kind)
         self.scalar = torch.empty(1, dtype=dtype, device=device) if config.layer_scalars else None
+
+    def __call__(self, x: Tensor, step: LayerStep, rows: Tensor | None = None) -> Tensor:
+        """Add the output of each block to the residual stream x [T, hidden] in place; return it, or only `rows` of it.
+
+        This is what a layer computes. Programs of fused operations (`fuse_cpu`, `fuse_gpu`) compute the same.
+        """
+        step.mixed = self.mix(_normed(x, self.before_attention), step)
+        if rows is not None:
+            x = pick_rows(x, rows)
+            step.pick(rows)
+            if not len(rows):  # a step may sample no row
+                return x
+        step.beside = _normed(x, self.before_mlp) if self.parallel else None
+        for mixer, inner in zip(self.mixers, step.mixed, strict=True):
+            x += _normed(mixer.output(inner), self.after_attention)
+        if self.mlp is not None:
+            normed = _normed(x, self.before_mlp) if step.beside is None else step.beside
+            x += _normed(self.mlp(normed, step.positions), self.after_mlp)
+        if self.per_layer_input is not None and step.inputs is not None:
+            x += self.per_layer_input.norm(self.per_layer_input(x, step.inputs))
+        return x if self.scalar is None else x.mul_(self.scalar)
+
+    def mix(self, normed: Tensor, step: LayerStep) -> list[Tensor]:
+        """What each mixer makes of the normed rows and those before them, in front of its output projection."""
+        rotation = None if self.rope is None else step.rotations[self.rope]
+        mixed = []
+        if self.heads is not None:
+            mixed.append(self.heads(normed, rotation, step.attention, step.kept))
+        if self.latent is not None:
+            mixed.append(self.latent(normed, rotation, step.attention))
+        if self.recurrent is not None:
+            assert step.recurrent is not None, "the model has recurrent layers"
+            assert self._states is not None
+            states = step.recurrent.storage.of(self._states)
+            mixed.append(self.recurrent(normed, step.recurrent.batch, states))
+        return mixed
 
     @property
     def attention(self) -> SelfAttention:
         """The attention of a layer that has it, with keys and values for each head."""
-        assert isinstance(self._attention, SelfAttention)
-        return self._attention
+        assert self.heads is not None
+        return self.heads
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether all products are with blocks, except that of a router, which is small."""
+        mixture = self.mixture
+        routers = () if mixture is None else (mixture.router.linear,)
+        linears = [linear for linear in self.linears() if linear not in routers]
+        experts = () if mixture is None else (mixture.gate_up, mixture.down)
+        return all(each.in_blocks for each in experts) and all(linear.weight.panels is not None for linear in linears)
 
     def targets(self) -> Targets:
-        if self._attention is not None:
-            yield from prefixed(self.names.attention, self._attention.targets())
-        if self.recurrent is not None:
-            yield from prefixed(self.names.recurrent, self.recurrent.targets())
+        for mixer in self.mixers:
+            name = self.names.recurrent if mixer is self.recurrent else self.names.attention
+            yield from prefixed(name, mixer.targets())
         for name, norm in self.norms.items():
             yield from norm.targets(name)
-        if isinstance(self.mlp, MixtureOfExperts):
-            assert self.experts is not None
-            yield from _expert_targets(self.mlp, self.experts.names)
-        elif self.mlp is not None:
-            yield from prefixed(self.names.mlp, self.mlp.targets(self.names.inner, self.names.down))
+        if self.mixture is not None:
+            assert self._experts is not None
+            yield from _expert_targets(self.mixture, self._experts.names)
+        if self.dense is not None:
+            yield from prefixed(self.names.mlp, self.dense.targets(self.names.inner, self.names.down))
         if self.per_layer_input is not None:
             yield from self.per_layer_input.targets()
         if self.scalar is not None:
@@ -116,149 +182,42 @@ class DecoderLayer:
         yield from self.norms.values()
         yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
 
-    def __call__(
-        self, x: Tensor, delta: Delta | None, positions: Tensor, rotation: Rotation | None, attention: StepAttention
-    ) -> Delta | None:
-        return self.rest(x, self.mixed(x, delta, rotation, attention), positions)
 
-    def mixed(
-        self,
-        x: Tensor,
-        delta: Delta | None,
-        rotation: Rotation | None,
-        attention: StepAttention,
-        recurrent: RecurrentStep | None = None,
-        kept: KeptKV | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Add `delta`, the output of the block before, to the residual stream `x` in place; return what each of the
-        mixers makes of it, before their output projections."""
-        normed = add_(x, delta, self.before_attention)
-        found: list[Tensor] = []
-        if isinstance(self._attention, SelfAttention):
-            found.append(self._attention(normed, rotation, attention, kept))
-        elif self._attention is not None:
-            found.append(self._attention(normed, rotation, attention))
-        if self.recurrent is not None:
-            assert recurrent is not None, "the model has recurrent layers"
-            assert self._states is not None
-            found.append(self.recurrent(normed, recurrent.batch, recurrent.storage.of(self._states)))
-        return tuple(found)
-
-    def rest(
-        self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor, inputs: Tensor | None = None
-    ) -> Delta | None:
-        """Everything behind the mixers, row by row; returns what has still to be added to `x`.
-
-        `inputs` [T, size]: those of this layer.
-        """
-        delta = self._fed_forward(x, mixed, positions)
-        if self.per_layer_input is not None:
-            assert inputs is not None
-            delta = Delta(self.per_layer_input(add_(x, delta, None), inputs), self.per_layer_input.norm)
-        if self.scalar is None:
-            return delta
-        if delta is not None:
-            return delta._replace(scalar=self.scalar)
-        x.mul_(self.scalar)
-        return None
-
-    def _fed_forward(self, x: Tensor, mixed: tuple[Tensor, ...], positions: Tensor) -> Delta | None:
-        if self._adds_few_rows(x, mixed):
-            self._add_few_rows(x, mixed[0], positions)
-            return None
-        normed = self.before_mlp(x) if self.parallel and self.before_mlp is not None else None
-        delta: Delta | None = None
-        for mixer, inner in zip(self.mixers, mixed, strict=True):
-            add_(x, delta, None)
-            delta = _project(mixer.output, inner, x, self.after_attention)
-        if self.mlp is None:
-            return delta
-        if normed is None:
-            normed = add_(x, delta, self.before_mlp)
-        else:
-            add_(x, delta, None)
-        if isinstance(self.mlp, MixtureOfExperts):
-            return Delta(self.mlp(normed, positions), self.after_mlp)
-        return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
-
-    def _adds_few_rows(self, x: Tensor, mixed: tuple[Tensor, ...]) -> bool:
-        """Whether kernels for few rows add the output projection to `x`, and then the experts of the normed sum."""
-        if len(mixed) != 1 or self.parallel or self.after_attention is not None or self.after_mlp is not None:
-            return False
-        if not isinstance(self.mlp, MixtureOfExperts) or not isinstance(self.before_mlp, RMSNorm):
-            return False
-        (mixer,) = self.mixers
-        fuses = on_gpu(x.device) and mixer.output.weight.sums_squares(mixed[0])
-        return fuses and self.mlp.adds_few_rows(x)
-
-    def _add_few_rows(self, x: Tensor, inner: Tensor, positions: Tensor) -> None:
-        from chairlift.kernels.triton.experts.few_rows import RowNorm
-
-        (mixer,), norm = self.mixers, self.before_mlp
-        assert isinstance(self.mlp, MixtureOfExperts)
-        assert isinstance(norm, RMSNorm)
-        squares = mixer.output.weight.fused(inner, add_to=x, bias=mixer.output.bias)[1]
-        assert squares is not None
-        self.mlp.add_few_rows(x, RowNorm(squares, norm.weight, norm.eps), positions)
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
-def add_(x: Tensor, delta: Delta | None, norm: Norm | None) -> Tensor:
-    """Add `delta` to `x` in place; return the sum, normed if there is a norm."""
-    if delta is None:
-        return x if norm is None else norm(x)
-    return add_normed_(x, delta.output, norm, after=delta.norm, scalar=delta.scalar)
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows of `x`."""
+    if not on_gpu(x.device):
+        return x.index_select(0, rows)
+    from chairlift.kernels.triton.launch import picked_rows
+
+    return picked_rows(x, rows)
 
 
-def _project(linear: Linear, y: Tensor, x: Tensor, norm: Norm | None) -> Delta | None:
-    """norm(linear(y)), which is to be added to `x`; None if it has been added already."""
-    if norm is None and linear.adds_in_place(y):
-        linear.add_to_(x, y)
-        return None
-    return Delta(linear(y), norm)
+def _make_dense(config: DecoderConfig, inner_size: int, **kind: Any) -> DenseMLP:
+    block = GatedMLP if config.gated_mlp else UngatedMLP
+    more: dict[str, Any] = {"bias": config.mlp_bias, "multipliers": config.mlp_multipliers}
+    return block(config.hidden_size, inner_size, activation=config.activation, **more, **kind)
 
 
-def _attention(
-    config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-) -> SelfAttention | LatentAttention | None:
-    if layer.attention is None:
-        return None
-    if layer.latent is None:
-        return SelfAttention(config, layer, dtype, device, format)
-    kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
-    return LatentAttention(config.hidden_size, layer.attention, layer.latent, **kind)
-
-
-def _feed_forward(
-    config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-) -> DenseMLP | MixtureOfExperts:
-    if layer.experts is None:
-        block = GatedMLP if config.gated_mlp else UngatedMLP
-        return block(
-            config.hidden_size,
-            layer.intermediate_size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-            dtype=dtype,
-            device=device,
-            format=format,
-            multipliers=config.mlp_multipliers,
-        )
-    experts, hidden = layer.experts, config.hidden_size
-    kind: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "device": device}
+def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, **kind: Any) -> MixtureOfExperts:
     kind["has_gates"] = experts.names.gate is not None
     shared = None
     if experts.shared_size:
         is_gated = experts.names.shared_gate is not None
-        shared = SharedExpert(hidden, experts.shared_size, is_gated=is_gated, format=format, **kind)
+        sizes = config.hidden_size, experts.shared_size
+        shared = SharedExpert(*sizes, is_gated=is_gated, activation=config.activation, **kind)
     return MixtureOfExperts(
-        hidden,
-        layer.intermediate_size,
+        config.hidden_size,
+        inner_size,
         experts.routing,
         shared=shared,
         bias=experts.bias,
         latent_size=experts.latent_size,
-        format=format,
-        **kind | {"activation": experts.clamped_gate or config.activation},
+        activation=experts.clamped_gate or config.activation,
+        **kind,
     )
 
 
@@ -278,6 +237,6 @@ def describe_formats(layers: Sequence[DecoderLayer], head: Linear) -> str:
     """How many linear maps have which format, in words."""
     linears = [linear for layer in layers for linear in layer.linears()]
     counts = count_formats([linear.weight for linear in (*linears, head)])
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     forms = {each.form for mixture in mixtures for each in (mixture.gate_up, mixture.down)} - {"plain"}
     return f"{counts}; experts: {', '.join(sorted(forms))}" if forms else counts

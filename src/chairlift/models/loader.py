@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from chairlift.layers.embedding import StoredEmbedding
-from chairlift.layers.formats.base import WeightFormat, WeightRows
+from chairlift.layers.formats.base import WeightFormat, WeightRows, restored_weight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Targets, prefixed
 from chairlift.loading.stored_weight import StoredWeight
@@ -20,7 +19,7 @@ from chairlift.models.wrappers import HEAD
 
 def targets(model: Decoder) -> Targets:
     """Every tensor a checkpoint must hold, and the part of the model that it fills."""
-    if isinstance(model.embedding, StoredEmbedding):
+    if model.embedding.weight is not None:
         yield EMBEDDING, WeightRows(model.embedding.weight, 0, model.vocab_size)
     else:
         yield EMBEDDING, model.embedding.table
@@ -67,7 +66,7 @@ class DecoderLoader:
         model, index = self._model, int(name.split(".")[1])
         self._num_missing[index] -= 1
         if self._num_missing[index] == 0:
-            model.stack.before_packing(model.layers[index])
+            model.program.before_packing(model.layers[index])
             for number, linear in enumerate(model.layers[index].linears()):
                 linear.finalize()
                 self._keep(f"layers.{index}.{number}", linear.weight)
@@ -75,20 +74,21 @@ class DecoderLoader:
     def finalize(self) -> None:
         """Called once every target is filled. One part after the other, so that memory never holds two models."""
         model = self._model
-        if isinstance(model.embedding, StoredEmbedding):
-            model.embedding.finalize()
+        if model.embedding.weight is not None:
+            model.embedding.weight = model.embedding.weight.finalized()
             self._keep(EMBEDDING, model.embedding.weight)
             self._tie_head()
         for part in model.parts():
             part.finalize()
         if not model.shares_table:
             self._keep(HEAD, model.head.weight)
-        if not isinstance(model.embedding, StoredEmbedding):
-            model.embedding.table = model.format.embedding(model.embedding.table)
+        table_dtype = model.format.traits.table_dtype
+        if model.embedding.weight is None:
+            model.embedding.table = model.embedding.table.to(table_dtype)
         if model.per_layer is not None:
-            model.per_layer.table = model.format.embedding(model.per_layer.table)
-        model.stack.keep(self._store)
-        model.stack.finalize()
+            model.per_layer.table = model.per_layer.table.to(table_dtype)
+        model.program.keep(self._store)
+        model.program.finalize()
         model.mapped_bytes = self._store.mapped_bytes
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory of replaced weights to the KV cache
@@ -98,21 +98,21 @@ class DecoderLoader:
         for index, layer in enumerate(model.layers):
             for number, linear in enumerate(layer.linears()):
                 linear.weight = self._restored(f"layers.{index}.{number}", linear.weight)
-        if isinstance(model.embedding, StoredEmbedding):
+        if model.embedding.weight is not None:
             model.embedding.weight = self._restored(EMBEDDING, model.embedding.weight)
             self._tie_head()
         if not model.shares_table:
             model.head.weight = self._restored(HEAD, model.head.weight)
-        model.stack.restore(self._store)
+        model.program.restore(self._store)
 
     def _tie_head(self) -> None:
         """Let a head that shares the table have it as it is now."""
-        if self._model.shares_table and isinstance(self._model.embedding, StoredEmbedding):
+        if self._model.shares_table and self._model.embedding.weight is not None:
             self._model.head = Linear(self._model.embedding.weight)
 
     def _restored(self, name: str, weight: WeightFormat) -> WeightFormat:
         arrays = self._store.find(name)
-        return weight if arrays is None else weight.restored_from(arrays)
+        return weight if arrays is None else restored_weight(weight, arrays)
 
     def _keep(self, name: str, weight: WeightFormat) -> None:
         arrays = weight.packed_arrays()

@@ -128,7 +128,12 @@ class SelfAttention:
         self, x: Tensor, rotation: Rotation | None, attention: StepAttention, kept: KeptKV | None = None
     ) -> Tensor:
         """`kept`: the step's keys and values that several layers read."""
-        qkv = self.qkv(x)
+        return self.attend(self.qkv(x), rotation, attention, kept)
+
+    def attend(
+        self, qkv: Tensor, rotation: Rotation | None, attention: StepAttention, kept: KeptKV | None = None
+    ) -> Tensor:
+        """From the product of the rows on, which may be overwritten."""
         if self.gate is not None:
             gate, qkv = qkv.split((self._gate_size, qkv.shape[1] - self._gate_size), dim=1)
             qkv = qkv.contiguous()

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models import describe, is_native
 from chairlift.models.decoder import Decoder
 from chairlift.models.fallback.model import FallbackInfo
@@ -36,7 +35,7 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
 def microscaled_bytes(config: Mapping[str, Any], dtype: torch.dtype) -> int:
     """The bytes of the weights where experts stay as an MXFP4 checkpoint stores them, and all else is in `dtype`."""
     decoder = Decoder(decoder_config(config), dtype=dtype, device=torch.device("meta"))
-    blocks = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    blocks = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
     experts = [weights for block in blocks for weights in (block.gate_up, block.down)]
     saved = sum(weights.num_bytes - weights.microscaled_bytes for weights in experts)
     return weight_bytes(config, PlainWeight, dtype, "cuda") - saved
@@ -52,17 +51,17 @@ def _decoder_linears(
     table = decoder.vocab_size * decoder.hidden_size
     tied, packs_head = decoder.config.tied_head, device == "cpu" or format is not PlainWeight
     shapes = [(format, linear.out_features, linear.in_features) for linear in linears]
-    if format.rounds_experts:
-        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    if format.traits.rounds_experts:
+        mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
         shapes += [(format, experts * out, size) for experts, out, size in products]
-    if format.becomes_blocks(dtype, torch.device(device)):  # of the table, too; a tied head shares it
-        of_head = format.for_head(dtype, torch.device(device), quantize=False)
+    if format.traits.becomes_blocks(dtype, torch.device(device)):  # of the table, too; a tied head shares it
+        of_head = head_format(format, dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
-    if format.stores_head and packs_head:
+    if format.traits.stores_head and packs_head:
         return [*shapes, (format, decoder.vocab_size, decoder.hidden_size)], table if tied else 0
     return shapes, 0
 
 
 def _table_itemsize(format: type[WeightFormat], dtype: torch.dtype) -> int:
-    return format.embedding(torch.empty(0, dtype=dtype)).dtype.itemsize
+    return (format.traits.table_dtype or dtype).itemsize

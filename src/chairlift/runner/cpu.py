@@ -15,7 +15,7 @@ from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, StepPlan, StepResult, 
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import HiddenStates
-from chairlift.models.stacks.torch_threads import limit_torch_threads
+from chairlift.models.programs.base import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.memory import make_copies
 from chairlift.sampling.sampler import SampledBatch, beam_candidates

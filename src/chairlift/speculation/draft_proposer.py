@@ -19,7 +19,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.models.base import CausalLM
-from chairlift.models.stacks.torch_threads import limit_torch_threads
+from chairlift.models.programs.base import limit_torch_threads
 from chairlift.sampling.draw import draw, filter_probabilities, filters_of
 from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, is_greedy
 from chairlift.speculation.draft_network import ComputedBatch, DraftNetwork, ModelProposer

@@ -25,7 +25,7 @@ from chairlift.kernels.cpu.draft import (
 from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.rope import Rope
-from chairlift.models.stacks.fused_cpu import FusedCPULayers
+from chairlift.models.programs.fuse_cpu import FusedCPULayers
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.embedding import StoredEmbedding
 from chairlift.layers.formats.int8 import Int8Weight
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import RMSNorm
@@ -35,13 +34,14 @@ from chairlift.layers.rope import RotaryEmbedding
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.decoder_layer import DecoderLayer, add_
+from chairlift.models.decoder_layer import DecoderLayer, LayerStep
+from chairlift.models.programs.base import fuse_layers
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.speculation.control.proposer import Draft
 
 if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.models.stacks.fused_cpu import FusedCPULayers, LayerTiles
+    from chairlift.models.programs.fuse_cpu import FusedCPULayers, LayerTiles
     from chairlift.speculation.fused_head import FusedHead, HeadTask
 
 
@@ -73,6 +73,7 @@ class DraftHead:
         self._rope = layer.rope
         self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
+        self._run_layer = fuse_layers([self.layer], self.norm, device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: row of the head -> token
         self._listed_ids: list[int] = self.token_ids.tolist()
         self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)
@@ -106,9 +107,9 @@ class DraftHead:
     def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
         """Where the layer's weights are packed if all drafts of a step can be one call of the fused CPU kernel."""
         format = self.target.head_format
-        if not (self.target.stack.is_one_kernel and issubclass(format, Int8Weight)):
+        if not (self.target.program.is_one_kernel and issubclass(format, Int8Weight)):
             return None
-        from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
+        from chairlift.models.programs.fuse_cpu import LayerTiles, can_fuse
 
         first, own = self.target.attention_layers[0], self.layer.attention.layer
         stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
@@ -117,7 +118,7 @@ class DraftHead:
     def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
         """A pass is so short that the calls around it count."""
         from chairlift.kernels.cpu.int8 import PackedWeight
-        from chairlift.models.stacks.fused_cpu import FusedCPULayers
+        from chairlift.models.programs.fuse_cpu import FusedCPULayers
         from chairlift.speculation.fused_head import FusedHead
 
         self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
@@ -177,16 +178,20 @@ class DraftHead:
         work = None if self._fused is None else attention.work(self._fused.layer)
         if self._fused is not None and work is not None:
             return self._fused(x, positions, work)[0]
-        delta = self.layer(x, None, positions, self.rotary(positions), attention)
-        return add_(x, delta, self.norm)
+        return self._run_layer(x, self._step(positions, attention))
 
     def store_keys(self, tokens: Tensor, previous: Tensor, positions: Tensor, attention: StepAttention) -> None:
         """As `states`, for tokens behind which nothing is drafted: only their keys and values are needed."""
-        self.layer.mixed(self.mix(self._inputs(tokens, previous)), None, self.rotary(positions), attention)
+        x = self.mix(self._inputs(tokens, previous))
+        norm = self.layer.before_attention
+        self.layer.mix(x if norm is None else norm(x), self._step(positions, attention))
+
+    def _step(self, positions: Tensor, attention: StepAttention) -> LayerStep:
+        return LayerStep(attention, positions, {self._rope: self.rotary(positions)})
 
     def _inputs(self, tokens: Tensor, previous: Tensor) -> Tensor:
         embedding = self.target.embedding
-        if on_gpu(tokens.device) and not isinstance(embedding, StoredEmbedding):
+        if on_gpu(tokens.device) and embedding.weight is None:
             from chairlift.kernels.triton.drafts.inputs import draft_inputs
 
             return draft_inputs(tokens, embedding.table, embedding.scale, previous.contiguous(), EPS)

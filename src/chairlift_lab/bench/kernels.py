@@ -84,18 +84,16 @@ def measure_kernels(
 def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     import torch
 
-    from chairlift.layers.mlp import GatedMLP
-    from chairlift.models.self_attention import SelfAttention
     from chairlift_lab.common.step_work import KernelWork, linear_work
 
-    attentions = [mixer for layer in model.layers for mixer in layer.mixers if isinstance(mixer, SelfAttention)]
+    attentions = [layer.heads for layer in model.layers if layer.heads is not None]
     linears: dict[str, list[Linear]] = {}
     if attentions:
         linears["qkv"] = [attention.qkv for attention in attentions]
         linears["output"] = [attention.output for attention in attentions]
-    mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, GatedMLP)]
-    if mlps:  # experts are not plain products
-        linears |= {"gate, up": [mlp.gate_up for mlp in mlps], "down": [mlp.down for mlp in mlps]}
+    mlps = [layer.dense for layer in model.layers if layer.dense is not None]
+    if mlps and mlps[0].width == 2:  # experts are not plain products
+        linears |= {"gate, up": [mlp.first for mlp in mlps], "down": [mlp.down for mlp in mlps]}
     linears["head"] = [model.head]
     for name, layers in linears.items():
         first = layers[0]
@@ -140,7 +138,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     from chairlift_lab.common.step_work import KernelWork
 
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
-    if model.stack.is_one_kernel or not norms:
+    if model.program.is_one_kernel or not norms:
         return
     size = len(norms[0].weight)
     for count in rows:

@@ -131,10 +131,9 @@ def _latent_call(
     import torch
 
     from chairlift.attention.interface import LatentProjection
-    from chairlift.layers.latent_attention import LatentAttention
     from chairlift_lab.common.step_work import KernelWork, attention_work
 
-    mixer = next(mixer for layer in model.layers for mixer in layer.mixers if isinstance(mixer, LatentAttention))
+    mixer = next(layer.latent for layer in model.layers if layer.latent is not None)
     shape, up, rows = mixer.shape, mixer.up, sum(count for _, count in spans)
     kind: dict[str, Any] = {"device": model.device, "dtype": torch.float32}
     q = torch.randn(rows, layers[0].num_heads, shape.nope_dim + shape.rope_dim, **kind).to(model.dtype)

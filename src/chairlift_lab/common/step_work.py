@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.plan import StepPlan
-from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models.base import CausalLM
@@ -61,18 +60,17 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
         outputs = {id(mixer.output) for mixer in layer.mixers}
         inputs = [linear for mixer in layer.mixers for linear in mixer.linears() if id(linear) not in outputs]
         yield from (linear_work(linear, rows) for linear in inputs)
-        for mixer in layer.mixers:
-            if isinstance(mixer, LatentAttention):
-                weight = mixer.up.weight  # multiplied with queries and with sums of latents
-                yield KernelWork(2.0 * rows * weight.numel(), weight.nbytes)
+        if layer.latent is not None:
+            weight = layer.latent.up.weight  # multiplied with queries and with sums of latents
+            yield KernelWork(2.0 * rows * weight.numel(), weight.nbytes)
         if layer is model.layers[-1]:
             rows = sampled
         yield from (linear_work(mixer.output, rows) for mixer in layer.mixers)
-        if isinstance(layer.mlp, MixtureOfExperts):
-            yield _experts_work(layer.mlp, rows)
-        elif layer.mlp is not None:
-            yield linear_work(layer.mlp.first, rows)
-            yield linear_work(layer.mlp.down, rows)
+        if layer.mixture is not None:
+            yield _experts_work(layer.mixture, rows)
+        elif layer.dense is not None:
+            yield linear_work(layer.dense.first, rows)
+            yield linear_work(layer.dense.down, rows)
 
 
 def model_cost(started: StartedEngine) -> ModelCost:
@@ -111,7 +109,7 @@ def linear_bytes(linear: Linear) -> int:
 
 def mixtures_of(model: Decoder) -> list[Mixture]:
     """The mixtures of experts of a model, one for each layer that has one."""
-    return [_mixture(layer.mlp) for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    return [_mixture(layer.mixture) for layer in model.layers if layer.mixture is not None]
 
 
 def _mixture(experts: MixtureOfExperts) -> Mixture:

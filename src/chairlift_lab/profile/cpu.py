@@ -50,7 +50,7 @@ class PartTimer:
         self._inside = False  # inside a timed part
         self._stamps: Any = None
         self._layers = len(model.layers) if isinstance(model, Decoder) else 0
-        if isinstance(model, Decoder) and model.stack.is_one_kernel:
+        if isinstance(model, Decoder) and model.program.is_one_kernel:
             from chairlift_lab.profile.kernel_stamps import KernelStamps
 
             self._stamps = KernelStamps()
@@ -111,10 +111,10 @@ def _names_of_products(model: CausalLM) -> dict[int, str]:
     for layer in model.layers:
         for mixer in layer.mixers:
             names |= {id(linear): "product qkv" for linear in mixer.linears()} | {id(mixer.output): "product output"}
-        if isinstance(layer.mlp, MixtureOfExperts):
-            names[id(layer.mlp)] = "product experts"
-        elif layer.mlp is not None:
-            names |= {id(layer.mlp.first): "product gate, up", id(layer.mlp.down): "product down"}
+        if layer.mixture is not None:
+            names[id(layer.mixture)] = "product experts"
+        elif layer.dense is not None:
+            names |= {id(layer.dense.first): "product gate, up", id(layer.dense.down): "product down"}
     return names
 
 

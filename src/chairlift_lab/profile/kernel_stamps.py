@@ -23,7 +23,7 @@ from chairlift.kernels.cpu import decoder as cpu_decoder
 from chairlift.kernels.cpu.decoder import Network
 from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import ROUND, barrier
-from chairlift.models.stacks import fused_cpu
+from chairlift.models.programs import fuse_cpu
 
 # The phases of a layer, each followed by a barrier.
 FIRST_PIECES = ("norm before attention", "product qkv", "rotate and store", "attention", "merge and round")
@@ -55,7 +55,7 @@ class KernelStamps:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Time every step of a fused decoder."""
-        with patch.object(fused_cpu, "decode_step", self._timed):
+        with patch.object(fuse_cpu, "decode_step", self._timed):
             yield
 
     def _timed(self, shared: Any, members: int, *arguments: Any) -> None:

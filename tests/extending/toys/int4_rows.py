@@ -5,13 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Product, WeightFormat
 
 
 @FORMATS.register("int4-rows")
 class Int4Weight(WeightFormat):
     name = "int4-rows"
-    stores_head = False  # a head in 4 bits costs more quality than it saves memory
+    traits = FormatTraits(stores_head=False)  # a head in 4 bits costs more quality than it saves memory
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -30,6 +30,6 @@ class Int4Weight(WeightFormat):
     def num_bytes(self) -> int:
         return self.pairs.nbytes + self.scales.nbytes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         numbers = torch.stack((self.pairs & 15, self.pairs >> 4), dim=-1).flatten(1)[:, : self.in_features]
-        return F.linear(x, (numbers.float() - 8) * self.scales, bias)
+        return Product(F.linear(x, (numbers.float() - 8) * self.scales, fusion.bias))

@@ -28,13 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import empty_rows
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, Fusion, Part, Product, WeightFormat
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.mlp import DenseMLP, GatedMLP
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm, RMSNorm
-from chairlift.models.stacks.streams import FusedStream, RoundedStream, Stream
+from chairlift.models.programs.streams import BlockNorms, FusedStream, RoundedStream, Stream
 from tests.gpu.peers.grouped_rows import GroupedRows, round_blocks, round_groups
 from tests.gpu.peers.timing import Report, Step, captured, error, microseconds
 
@@ -68,29 +69,31 @@ def _load_nvrtc() -> None:
 class CuBLASWeight(PlainWeight):
     """Norms, gates and additions are kernels of their own."""
 
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
+    def fuses(self, part: Part, rows: int) -> bool:
         return False
 
 
 class DeepGEMMWeight(CuBLASWeight):
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
+        if not fusion.is_alone:
+            return super().product(x, fusion)
         assert self.plain is not None
         out = empty_rows(len(x), self.out_features, dtype=x.dtype, device=x.device)
         deep_gemm().bf16_gemm_nt(x, self.plain, out, compiled_dims="nk")
-        return out
+        return Product(out)
 
 
 class OursOrDeepGEMMWeight(DeepGEMMWeight):
     """DeepGEMM only where we have cuBLAS."""
 
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        return PlainWeight.fuses_rows(self, rows, gated=gated)
+    def fuses(self, part: Part, rows: int) -> bool:
+        return PlainWeight.fuses(self, part, rows)
 
 
 class CuBLASFP8Weight(FP8Weight):
     """As with more than 256 rows: `torch._scaled_mm`."""
 
-    def adds_rounded(self, rows: int) -> bool:
+    def fuses(self, part: Part, rows: int) -> bool:
         return False
 
 
@@ -99,8 +102,8 @@ class DeepGEMMFP8Weight(PlainWeight):
         assert self.plain is not None
         self.blocks, self.plain = round_blocks(self.plain), None
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.times(round_groups(x))
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
+        return Product(self.times(round_groups(x)))
 
     def times(self, rows: GroupedRows) -> Tensor:
         count, device = len(rows.numbers), rows.numbers.device
@@ -115,11 +118,11 @@ class GroupedStream(RoundedStream):
     def product(self, norm: Norm | None, linear: Linear) -> Tensor:
         return _grouped(linear).times(self._normed_groups(norm))
 
-    def add_product(self, linear: Linear, y: Tensor, next_norm: Norm | None) -> None:
+    def add(self, linear: Linear, y: Tensor, norms: BlockNorms, experts: MixtureOfExperts | None = None) -> None:
         self._delta = _grouped(linear).times(round_groups(y))
 
-    def add_gated_products(self, norm: Norm | None, mlp: GatedMLP, next_norm: Norm | None) -> None:
-        gate_up = _grouped(mlp.gate_up).times(self._normed_groups(norm))
+    def add_dense(self, mlp: DenseMLP, norms: BlockNorms, beside: Tensor | None = None) -> None:
+        gate_up = _grouped(mlp.first).times(self._normed_groups(norms.before))
         self._delta = _grouped(mlp.down).times(round_groups(gate_up, gated=True))
 
     def _normed_groups(self, norm: Norm | None) -> GroupedRows:
@@ -184,10 +187,11 @@ class Layers:
         """Run the first `count` layers; returns the last product of queries, keys and values, and the stream."""
         inputs.x.copy_(inputs.start)
         stream = self._kind.stream(inputs)
+        norms = BlockNorms(self._norm, None, self._norm)
         for qkv, output, mlp in self._layers[:count]:
             found = stream.product(self._norm, qkv)
-            stream.add_product(output, inputs.attended, self._norm)
-            stream.add_gated_products(self._norm, mlp, self._norm)
+            stream.add(output, inputs.attended, norms)
+            stream.add_dense(mlp, norms)
         return found, stream
 
     def errors(self, inputs: Inputs, weights: dict[str, Tensor]) -> tuple[float, float]:
@@ -195,7 +199,7 @@ class Layers:
         qkv, stream = self.run(inputs, 1)
         start = inputs.start.double()
         expected_qkv, expected = _reference(weights, start, inputs.attended.double())
-        return error(qkv, expected_qkv), error(stream.value().double() - start, expected - start)
+        return error(qkv, expected_qkv), error(stream.copy().double() - start, expected - start)
 
 
 def _layer(weights: dict[str, Tensor], format: type[WeightFormat]) -> tuple[Linear, Linear, GatedMLP]:

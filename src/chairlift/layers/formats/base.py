@@ -1,60 +1,94 @@
-"""What the layers of a model need from the format of their weights."""
+"""What the layers of a model need from the format of their weights: a store that is filled, and one product."""
 
 from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from chairlift.layers.parts import Targets
 from chairlift.loading.stored_weight import StoredWeight
 from chairlift.loading.weight_cache.cache_file import PackedArray, PackedWeightArrays, UnusableCache
 
 if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.blocks.product import PanelWeight
     from chairlift.kernels.cpu.weights import TileWeight
 
+Part = Literal["norm", "norm and gate", "pairs", "rounded add", "add", "gate", "activation"]
+"""What one kernel may do beside a product:
 
-class ScaledRows(NamedTuple):
-    """A matrix in 8-bit floats with one scale per row."""
+    norm            the norm before it, and a bias and an addition behind it, in layers that are fused as a whole
+    norm and gate   the norm before it, and a gate behind it, in such layers
+    pairs           the same with rows as pairs of 8-bit rows
+    rounded add     an addition behind a product of rows in 8-bit floats
+    add             an addition behind it, in other layers
+    gate            a gate behind it, in other layers
+    activation      an activation and a product of numbers behind it
+"""
 
-    numbers: Tensor  # [rows, size] e4m3
-    scales: Tensor  # [rows] float32: a row is its numbers times its scale
+
+class Fusion(NamedTuple):
+    """What is computed together with a product: activation(norm(x) Wᵀ + bias), gated or times numbers, and added."""
+
+    bias: Tensor | None = None  # [out_features]
+    squares: Tensor | None = None  # [T, parts]: the norm divides each row of x by these partial sums of squares
+    eps: float = 0.0
+    gated: bool = False  # the result is activation(its first half) * its second half
+    activation: str = "silu"  # as the kernels call it; of a gate, or in front of `times`
+    times: Tensor | None = None  # [T, out_features]: the result is activation(product) * times
+    add_to: Tensor | None = None  # [T, out_features]: the result is added to it in place
+    next_norm: Tensor | None = None  # [out_features]: the sum is wanted times this weight as well
+    pairs: bool = False  # the result is wanted as pairs of 8-bit rows (as of `fp8.pairs_of`); x may be such
+    scales: Tensor | None = None  # [T]: x is in 8-bit floats with these scales; a gated result will be, too
 
     @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
+    def is_alone(self) -> bool:
+        """Whether there is nothing but the product and a bias."""
+        return self.squares is None and self.add_to is None and not self.gated and self.times is None
 
 
-class WeightFormat(ABC):
-    """The weight of one linear map [out_features, in_features], as it is stored and multiplied.
+ALONE = Fusion()
 
-    A format that rounds weights while they are loaded implements `pack` and `multiply`: the checkpoint fills `plain`,
-    and `pack` replaces it. A format that can also compute with weights as quantized checkpoints store them implements
-    `accepts` and `load`. A wrapper (an adapter, a shard) is a format that holds another one.
-    """
+
+class Product(NamedTuple):
+    rows: Tensor  # [T, out_features], or half of them behind a gate
+    squares: Tensor | None = None  # [T, parts], with `add_to` on a GPU: partial sums of squares of its new rows
+    scaled: Tensor | None = None  # the sum times `next_norm`, if the kernel computed it
+    scales: Tensor | None = None  # [T]: those of rows in 8-bit floats
+
+
+@dataclass(frozen=True, slots=True)
+class FormatTraits:
+    """What is true of all weights in a format."""
+
+    stores_head: bool = True  # the language-model head and draft heads are stored in it, too,
+    heads: tuple[str, ...] = ("none",)  # or in the first of these formats that the device can have
+    rounded_head: str | None = None  # the format of a head that has to be rounded; None: this one
+    stores_experts: bool = False  # models with experts can use it
+    rounds_experts: bool = False  # the experts' weights become 8-bit floats; without it they stay plain
+    keeps_stored: bool = False  # weights stay as a quantized checkpoint stores them, where possible
+    keeps_blocks: bool = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
+    devices: tuple[str, ...] = ("cpu", "cuda")  # where it can be used
+    kv_dtype: torch.dtype | None = None  # of the KV cache by default; None: the model's own
+    table_dtype: torch.dtype | None = None  # of the embedding table; None: the model's own
+    tile_type: Callable[[], type[TileWeight]] | None = None  # what fused CPU kernels multiply, in `tiles`
+    fuses: Mapping[Part, int] = field(default_factory=dict)  # up to how many rows
+    fuses_invariantly: bool = False  # if `batch_invariant`, it fuses for any number of rows
+
+    def becomes_blocks(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the weights of a model in `dtype` on `device` may become blocks."""
+        return self.keeps_blocks and device.type == "cpu" and dtype is torch.float32
+
+
+class WeightStorage:
+    """The numbers of one linear map [out_features, in_features]: filled from a checkpoint, then packed."""
 
     name: ClassVar[str]
-    stores_head: ClassVar[bool] = True  # the language-model head and draft heads are stored in it, too
-    stores_experts: ClassVar[bool] = False  # models with experts can use it
-    rounds_experts: ClassVar[bool] = False  # the experts' weights become 8-bit floats; without it they stay plain
-    keeps_stored: ClassVar[bool] = False  # weights stay as a quantized checkpoint stores them, where possible
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # where it can be used
-    kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
-    packs_tiles: ClassVar[bool] = False  # it has `tile_type`, `pack_into` and `tiles`, which fused CPU kernels multiply
-    keeps_blocks: ClassVar[bool] = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
-    most_fused_rows: ClassVar[int] = 0  # on a GPU, steps with at most this number of rows use `fused`
-    fuses_invariantly: ClassVar[bool] = False  # if `batch_invariant`, `fused` does so for any number of rows
-    rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
-
-    batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
-    looked_up = False  # `rows` is called: the weight is an embedding table
-    restored = False  # its packed arrays come from a weight cache: what a checkpoint fills is ignored
-    tiles: TileWeight | None = None
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         """`shared`: the tensor is also read elsewhere (a tied head and its embedding table)."""
@@ -62,6 +96,12 @@ class WeightFormat(ABC):
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.shared = shared
+        self.batch_invariant = False  # a row of a product must be the same, bit for bit, whatever other rows there are
+        self.looked_up = False  # `rows` is called: the weight is an embedding table
+        self.restored = False  # its packed arrays come from a weight cache: what a checkpoint fills is ignored
+        self.tiles: TileWeight | None = None  # with `tile_type`: where it is packed to
+        self.owns_tiles = True  # they are not part of the tiles of all layers
+        self.panels: PanelWeight | None = None  # blocks of a GGUF file, as the kernels of a CPU multiply them
 
     @classmethod
     def empty(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Self:
@@ -70,10 +110,66 @@ class WeightFormat(ABC):
         weight.device = device
         return weight
 
-    @classmethod
-    def becomes_blocks(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the weights of a model in `dtype` on `device` may become blocks."""
-        return cls.keeps_blocks and device.type == "cpu" and dtype is torch.float32
+    def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
+        """Fill the rows from `first` on."""
+        assert self.plain is not None
+        if self.plain.is_meta:
+            self.plain = torch.empty_like(self.plain, device=self.device)
+        values = source if isinstance(source, Tensor) else source.dequantized()
+        self.plain[first : first + len(values)].copy_(values)
+
+    def scale_columns(self, factors: Tensor) -> bool:
+        """Multiply each input column by a factor, before `pack`; False if that is not possible."""
+        assert self.plain is not None
+        self.plain.mul_(factors)
+        return True
+
+    def load(self, parts: Sequence[StoredWeight]) -> None:
+        """Take weights that it accepts, instead of `pack`."""
+        raise NotImplementedError
+
+    def pack(self) -> None:
+        """Called once all rows are filled: bring the weight into the layout that is multiplied. Maybe called twice."""
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that a product reads."""
+        raise NotImplementedError
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes of memory that no other part of the model counts."""
+        return self.num_bytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of the weight [indices, in_features], as an embedding table is read; only with `keeps_blocks`."""
+        assert self.plain is not None
+        return self.plain[indices]
+
+    @property
+    def row_major(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight [out, in] and, of 8-bit floats, the scale of each row; None if it does not lie in memory so."""
+        return None if self.plain is None else (self.plain, None)
+
+    def packed_arrays(self) -> list[PackedArray]:
+        """What a weight cache keeps of the packed weight; empty if the format does not support that."""
+        return []
+
+    def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
+        """Use these arrays as the packed weight; raises ValueError if they do not fit."""
+        raise ValueError(f"{self.name} weights cannot be restored")
+
+
+class WeightFormat(WeightStorage, ABC):
+    """A weight as it is stored and multiplied.
+
+    A format that rounds weights while they are loaded implements `pack` and `product`: the checkpoint fills `plain`,
+    and `pack` replaces it. A format that can also compute with weights as quantized checkpoints store them implements
+    `accepts` and `load`. A wrapper (an adapter, a shard) is a format that holds another one.
+    """
+
+    traits: ClassVar[FormatTraits] = FormatTraits()
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -86,188 +182,31 @@ class WeightFormat(ABC):
         return out_features * in_features * dtype.itemsize
 
     @classmethod
-    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
-        """The format of the language-model head, and of draft heads; `quantize`: it must be this one."""
-        from chairlift.layers.formats.none import PlainWeight
-
-        return cls if cls.stores_head or quantize else PlainWeight
-
-    @staticmethod
-    def embedding(table: Tensor) -> Tensor:
-        """The embedding table as it is kept."""
-        return table
-
-    def targets(self, names: Sequence[str], sizes: Sequence[int]) -> Targets:
-        """What a checkpoint fills, by name; `sizes` are the output features of each name."""
-        first = 0
-        for name, size in zip(names, sizes, strict=True):
-            yield f"{name}.weight", WeightRows(self, first, size)
-            first += size
-
-    def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
-        """Fill the rows from `first` on."""
-        assert self.plain is not None
-        if self.plain.is_meta:
-            self.plain = torch.empty_like(self.plain, device=self.device)
-        values = source if isinstance(source, Tensor) else source.dequantized()
-        self.plain[first : first + len(values)].copy_(values)
-
-    @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         """Whether it can compute with these weights of a checkpoint, one below the other, as they are stored."""
         return False
 
-    def load(self, parts: Sequence[StoredWeight]) -> None:
-        """Take weights that it accepts, instead of `pack`."""
-        raise NotImplementedError
-
     def finalized(self) -> WeightFormat:
-        """Called once all targets are filled: the packed format that multiplies."""
+        """Called once all rows are filled: the packed weight that takes this one's place."""
         self.pack()
         return self
 
-    @abstractmethod
-    def pack(self) -> None:
-        """Called once all targets are filled: bring the weight into the layout that is multiplied."""
+    def fuses(self, part: Part, rows: int) -> bool:
+        """Whether `product` of so many rows does this in its kernel, faster than separate kernels."""
+        most = self.traits.fuses.get(part, 0)
+        if rows > most:
+            return False
+        from chairlift.kernels.triton.launch import tuned
+
+        return tuned()
 
     @abstractmethod
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in_features], at least one row -> x Wᵀ + bias [T, out_features]."""
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
+        """x [T, in_features], at least one row, times the weight; all parts of `fusion` but its bias only as `fuses`
+        allows them."""
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """Some rows of the weight [indices, in_features], as an embedding table is read; only with `keeps_blocks`."""
-        assert self.plain is not None
-        return self.plain[indices]
 
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """The bytes that a product reads."""
-
-    @property
-    def own_bytes(self) -> int:
-        """The bytes of memory that no other part of the model counts."""
-        return self.num_bytes
-
-    def packed_arrays(self) -> list[PackedArray]:
-        """What a weight cache keeps of the packed weight; empty if the format does not support that."""
-        return []
-
-    def restored_from(self, packed: PackedWeightArrays) -> WeightFormat:
-        """The weight that takes this one's place, with arrays of a weight cache; raises UnusableCache."""
-        from chairlift.layers.formats import FORMATS
-
-        try:
-            weight = FORMATS.get(packed.format).empty(self.out_features, self.in_features, self.dtype, self.device)
-            weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
-            weight.use_arrays(packed.arrays)
-        except ValueError as error:  # also for an unknown format
-            raise UnusableCache(str(error)) from None
-        weight.restored = True
-        return weight
-
-    def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
-        """Use these arrays as the packed weight; raises ValueError if they do not fit."""
-        raise ValueError(f"{self.name} weights cannot be restored")
-
-    def adds_in_place(self, x: Tensor) -> bool:
-        """Whether `add_to_` does the product with `x` in the same kernel as an addition."""
-        return False
-
-    def add_to_(self, total: Tensor, x: Tensor) -> None:
-        """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
-        raise NotImplementedError
-
-    def sums_squares(self, x: Tensor) -> bool:
-        """On a GPU, whether `fused` of x adds to a tensor and returns the sums of squares of its rows, faster than
-        separate kernels."""
-        return False
-
-    def gates_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x` and the gate behind it."""
-        return False
-
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """activation(first half of the product) * second half, where `gates_in_place` allows it."""
-        raise NotImplementedError
-
-    def activates_in_place(self, x: Tensor) -> bool:
-        """Whether one kernel does the product with `x`, an activation, and a product of numbers with its result."""
-        return False
-
-    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
-        """activation(product) * times [T, out_features], where `activates_in_place` allows it."""
-        raise NotImplementedError
-
-    def scale_columns(self, factors: Tensor) -> bool:
-        """Multiply each input column by a factor, before `pack`; False if that is not possible."""
-        assert self.plain is not None
-        self.plain.mul_(factors)
-        return True
-
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        """Whether `fused` is the fastest product of `rows` rows; called up to `most_fused_rows`."""
-        return True
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The product with the norm before it and the gate or the addition after it, as
-        `kernels.triton.products.product`."""
-        raise NotImplementedError
-
-    def splits_rows(self, rows: int) -> bool:
-        """Whether it has `fused_split` and that is faster than `fused`."""
-        return False
-
-    def fused_split(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`fused`, with the result as pairs of 8-bit rows (see `kernels.triton.fp8.pairs_of`); x may be such pairs."""
-        raise NotImplementedError
-
-    def fused_scaled(self, x: Tensor, *, add_to: Tensor, next_norm: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Add the product to `add_to`; return the partial sums of squares of its rows, and it times `next_norm`."""
-        squares = self.fused(x, add_to=add_to)[1]
-        return squares, add_to * next_norm.to(add_to.dtype)
-
-    def adds_rounded(self, rows: int) -> bool:
-        """Whether `multiply_rounded` of `rows` rows does an addition in the same kernel."""
-        return False
-
-    def multiply_rounded(
-        self, rows: ScaledRows, bias: Tensor | None, *, gated: bool = False, add_to: Tensor | None = None
-    ) -> Tensor | ScaledRows:
-        """The product of rows in 8-bit floats; the result of a gated product is rounded, too."""
-        raise NotImplementedError
-
-    @property
-    def row_major(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weight [out, in] and, of 8-bit floats, the scale of each row; None if it does not lie in memory so."""
-        return None if self.plain is None else (self.plain, None)
-
-    @classmethod
-    def tile_type(cls) -> type[TileWeight]:
-        """The tiles of the fused CPU kernels; only with `packs_tiles`."""
-        raise NotImplementedError
-
-    def pack_into(self, tiles: TileWeight) -> None:
-        """Make `pack` use this memory; only with `packs_tiles`."""
-        raise NotImplementedError
+Format = TypeVar("Format", bound=WeightFormat)
 
 
 class WeightRows:
@@ -281,6 +220,45 @@ class WeightRows:
     def copy_(self, source: Tensor | StoredWeight, /) -> None:
         if not self._weight.restored:
             self._weight.fill_rows(self._first, source)
+
+
+def empty_in_place_of(weight: WeightFormat, format: type[Format]) -> Format:
+    """An empty weight of another format that is used as this one."""
+    other = format.empty(weight.out_features, weight.in_features, weight.dtype, weight.device)
+    other.batch_invariant, other.looked_up = weight.batch_invariant, weight.looked_up
+    return other
+
+
+def restored_weight(weight: WeightFormat, packed: PackedWeightArrays) -> WeightFormat:
+    """The weight that takes this one's place, with arrays of a weight cache; raises UnusableCache."""
+    from chairlift.layers.formats import FORMATS
+
+    try:
+        restored = empty_in_place_of(weight, FORMATS.get(packed.format))
+        restored.use_arrays(packed.arrays)
+    except ValueError as error:  # also for an unknown format
+        raise UnusableCache(str(error)) from None
+    restored.restored = True
+    return restored
+
+
+def head_format(
+    format: type[WeightFormat], dtype: torch.dtype, device: torch.device, *, quantize: bool
+) -> type[WeightFormat]:
+    """The format of the language-model head, and of draft heads; `quantize`: it has to be rounded."""
+    from chairlift.errors import InvalidParameter
+    from chairlift.layers.formats import FORMATS
+
+    traits = format.traits
+    if quantize and traits.rounded_head is not None:
+        rounded = FORMATS.get(traits.rounded_head)
+        if obstacles := rounded.obstacles(dtype, device):
+            problem = f"is not possible with a quantized checkpoint: {'; '.join(obstacles)}"
+            raise InvalidParameter("quantize_head", problem)
+        return rounded
+    if quantize or traits.stores_head:
+        return format
+    return next(FORMATS.get(name) for name in traits.heads if not FORMATS.get(name).obstacles(dtype, device))
 
 
 def cpu_kernel_obstacles(dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -6,20 +6,16 @@ Blocks of a file are kept as they are. Weights in other forms become blocks of 8
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat, cpu_kernel_obstacles
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Product, WeightFormat, cpu_kernel_obstacles
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
 from chairlift.loading.weight_cache.cache_file import PackedArray
-
-if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.kernels.cpu.blocks.product import PanelWeight
 
 PANEL = 16  # output channels that are stored together
 GROUP = 32  # columns of the smallest blocks
@@ -30,14 +26,12 @@ class BlockWeight(WeightFormat):
     """Products are batch-invariant by construction: every row has scales of its own, and integer sums are exact."""
 
     name = "blocks"
-    devices = ("cpu",)
-    kv_dtype = torch.bfloat16  # rounding the cache to half its size loses less than rounding the weights
-    keeps_blocks = True
+    # Rounding the cache to half its size loses less than rounding the weights.
+    traits = FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, keeps_blocks=True)
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self._parts: list[tuple[str, np.ndarray]] = []  # the kind and the panels of each part, in order
-        self._panels: PanelWeight | None = None
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -89,7 +83,7 @@ class BlockWeight(WeightFormat):
         from chairlift.kernels.cpu.blocks.product import PanelWeight
 
         tables = [PanelWeight.of(KINDS[kind], panels, self.in_features).panels for kind, panels in self._parts]
-        self._panels = PanelWeight(np.concatenate(tables))
+        self.panels = PanelWeight(np.concatenate(tables))
         self.plain = None
 
     def packed_arrays(self) -> list[PackedArray]:
@@ -111,11 +105,6 @@ class BlockWeight(WeightFormat):
         self._join()
 
     @property
-    def panels(self) -> PanelWeight:
-        assert self._panels is not None
-        return self._panels
-
-    @property
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self._parts]
 
@@ -131,11 +120,12 @@ class BlockWeight(WeightFormat):
         ((kind, panels),) = self._parts
         return torch.from_numpy(unpack(KINDS[kind], panels, indices.numpy(), self.in_features))
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         from chairlift.kernels.cpu.blocks.product import linear_panels
         from chairlift.kernels.cpu.weights import multiplied
 
-        return multiplied(linear_panels, x, self.panels, bias, self.out_features)
+        assert self.panels is not None
+        return Product(multiplied(linear_panels, x, self.panels, fusion.bias, self.out_features))
 
 
 def _kinds() -> frozenset[str]:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.formats.fp8 import FP8Weight
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Product, WeightFormat, empty_in_place_of
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.loading.stored_weight import StoredWeight
 
@@ -23,24 +21,17 @@ class CheckpointWeight(WeightFormat):
     """
 
     name = "checkpoint"
-    stores_experts = True
-    keeps_stored = True
-    keeps_blocks = True
-    most_fused_rows = PlainWeight.most_fused_rows
+    traits = FormatTraits(
+        stores_experts=True,
+        keeps_stored=True,
+        keeps_blocks=True,
+        rounded_head="fp8",  # checkpoints in 4 bits leave the head in 16
+        fuses=PlainWeight.traits.fuses,
+    )
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self._parts: dict[int, Tensor | StoredWeight] = {}
-
-    @classmethod
-    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
-        """As stored, or in 8-bit floats: checkpoints in 4 bits leave it in 16."""
-        if not quantize:
-            return cls
-        if obstacles := FP8Weight.obstacles(dtype, device):
-            problem = f"is not possible with a quantized checkpoint: {'; '.join(obstacles)}"
-            raise InvalidParameter("quantize_head", problem)
-        return FP8Weight
 
     def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
         self._parts[first] = source
@@ -56,15 +47,15 @@ class CheckpointWeight(WeightFormat):
     def finalized(self) -> WeightFormat:
         parts = [self._parts[first] for first in sorted(self._parts)]
         format = _accepting(parts, self.dtype, self.device)
-        if self.looked_up and not format.keeps_blocks:
+        if self.looked_up and not format.traits.keeps_blocks:
             format = PlainWeight
         weight: WeightFormat
         if self.shared or not parts:  # a tied head: the embedding table was filled
             assert self.plain is not None
             weight = PlainWeight(self.plain, shared=self.shared)
+            weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
         else:
-            weight = format.empty(self.out_features, self.in_features, self.dtype, self.device)
-        weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
+            weight = empty_in_place_of(self, format)
         if format is PlainWeight:
             for first, part in self._parts.items():
                 weight.fill_rows(first, part)
@@ -76,7 +67,7 @@ class CheckpointWeight(WeightFormat):
     def pack(self) -> None:
         raise AssertionError("replaced by another format when it is finalized")
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         raise AssertionError("replaced by another format when it is finalized")
 
     @property

@@ -7,14 +7,14 @@ so that no request's numbers depend on another's. Products are added in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chairlift.kernels.gpu import capability_of, on_gpu
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import ScaledRows, WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Part, Product, WeightFormat
 from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 FP8 = torch.float8_e4m3fn
@@ -23,14 +23,27 @@ FEW_ROWS = 32  # up to which reading the weights takes so long that the activati
 MANY_ROWS = 256  # from which cuBLAS is faster than our products
 
 
+class ScaledRows(NamedTuple):
+    """A matrix in 8-bit floats with one scale per row."""
+
+    numbers: Tensor  # [rows, size] e4m3
+    scales: Tensor  # [rows] float32: a row is its numbers times its scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+
 @FORMATS.register("fp8")
 class FP8Weight(WeightFormat):
     name = "fp8"
-    stores_head = False
-    stores_experts = rounds_experts = True
-    devices = ("cuda",)
-    most_fused_rows = FEW_ROWS
-    rounds_rows = True
+    traits = FormatTraits(
+        stores_head=False,
+        stores_experts=True,
+        rounds_experts=True,
+        devices=("cuda",),
+        fuses={"norm": FEW_ROWS, "norm and gate": FEW_ROWS, "pairs": FEW_ROWS, "rounded add": MANY_ROWS},
+    )
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -89,80 +102,67 @@ class FP8Weight(WeightFormat):
         assert self._rows is not None
         return self._rows.nbytes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def fuses(self, part: Part, rows: int) -> bool:
+        if part == "pairs" and not (rows > 1 and _multiplies_pairs(self.device)):
+            return False
+        return super().fuses(part, rows)
+
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         assert self._rows is not None
-        few = on_gpu(x.device) and not self.batch_invariant and len(x) <= FEW_ROWS
-        if few and self.in_features % 16 == 0 and self.fuses_rows(len(x), gated=False):
-            return self.fused(x.contiguous(), bias=bias)[0]
-        return multiply(round_rows(x), self._rows, bias, x.dtype, own_kernel=self.batch_invariant)
+        if fusion.scales is not None:
+            return self._product_of_rounded(ScaledRows(x, fusion.scales), fusion)
+        if fusion.pairs:
+            return self._product_in_pairs(x, fusion)
+        few = on_gpu(x.device) and not self.batch_invariant and self.in_features % 16 == 0
+        if not fusion.is_alone or (few and len(x) <= FEW_ROWS and super().fuses("norm", 1)):
+            return self._product_of_few(x.contiguous(), fusion)
+        own = self.batch_invariant
+        return Product(multiply(round_rows(x), self._rows, fusion.bias, x.dtype, own_kernel=own))
 
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        from chairlift.kernels.triton.launch import tuned
-
-        return tuned()
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _product_of_few(self, x: Tensor, fusion: Fusion) -> Product:
+        """The activations are not rounded."""
         if len(x) > 1:
-            return self._product(x, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+            return self._product(x, fusion)
         from chairlift.kernels.triton.vector import vector_product
 
         assert self._rows is not None
-        numbers, scales = self._rows
-        return vector_product(x, numbers, scales, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+        around: dict[str, Any] = {"squares": fusion.squares, "eps": fusion.eps, "add_to": fusion.add_to}
+        return Product(*vector_product(x, *self._rows, bias=fusion.bias, gated=fusion.gated, **around))
 
-    def splits_rows(self, rows: int) -> bool:
-        """On Hopper and later, whose tensor cores multiply e4m3 with e5m2."""
-        from chairlift.kernels.triton.launch import reads_ahead
-
-        return rows > 1 and self.fuses_rows(rows, gated=True) and reads_ahead(self.device)
-
-    def fused_split(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _product_in_pairs(self, x: Tensor, fusion: Fusion) -> Product:
         from chairlift.kernels.triton.fp8 import PAIR, empty_pairs
 
         rows = len(x) // 2 if x.dtype is PAIR else len(x)
-        pairs = empty_pairs(rows, self.out_features // (2 if gated else 1), x.device)
-        _, squares_out = self._product(
-            x, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to, pairs_out=pairs
-        )
-        return pairs, squares_out
+        pairs = empty_pairs(rows, self.out_features // (2 if fusion.gated else 1), x.device)
+        return Product(pairs, self._product(x, fusion, pairs_out=pairs).squares)
 
-    def _product(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def _product_of_rounded(self, rows: ScaledRows, fusion: Fusion) -> Product:
+        assert self._rows is not None
+        if self.fuses("rounded add", len(rows.numbers)):
+            found = self._product(rows.numbers, fusion, x_scales=rows.scales)
+            return _rounded(round_rows(found.rows)) if fusion.gated else found
+        assert fusion.add_to is None
+        product = multiply(rows, self._rows, fusion.bias, self.dtype, own_kernel=False)
+        return _rounded(silu_mul_rounded(product)) if fusion.gated else Product(product)
+
+    def _product(self, x: Tensor, fusion: Fusion, **options: Any) -> Product:
         from chairlift.kernels.triton.products.product import product
 
         assert self._rows is not None
-        return product(x, self._rows.numbers, weight_scales=self._rows.scales, out_dtype=self.dtype, **options)
+        options |= {"squares": fusion.squares, "eps": fusion.eps, "bias": fusion.bias, "add_to": fusion.add_to}
+        weight, scales = self._rows
+        return Product(*product(x, weight, weight_scales=scales, out_dtype=self.dtype, gated=fusion.gated, **options))
 
-    def adds_rounded(self, rows: int) -> bool:
-        return rows <= MANY_ROWS and self.fuses_rows(rows, gated=False)
 
-    def multiply_rounded(
-        self, rows: ScaledRows, bias: Tensor | None, *, gated: bool = False, add_to: Tensor | None = None
-    ) -> Tensor | ScaledRows:
-        assert self._rows is not None
-        if self.adds_rounded(len(rows.numbers)):
-            found, _ = self._product(rows.numbers, x_scales=rows.scales, bias=bias, gated=gated, add_to=add_to)
-            return round_rows(found) if gated else found
-        assert add_to is None
-        found = multiply(rows, self._rows, bias, self.dtype, own_kernel=False)
-        return silu_mul_rounded(found) if gated else found
+def _rounded(rows: ScaledRows) -> Product:
+    return Product(rows.numbers, scales=rows.scales)
+
+
+def _multiplies_pairs(device: torch.device) -> bool:
+    """Whether tensor cores multiply e4m3 with e5m2: on Hopper and later."""
+    from chairlift.kernels.triton.launch import reads_ahead
+
+    return reads_ahead(device)
 
 
 def fp8_obstacles(device: torch.device) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.matrix import GROUPS, PANEL, Int4Matrix, can_store, dequantized, store
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Part, Product, WeightFormat, empty_in_place_of
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.group_rounding import round_groups
 from chairlift.layers.rows import in_tiles
@@ -32,9 +32,12 @@ class Int4Weight(WeightFormat):
     """Maps whose sizes do not fit (rows not a multiple of 16, columns not of 32) stay plain."""
 
     name = "int4"
-    stores_head = False
-    keeps_blocks = True
-    most_fused_rows = MOST_TILED_ROWS
+    traits = FormatTraits(
+        stores_head=False,
+        heads=("blocks", "none"),
+        keeps_blocks=True,
+        fuses={"norm": MOST_TILED_ROWS, "norm and gate": MOST_TILED_ROWS},
+    )
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -58,17 +61,10 @@ class Int4Weight(WeightFormat):
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         return not cls.obstacles(dtype, device) and _merged(parts) is not None
 
-    @classmethod
-    def for_head(cls, dtype: torch.dtype, device: torch.device, *, quantize: bool) -> type[WeightFormat]:
-        if not quantize and not BlockWeight.obstacles(dtype, device):
-            return BlockWeight
-        return super().for_head(dtype, device, quantize=quantize)
-
     def finalized(self) -> WeightFormat:
         if BlockWeight.obstacles(self.dtype, self.device) or (self._groups is None and self.plain is None):
             return super().finalized()
-        weight = BlockWeight.empty(self.out_features, self.in_features, self.dtype, self.device)
-        weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
+        weight = empty_in_place_of(self, BlockWeight)
         if self._groups is None and self.plain is not None and (self.looked_up or self.in_features % GROUP):
             weight.plain = self.plain  # rounded to 8 bits
         else:
@@ -107,45 +103,37 @@ class Int4Weight(WeightFormat):
         assert self.plain is not None
         return self.plain.nbytes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.matrix is not None and on_gpu(x.device):
-            from chairlift.kernels.triton.int4.product import int4_product
-
-            if self.batch_invariant or len(x) <= MOST_TILED_ROWS:
-                return int4_product(x.contiguous(), self.matrix, bias=bias, invariant=self.batch_invariant)[0]
-        weight = self._in_full(x.dtype)
-        if self.batch_invariant:
-            return in_tiles(lambda rows: F.linear(rows, weight, bias), x)
-        return F.linear(x, weight, bias)
-
     def scale_columns(self, factors: Tensor) -> bool:
         return False  # the factors of a group would need scales of their own
 
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        return self.matrix is not None and not (gated and self.out_features % (2 * PANEL))
+    def fuses(self, part: Part, rows: int) -> bool:
+        if part == "norm and gate" and self.out_features % (2 * PANEL):
+            return False
+        return self.matrix is not None and rows <= self.traits.fuses.get(part, 0)
 
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        from chairlift.kernels.triton.int4.product import int4_product
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
+        in_kernel = not fusion.is_alone
+        if on_gpu(x.device):
+            in_kernel |= self.batch_invariant or len(x) <= MOST_TILED_ROWS
+        if self.matrix is not None and in_kernel:
+            from chairlift.kernels.triton.int4.product import int4_product
 
-        assert self.matrix is not None
-        return int4_product(x, self.matrix, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)[:2]
-
-    def fused_scaled(self, x: Tensor, *, add_to: Tensor, next_norm: Tensor) -> tuple[Tensor | None, Tensor]:
-        from chairlift.kernels.triton.int4.product import int4_product
-
-        assert self.matrix is not None
-        _, squares, scaled = int4_product(x, self.matrix, add_to=add_to, next_norm=next_norm)
-        assert scaled is not None
-        return squares, scaled
+            found = int4_product(
+                x.contiguous(),
+                self.matrix,
+                squares=fusion.squares,
+                eps=fusion.eps,
+                bias=fusion.bias,
+                gated=fusion.gated,
+                add_to=fusion.add_to,
+                next_norm=fusion.next_norm,
+                invariant=self.batch_invariant,
+            )
+            return Product(*found)
+        weight = self._in_full(x.dtype)
+        if self.batch_invariant:
+            return Product(in_tiles(lambda rows: F.linear(rows, weight, fusion.bias), x))
+        return Product(F.linear(x, weight, fusion.bias))
 
     def _in_full(self, dtype: torch.dtype) -> Tensor:
         if self.matrix is None:

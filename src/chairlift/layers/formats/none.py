@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Part, Product, WeightFormat
 from chairlift.layers.rows import in_tiles
 
 # oneDNN chooses the packed layout for an expected number of rows. Decode steps have some tens of rows; a
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
 EXPECTED_ROWS = 32
+FASTER_UP_TO = (64, 96, 128, 224, 256)  # the numbers of rows up to which our products may be faster, by their shape
 
 
 @FORMATS.register("none")
@@ -27,9 +29,8 @@ class PlainWeight(WeightFormat):
     """
 
     name = "none"
-    stores_experts = True
-    fuses_invariantly = True
-    most_fused_rows = 256  # with more rows the products take so long that fusing what is between them gains little
+    # With more rows the products take so long that fusing what is between them gains little.
+    traits = FormatTraits(stores_experts=True, fuses={"norm": 256, "norm and gate": 256}, fuses_invariantly=True)
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -43,7 +44,7 @@ class PlainWeight(WeightFormat):
         return cls(torch.empty(out_features, in_features, dtype=dtype, device=device))
 
     def pack(self) -> None:
-        if self.batch_invariant and self.plain is not None and self._has_own_kernel(self.plain):
+        if self.batch_invariant and self.plain is not None and self._has_own_kernel:
             from chairlift.kernels.triton.products.invariant import tiles_agree
 
             tiles_agree(self.dtype, self.plain.device)  # tried before steps are recorded or captured
@@ -59,102 +60,67 @@ class PlainWeight(WeightFormat):
     def own_bytes(self) -> int:
         return 0 if self._counted_elsewhere else self._num_bytes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if on_gpu(x.device):
-            return self._multiply_on_gpu(x, bias)
-        if self.batch_invariant:
-            return in_tiles(lambda rows: self._multiply_on_cpu(rows, bias), x)
-        return self._multiply_on_cpu(x, bias)
+    def fuses(self, part: Part, rows: int) -> bool:
+        from chairlift.kernels.triton.launch import tuned
 
-    def _multiply_on_cpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        in_whole_layers = part in self.traits.fuses
+        if not in_whole_layers and not self._has_own_kernel:
+            return part == "add" and self.batch_invariant and on_gpu(self.device)
+        if self.batch_invariant:  # there is one order of sums
+            return in_whole_layers or part in ("add", "gate", "activation")
+        if part in ("pairs", "rounded add"):
+            return False
+        return tuned() and rows <= self._most_rows[part in ("norm and gate", "gate")]
+
+    @cached_property
+    def _most_rows(self) -> tuple[int, int]:
+        """Up to how many rows our kernel is faster than torch's, without and with a gate."""
+        from chairlift.kernels.triton.products.tiling import is_faster
+
+        def most(columns: int, *, gated: bool) -> int:
+            fast = (rows for rows in FASTER_UP_TO if is_faster(rows, columns, self.in_features, gated))
+            return max(fast, default=0)
+
+        return most(self.out_features, gated=False), most(self.out_features // 2, gated=True)
+
+    @property
+    def _has_own_kernel(self) -> bool:
+        return on_gpu(self.device) and self.dtype in (torch.bfloat16, torch.float16) and self.in_features % 16 == 0
+
+    def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
+        if not fusion.is_alone or (on_gpu(x.device) and (self.batch_invariant or self.fuses("add", len(x)))):
+            return self._product_in_kernel(x, fusion)
+        if self.batch_invariant and not on_gpu(x.device):
+            return Product(in_tiles(lambda rows: self._product_of_torch(rows, fusion.bias), x))
+        return Product(self._product_of_torch(x, fusion.bias))
+
+    def _product_of_torch(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is None:
             assert self.plain is not None
             return F.linear(x, self.plain, bias)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return output
 
-    def _multiply_on_gpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.plain is not None
-        if self.batch_invariant:
-            return self._multiply_invariantly(x, bias=bias)
-        if self._own_kernel_is_faster(x):
-            from chairlift.kernels.triton.products.product import product
-
-            return product(x, self.plain, bias=bias)[0]
-        return F.linear(x, self.plain, bias)
-
-    def _multiply_invariantly(self, x: Tensor, *, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
-        assert self.plain is not None
-        if self._has_own_kernel(x):
-            from chairlift.kernels.triton.products.product import product
-
-            return product(x.contiguous(), self.plain, bias=bias, add_to=add_to, invariant=True)[0]
+    def _product_in_kernel(self, x: Tensor, fusion: Fusion) -> Product:
         from chairlift.kernels.triton.invariant import invariant_linear
-
-        return invariant_linear(x, self.plain, bias, add_to=add_to)
-
-    def adds_in_place(self, x: Tensor) -> bool:
-        return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
-
-    def sums_squares(self, x: Tensor) -> bool:
-        return not self.batch_invariant and self._own_kernel_is_faster(x)
-
-    def gates_in_place(self, x: Tensor) -> bool:
-        return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=True)
-
-    def gated(self, x: Tensor, activation: str) -> Tensor:
         from chairlift.kernels.triton.products.product import product
 
         assert self.plain is not None
-        return product(x, self.plain, gated=True, activation=activation, invariant=self.batch_invariant)[0]
-
-    def activates_in_place(self, x: Tensor) -> bool:
-        return self._own_kernel_is_faster(x)
-
-    def activated(self, x: Tensor, activation: str, times: Tensor) -> Tensor:
-        from chairlift.kernels.triton.products.product import product
-
-        assert self.plain is not None
-        return product(x, self.plain, activation=activation, times=times, invariant=self.batch_invariant)[0]
-
-    def add_to_(self, total: Tensor, x: Tensor) -> None:
-        assert self.plain is not None
-        if self.batch_invariant:
-            self._multiply_invariantly(x, add_to=total)
-        else:
-            from chairlift.kernels.triton.products.product import product
-
-            product(x, self.plain, add_to=total)
-
-    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
-        from chairlift.kernels.triton.products.tiling import is_faster
-
-        if self.batch_invariant:  # there is one order of sums
-            return True
-        return is_faster(rows, self.out_features // (2 if gated else 1), self.in_features, gated)
-
-    def fused(
-        self,
-        x: Tensor,
-        *,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        add_to: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        from chairlift.kernels.triton.products.product import product
-
-        assert self.plain is not None
-        what: dict[str, Any] = {"squares": squares, "eps": eps, "bias": bias, "gated": gated, "add_to": add_to}
-        return product(x, self.plain, **what, invariant=self.batch_invariant)
-
-    def _own_kernel_is_faster(self, x: Tensor) -> bool:
-        """Whether our Triton product is faster than torch's for `rows` rows."""
-        return self._has_own_kernel(x) and self.fuses_rows(len(x), gated=False)
-
-    def _has_own_kernel(self, x: Tensor) -> bool:
-        return on_gpu(x.device) and x.dtype in (torch.bfloat16, torch.float16) and self.in_features % 16 == 0
+        if self.batch_invariant and on_gpu(x.device) and not self._has_own_kernel:
+            return Product(invariant_linear(x, self.plain, fusion.bias, add_to=fusion.add_to))
+        found = product(
+            x.contiguous(),
+            self.plain,
+            squares=fusion.squares,
+            eps=fusion.eps,
+            bias=fusion.bias,
+            gated=fusion.gated,
+            times=fusion.times,
+            activation=fusion.activation,
+            add_to=fusion.add_to,
+            invariant=self.batch_invariant,
+        )
+        return Product(*found)
 
 
 def can_pack(weight: Tensor) -> bool:

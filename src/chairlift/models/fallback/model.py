@@ -170,9 +170,10 @@ class TransformersModel:
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
         self.recurrent_layers = info.recurrent_layers
-        self.dtype, self.kv_dtype = dtype, format.kv_dtype or dtype
+        self.dtype, self.kv_dtype = dtype, format.traits.kv_dtype or dtype
         self.quantization = format.name
-        self.has_own_threads = format.packs_tiles or format.keeps_blocks  # else the linear maps run on torch's threads
+        # Else the linear maps run on torch's threads.
+        self.has_own_threads = format.traits.tile_type is not None or format.traits.keeps_blocks
         self.allows_capture = True  # as CUDA graphs
         self.device = device
         self._weight_bytes = num_weight_bytes(plugged.shell)

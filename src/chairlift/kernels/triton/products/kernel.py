@@ -3,7 +3,7 @@
 Such a product is bound by reading weights and by the number of kernels, each of which costs microseconds. So a product
 includes
 
-    the norm before it      its weight is part of the matrix already (see `models/stacks/fused_gpu.py`), leaving one
+    the norm before it      its weight is part of the matrix already (see `models/programs/fuse_gpu.py`), leaving one
                             factor per row; the kernel that wrote the rows provides their sums of squares
     the activation after it gate and up are computed by the same program, or the activation is multiplied by numbers
                             that are there already

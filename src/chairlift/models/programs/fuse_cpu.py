@@ -19,17 +19,15 @@ from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.kernels.cpu.weights import ROW_TYPES, TileWeight
 from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.mlp import DenseMLP
-from chairlift.layers.norm import LayerNorm, Norm
+from chairlift.layers.norm import Norm
 from chairlift.layers.rope import HostRotary
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
-from chairlift.models.stacks.base import LayerStack, StackParts
-from chairlift.models.stacks.plain import PlainStack
+from chairlift.models.programs.base import LayerProgram, ModelParts, PlainProgram
 
 ACTIVATIONS = {
     "silu": SILU,
@@ -39,6 +37,11 @@ ACTIVATIONS = {
     "relu2": RELU_SQUARED,
     "xielu": XIELU,
 }
+
+
+def fuse(parts: ModelParts, format: type[WeightFormat]) -> FusedCPUProgram:
+    packs_tiles = format.traits.tile_type is not None
+    return FusedCPUProgram(parts, LayerTiles(parts.config, parts.layers, format) if packs_tiles else None)
 
 
 def can_fuse(config: DecoderConfig) -> bool:
@@ -69,16 +72,16 @@ def can_fuse(config: DecoderConfig) -> bool:
     )
 
 
-class FusedCPUStack(LayerStack):
+class FusedCPUProgram(LayerProgram):
     """Runs a step in one call where its attention can be a part of it, else layer by layer."""
 
     has_own_threads = True
     is_one_kernel = True
 
-    def __init__(self, parts: StackParts, tiles: LayerTiles | None = None) -> None:
+    def __init__(self, parts: ModelParts, tiles: LayerTiles | None = None) -> None:
         """`tiles`: where the weights will be packed, or are already; None if the checkpoint may have blocks."""
         super().__init__(parts)
-        self._plain = PlainStack(parts)
+        self._plain = PlainProgram(parts)
         self._tiles = tiles
         self._fused: FusedCPULayers | None = None
 
@@ -98,17 +101,13 @@ class FusedCPUStack(LayerStack):
         else:
             self._fused = FusedCPULayers(self.parts.config, layers, self.parts.norm, tiles)
 
-    def first(self, count: int) -> FusedCPUStack:
-        stack = FusedCPUStack(self.parts.first(count), self._tiles)
-        stack.finalize()
-        return stack
+    def first(self, count: int) -> FusedCPUProgram:
+        program = FusedCPUProgram(self.parts.first(count), self._tiles)
+        program.finalize()
+        return program
 
     def __call__(
-        self,
-        batch: StepBatch,
-        attention: StepAttention,
-        taps: Sequence[int],
-        rows: Tensor | None,
+        self, batch: StepBatch, attention: StepAttention, taps: Sequence[int], rows: Tensor | None
     ) -> HiddenStates:
         assert batch.recurrent is None, "layers with states are not fused"
         work = None if self._fused is None else attention.work(self._fused.layer)
@@ -132,7 +131,8 @@ class LayerTiles:
         both = 2 * attention.num_kv_heads * attention.head_dim
         count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
         self._layers, self._format = layers, format
-        kind = format.tile_type()
+        assert format.traits.tile_type is not None
+        kind = format.traits.tile_type()
         self.qkv: TileWeight = kind.empty(count, queries + both, hidden)
         self.output: TileWeight = kind.empty(count, hidden, queries)
         self.gate_up: TileWeight = kind.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
@@ -142,7 +142,7 @@ class LayerTiles:
     def _assign(self) -> None:
         for index, each in enumerate(self._layers):
             for linear, name in zip(each.linears(), self.NAMES, strict=True):
-                linear.weight.pack_into(getattr(self, name).layer(index))
+                linear.weight.tiles, linear.weight.owns_tiles = getattr(self, name).layer(index), False
 
     def restore(self, store: WeightStore) -> None:
         """Use the tiles of the store, if it has them; raises UnusableCache if they do not fit."""
@@ -184,7 +184,7 @@ class LayerPanels:
         tables: list[list[np.ndarray]] = [[], [], [], []]
         for layer in layers:
             for linear, table in zip(layer.linears(), tables, strict=True):
-                if not isinstance(linear.weight, BlockWeight):
+                if linear.weight.panels is None:
                     return None
                 table.append(linear.weight.panels.panels)
         return cls(*(PanelWeight(np.stack(table)) for table in tables))
@@ -203,7 +203,7 @@ class FusedCPULayers:
     ) -> None:
         ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         self._rotary = HostRotary(ropes)
-        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseMLP)]
+        mlps = [layer.dense for layer in layers if layer.dense is not None]
         attentions = [layer.attention for layer in layers]
         self.network = Network(
             before_attention=_norms([layer.before_attention for layer in layers]),
@@ -317,7 +317,7 @@ def _stack(norms: list[Norm | None]) -> np.ndarray:
 
 
 def _norms(norms: list[Norm | None]) -> Norms:
-    biases = [norm.bias if isinstance(norm, LayerNorm) else None for norm in norms]
+    biases = [None if norm is None else norm.bias for norm in norms]
     return Norms(_stack(norms), _stack_biases([None if bias is None else bias.float() for bias in biases]))
 
 

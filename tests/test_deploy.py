@@ -16,7 +16,7 @@ import yaml
 import chairlift
 from chairlift.cli.main import app
 from chairlift.options import options_of, read_config_file
-from chairlift.server.access.keys import KeyLimits, KeySources
+from chairlift.server.access import KeyLimits, KeySources
 from chairlift.server.metrics import Metrics
 from chairlift.server.options import ServerOptions
 from chairlift.server.wire.limits import Limits

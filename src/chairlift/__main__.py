@@ -20,7 +20,7 @@ def _engine_process_ahead(arguments: list[str]) -> AbstractContextManager[None]:
     """For `chairlift serve`, start the engine's process before the command line is imported and read."""
     if arguments[:1] != ["serve"] or {"-h", "--help"} & set(arguments):
         return nullcontext()
-    from chairlift.server.process.early_start import engine_process_ahead
+    from chairlift.server.process.this_process import engine_process_ahead
 
     return engine_process_ahead()
 

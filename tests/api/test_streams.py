@@ -11,7 +11,7 @@ import pytest
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.config_file import read_json_object
 from chairlift.options import MAX_MIB, read_text
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.batch.run import BatchRun
 from chairlift.server.served_model import read_chat_template
 

@@ -13,7 +13,7 @@ from functools import partial
 from chairlift.cluster.serving.ingress import make_ingress_app
 from chairlift.cluster.serving.relay import Relay
 from chairlift.cluster.serving.routing_table import FleetView, ReplicaInfo, ReplicaLoad, RoutingTable
-from chairlift.server.access.keys import KeyTable
+from chairlift.server.access import KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import listen

@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.cluster.options import ClusterOptions
 from chairlift.errors import ChairliftError
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.listener import Certificate
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig, encode_config
 from chairlift.server.wire.limits import Limits
 from tests.cluster.fake_replica import KEY, FakeReplica, die, ingress, stream, whole

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from chairlift.errors import EngineDied
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.generation.usage import UsageReport, take_comments
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update

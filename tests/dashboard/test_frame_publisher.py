@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from chairlift.core.events import Event
-from chairlift.server.dashboard import frame_publisher
-from chairlift.server.dashboard.frame_publisher import MAX_FAULTS, MAX_KEYFRAME_SHARE, FramePublisher
-from chairlift.server.dashboard.recorder import StepRecorder
+from chairlift.server.dashboard import recorder
+from chairlift.server.dashboard.recorder import MAX_FAULTS, MAX_KEYFRAME_SHARE, FramePublisher, StepRecorder
 from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps
 from tests.core.driving import make_request, make_scheduler, run_plan
 
@@ -62,7 +61,7 @@ class RecordedEngine:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedEngine:
     clock = Clock()
-    monkeypatch.setattr(frame_publisher, "time", clock)
+    monkeypatch.setattr(recorder, "time", clock)
     return RecordedEngine(clock)
 
 

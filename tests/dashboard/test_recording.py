@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.server.dashboard.recording import RunSummary, compress, write_run
+from chairlift.server.dashboard.page import RunSummary, compress, write_run
 from tests.dashboard.frames import send_frames
 from tests.dashboard.recorded import random_run
 from tests.server.front_end import front_end, stay_silent

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from chairlift.server.access.keys import KeySources, KeyTable
-from chairlift.server.http.subscribers import (
+from chairlift.server.access import KeySources, KeyTable
+from chairlift.server.http.service import (
     MAX_FRAMES,
     MAX_SUBSCRIBERS,
     MAX_SUBSCRIBERS_OF_KEY,

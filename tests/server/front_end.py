@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from chairlift.core.request_limits import RequestLimits
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.front_end import UvicornServer
 from chairlift.server.http.listener import Certificate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey, KeyLimits, KeyTable, _digest
+from chairlift.server.access import APIKey, KeyLimits, KeyTable, _digest
 from chairlift.server.batch.input import scan
 from chairlift.server.files.batch_runner import WAIT_SECONDS
 from chairlift.server.files.folder import BatchRecord, FilesFolder

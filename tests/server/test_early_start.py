@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from chairlift.__main__ import _engine_process_ahead
-from chairlift.server.process import early_start
-from chairlift.server.process.early_start import ENGINE_MODULE, FROM_INPUT, engine_process_ahead
+from chairlift.server.process import this_process
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.process.this_process import ENGINE_MODULE, FROM_INPUT, engine_process_ahead
 
 SUPERVISION = Supervision(max_restarts=2, first_backoff=0.01)
 
@@ -32,7 +32,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def early_process() -> subprocess.Popen[bytes]:
-    return early_start._waiting[0].process
+    return this_process._waiting[0].process
 
 
 def make_client(notes: Path, fault: str = "none") -> EngineClient:
@@ -113,7 +113,7 @@ def test_a_command_that_fails_before_the_engine_ends_it(notes: Path) -> None:
     with pytest.raises(ValueError, match="an option"):
         fail()
     assert started[0].returncode == -9
-    assert not early_start._waiting
+    assert not this_process._waiting
     assert notes.read_text() == ""
 
 
@@ -146,4 +146,4 @@ def test_without_settings_the_process_ends() -> None:
 )
 def test_only_a_server_starts_it(notes: Path, arguments: list[str], starts: bool) -> None:
     with _engine_process_ahead(arguments):
-        assert bool(early_start._waiting) == starts
+        assert bool(this_process._waiting) == starts

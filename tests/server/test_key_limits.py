@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey, KeyLimits, KeySources, KeyTable, warn_of_short_keys
-from chairlift.server.access.rate_limits import Grant, RateLimiter
+from chairlift.server.access import APIKey, Grant, KeyLimits, KeySources, KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Submit, Update

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from chairlift.core.plan import TokenLogprobs
-from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs
+from chairlift.server.openai.response_builder import CompletionLogprobs, chat_logprobs
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import byte_level_tokenizer
 

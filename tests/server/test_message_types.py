@@ -17,7 +17,7 @@ from anthropic.types import beta
 from anthropic.types.shared import ErrorResponse
 
 from chairlift.core.request_limits import RequestLimits
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.anthropic.endpoint import MessagesGeneration
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.generation.usage import Usage

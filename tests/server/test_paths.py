@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.http.boundary import endpoint_path
 from chairlift.server.wire.limits import Limits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.server.openai.completions import TextGeneration
+from chairlift.server.openai.chat import TextGeneration
 from chairlift.server.openai.types import CompletionRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey, KeySources, KeyTable
+from chairlift.server.access import APIKey, KeySources, KeyTable
 from chairlift.server.http.guards import HostNames, RequestGuard, client_headers
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.limits import Limits

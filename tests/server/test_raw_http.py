@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.http.guards import HostNames, RequestGuard
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.limits import Limits

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Timeline
-from chairlift.server.http.observers import check_traces_endpoint, make_tracer_provider
+from chairlift.server.http.boundary import check_traces_endpoint, make_tracer_provider
 from tests.server.front_end import NAME, front_end
 from tests.server.running_server import HTTP, RunningServer, start_server
 from tests.server.running_server import NAME as TINY
@@ -148,7 +148,7 @@ def test_a_bad_endpoint_or_missing_packages_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(InvalidParameter, match="otlp_traces_endpoint: must be an http"):
         check_traces_endpoint("localhost:4317")
     check_traces_endpoint("http://localhost:4318")
-    monkeypatch.setattr("chairlift.server.http.observers.PACKAGES", ("opentelemetry_sdk_missing.part",))
+    monkeypatch.setattr("chairlift.server.http.boundary.PACKAGES", ("opentelemetry_sdk_missing.part",))
     with pytest.raises(InvalidParameter, match=r"pip install 'chairlift\[otel\]'"):
         check_traces_endpoint("http://localhost:4318")
 

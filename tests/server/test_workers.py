@@ -18,7 +18,7 @@ import pytest
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig, decode_config, encode_config
 from chairlift.server.http.listener import Certificate
 from chairlift.server.metrics import Metrics, add_samples

@@ -12,7 +12,7 @@ from chairlift.cli.app import UNDERSTAND, app
 from chairlift.client.blocking import BlockingClient
 from chairlift.client.http import Address
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.dashboard.recording import RunSummary, check_suffix, write_run
+from chairlift.server.dashboard.page import RunSummary, check_suffix, write_run
 from chairlift.terminal.console import note
 
 

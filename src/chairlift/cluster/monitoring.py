@@ -22,7 +22,7 @@ from chairlift.server.dashboard.page import content_policy, fleet_page
 from chairlift.server.generation.reply import EventStream
 from chairlift.server.http.dashboard import PATH
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.subscribers import too_many_pages
+from chairlift.server.http.service import too_many_pages
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import unavailable
 

@@ -17,16 +17,15 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import ChairliftError
-from chairlift.server.access.keys import KeyTable
+from chairlift.server.access import KeyTable
 from chairlift.server.files.batch_runner import BatchRunner
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.files.routes import add_file_routes
 from chairlift.server.generation.endpoint import invalid_field
 from chairlift.server.http.bodies import threaded_body_route
-from chairlift.server.http.boundary import Observer, RequestBoundary
+from chairlift.server.http.boundary import AccessLog, Observer, RequestBoundary, Tracing, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
-from chairlift.server.http.observers import AccessLog, Tracing, open_access_log
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.http.service import Service
 from chairlift.server.wire.errors import APIError, as_api_error

@@ -13,12 +13,12 @@ import msgspec
 from chairlift.byte_sizes import parse_bytes
 from chairlift.core.orderings.fair import parse_weights
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.http.listener import Certificate
 from chairlift.server.options import ServerOptions
-from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_client import Supervision
+from chairlift.server.process.this_process import ENGINE_MODULE
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.unknown_fields import UnknownFieldsRule
 

@@ -23,15 +23,14 @@ from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.files import connection_limit
 from chairlift.machine.hardware import count_gpus
-from chairlift.server.access.keys import APIKey, KeyTable
+from chairlift.server.access import APIKey, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.config import ServerConfig
 from chairlift.server.files.folder import FilesFolder
-from chairlift.server.http.connections import Acceptor, Connections
+from chairlift.server.http.boundary import make_tracer_provider
+from chairlift.server.http.connections import Acceptor, Connections, GuardedProtocol
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import Certificate
-from chairlift.server.http.observers import make_tracer_provider
-from chairlift.server.http.protocol import GuardedProtocol
 from chairlift.server.http.service import Service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient

@@ -14,12 +14,12 @@ from typing import Protocol
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.files import connection_limit, raise_file_limit
-from chairlift.server.access.keys import APIKey, warn_of_short_keys
+from chairlift.server.access import APIKey, warn_of_short_keys
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import check_device, make_engine
+from chairlift.server.http.boundary import check_traces_endpoint, open_access_log
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import listen, listening_address
-from chairlift.server.http.observers import check_traces_endpoint, open_access_log
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.engine_handle import remove_stale_folders

@@ -13,7 +13,7 @@ from chairlift.byte_sizes import parse_bytes
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import import_ray
 from chairlift.cluster.serving.routing_table import REPLICAS, config_version
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig, encode_config
 
 INGRESS = "ingress"  # name of the deployment

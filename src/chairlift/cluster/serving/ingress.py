@@ -25,15 +25,13 @@ from chairlift.cluster.monitoring import dashboard_routes, fleet_exposition
 from chairlift.cluster.serving.relay import METHODS, Relay
 from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing_table
 from chairlift.machine.files import raise_file_limit
-from chairlift.server.access.keys import KeyTable, warn_of_short_keys
-from chairlift.server.access.rate_limits import RateLimiter
+from chairlift.server.access import KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.app import EXPOSED_HEADERS
 from chairlift.server.config import ServerConfig, decode_config
 from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.boundary import RequestBoundary
+from chairlift.server.http.boundary import AccessLog, RequestBoundary, open_access_log
 from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import listen, listening_address
-from chairlift.server.http.observers import AccessLog, open_access_log
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 

@@ -30,7 +30,7 @@ from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
 from chairlift.cluster.serving.routed_body import body_identity, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey
+from chairlift.server.access import APIKey
 from chairlift.server.generation.usage import (
     REPORT_HEADER,
     REPORTS_PATH,

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from chairlift.cluster.serving.routing_table import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
-from chairlift.server.access.keys import KeySources
+from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig, decode_config, encode_config
 
 log = logging.getLogger("chairlift.cluster")

@@ -1,4 +1,4 @@
-"""The dashboard page as a single file, which also works without a server.
+"""The dashboard page as a single file, which also works without a server, and files of recorded runs for it.
 
 The scripts under `web/` are ordinary modules, which are joined into one. A module's imports must be at its beginning,
 one per line, and all modules share one namespace, so no two may declare the same name.
@@ -7,10 +7,17 @@ one per line, and all modules share one namespace, so no two may declare the sam
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import json
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+
+from chairlift.errors import InvalidParameter
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
@@ -76,3 +83,48 @@ def content_policy(page: str) -> str:
 
 def _read(name: str) -> str:
     return (files("chairlift.server.dashboard") / "web" / name).read_text(encoding="utf-8")
+
+
+SUFFIXES = (".lift", ".html")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    steps: int
+    requests: int
+    seconds: float
+    lost: int  # frames dropped because the client read too slowly
+    has_keyframe: bool  # without one, nothing can be drawn
+
+    @classmethod
+    def of(cls, lines: Iterable[bytes]) -> RunSummary:
+        steps, lost, has_keyframe, requests, times = 0, 0, False, set[str](), list[float]()
+        for line in lines:
+            frame = json.loads(line)
+            steps += len(frame.get("steps", ()))
+            requests.update(given[1] for given in (*frame.get("new", ()), *frame.get("requests", ())))
+            has_keyframe |= frame["t"] == "key"
+            if "now" in frame:
+                times.append(frame["now"])
+            if frame["t"] == "lost":
+                lost = frame["frames"]
+        return cls(steps, len(requests), times[-1] - times[0] if times else 0.0, lost, has_keyframe)
+
+
+def check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise InvalidParameter("out", f"must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
+
+
+def write_run(path: Path, lines: Sequence[bytes]) -> None:
+    """Write a `.lift` file, which the page can open, or an `.html` file, which is the page with the run embedded."""
+    check_suffix(path)
+    data = compress(lines)
+    if path.suffix == ".html":
+        path.write_text(dashboard_page(data), encoding="utf-8")
+    else:
+        path.write_bytes(data)
+
+
+def compress(lines: Sequence[bytes]) -> bytes:
+    return gzip.compress(b"".join(line + b"\n" for line in lines), mtime=0)

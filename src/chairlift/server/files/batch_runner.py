@@ -20,7 +20,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from chairlift.errors import ChairliftError, StorageFull, is_full
-from chairlift.server.access.keys import KeyTable
+from chairlift.server.access import KeyTable
 from chairlift.server.batch.output import is_answered
 from chairlift.server.batch.run import BatchResponse, BatchRun, call
 from chairlift.server.files.file_store import OUTPUT_PURPOSE

@@ -21,12 +21,11 @@ from starlette.responses import Response
 from chairlift.core.request import completion_ids
 from chairlift.core.request_limits import RequestLimits
 from chairlift.errors import InvalidParameter
-from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
 from chairlift.server.generation.reply import EventStream, collect, encoded_body, first_updates, response_events
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
-from chairlift.server.generation.usage import StreamMetrics, Usage
+from chairlift.server.generation.usage import RequestTexts, StreamMetrics, Usage
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EnginePort
 from chairlift.server.process.streams import UpdateStream

@@ -1,23 +1,40 @@
-"""The outer middleware: it names each request, and makes every error one that the client can read.
+"""The outer middleware: it names each request, makes each error one that the client can read, and writes requests down.
 
-Both middlewares are plain ASGI applications, so that streams pass through without buffering.
+Both middlewares are plain ASGI applications, so that streams pass through without buffering. What is written down has
+neither prompts nor outputs. The access log has one JSON line for each request. OpenTelemetry gets one span for each
+POST request, with its phases in the engine as children; these are made when the response has ended, from times that
+were measured anyway, so tracing costs a stream nothing while it runs.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.errors import is_full
+import chairlift
+from chairlift.errors import InvalidParameter, is_full
 from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, converting_send
+from chairlift.server.generation.usage import Timeline
 from chairlift.server.wire.errors import as_api_error
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
 
 log = logging.getLogger("chairlift.server")
 
@@ -130,3 +147,175 @@ class RequestBoundary:
 def _client_request_id(headers: dict[bytes, bytes]) -> str | None:
     given = headers.get(b"x-request-id", b"").decode("ascii", "ignore")
     return given if 0 < len(given) <= 128 and given.isprintable() else None
+
+
+STANDARD_OUTPUT = Path("-")
+
+_encoder = msgspec.json.Encoder()
+
+
+class AccessLog:
+    """Writes a line when a response has ended, also if the client disconnected."""
+
+    def __init__(self, log: logging.Handler) -> None:
+        self._handler = log
+
+    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
+        start, time_of_day = time.monotonic(), datetime.now(UTC)
+
+        def end(sent: SentResponse) -> None:
+            line = _line(scope, sent)
+            line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - start}
+            self._write(line)
+
+        return end
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = _encoder.encode(line).decode()
+        self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
+
+
+class _AccessLogHandler(logging.Handler):
+    """Says that a line cannot be written, instead of printing a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
+        log.error("cannot write the access log: %s", sys.exc_info()[1])
+
+
+class _FileHandler(_AccessLogHandler, WatchedFileHandler):
+    """Writes to a file, which is opened anew if it was moved by logrotate."""
+
+
+class _OutputHandler(_AccessLogHandler, logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard output."""
+
+
+def open_access_log(file: Path) -> logging.Handler:
+    """Open the log; raise if it cannot be written."""
+    if file == STANDARD_OUTPUT:
+        return _OutputHandler(sys.stdout)
+    try:
+        return _FileHandler(file, encoding="utf-8")
+    except OSError as error:
+        raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
+def _line(scope: Scope, sent: SentResponse) -> dict[str, Any]:
+    state, client = scope["state"], scope.get("client")
+    headers = dict(sent.head.get("headers", ()))
+    line = {
+        "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+        "client": client[0] if client else None,
+        "trace_id": state.get("trace_id"),
+        "tenant": state.get("tenant"),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": sent.status,  # null: the client disconnected before there was a response
+        "complete": sent.is_complete,  # whether all of the response was sent
+    }
+    usage = state.get("usage")
+    return line if usage is None else line | usage.counts()
+
+
+OPTION = "otlp_traces_endpoint"
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+_TRACE_PATH = "/v1/traces"
+
+
+def check_traces_endpoint(endpoint: str) -> None:
+    """Raise unless traces can be sent there, as far as can be known before."""
+    for package in PACKAGES:
+        if not _is_installed(package):
+            way_out = "pip install 'chairlift[otel]', or in a clone pip install -e '.[otel]'"
+            raise InvalidParameter(OPTION, f"needs {package}: {way_out}")
+    if not endpoint.startswith(("http://", "https://")):
+        raise InvalidParameter(OPTION, f"must be an http:// or https:// address, got {endpoint!r}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def make_tracer_provider(endpoint: str) -> TracerProvider:
+    """Return a provider that exports to an OTLP endpoint over HTTP. The OTEL_* variables apply as usual."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    url = endpoint if endpoint.rstrip("/").endswith(_TRACE_PATH) else endpoint.rstrip("/") + _TRACE_PATH
+    resource = Resource.create({SERVICE_NAME: "chairlift", SERVICE_VERSION: chairlift.__version__})
+    provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    return provider
+
+
+class Tracing:
+    """Makes the spans. The parent is the client's span, if it sends a `traceparent` header."""
+
+    def __init__(self, provider: TracerProvider, model: str) -> None:
+        self._model = model
+        self._tracer: Tracer = provider.get_tracer("chairlift", chairlift.__version__)
+
+    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
+        if scope["method"] != "POST":
+            return lambda sent: None
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        name = f"{scope['method']} {scope['path']}"
+        span = self._tracer.start_span(name, _client_context(scope), kind=SpanKind.SERVER)
+        scope["state"]["trace_id"] = f"{span.get_span_context().trace_id:032x}"
+
+        def end(sent: SentResponse) -> None:
+            status = sent.status or 0
+            span.set_attributes(_attributes(scope, self._model, status))
+            if status >= 500:
+                span.set_status(Status(StatusCode.ERROR))
+            for timeline in scope["state"].get("timelines", {}).values():
+                self._add_phases(span, timeline)
+            span.end()
+
+        return end
+
+    def _add_phases(self, parent: Span, timeline: Timeline) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        context, offset = set_span_in_context(parent), time.time_ns() - time.monotonic_ns()
+        for phase, (start, end) in timeline.phases().items():
+            span = self._tracer.start_span(phase, context, start_time=offset + int(start * 1e9))
+            if phase == "decode":
+                span.set_attributes({"gen_ai.usage.output_tokens": timeline.num_tokens})
+                if timeline.finish_reason is not None:
+                    span.set_attribute("gen_ai.response.finish_reasons", [timeline.finish_reason])
+            span.end(offset + int(end * 1e9))
+
+
+def _client_context(scope: Scope) -> Any:
+    """Return the context that the client sends in W3C's headers."""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return TraceContextTextMapPropagator().extract(headers)
+
+
+def _attributes(scope: Scope, model: str, status: int) -> Mapping[str, Any]:
+    """Return OpenTelemetry's attributes for HTTP and generative models. They hold no text."""
+    state = scope["state"]
+    found: dict[str, Any] = {
+        "http.request.method": scope["method"],
+        "url.path": scope["path"],
+        "http.response.status_code": status,
+        "gen_ai.system": "chairlift",
+        "gen_ai.response.model": model,
+    }
+    if state.get("tenant"):
+        found["enduser.id"] = state["tenant"]
+    usage = state.get("usage")
+    if usage is not None:
+        found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+        found["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        found["gen_ai.usage.cached_tokens"] = usage.cached_tokens
+    return found

@@ -17,8 +17,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey, KeyTable
-from chairlift.server.access.rate_limits import Allowance, RateLimits
+from chairlift.server.access import Allowance, APIKey, KeyTable, RateLimits
 from chairlift.server.generation.usage import REPORT_HEADER, REPORTS_PATH, UsageReports, send_with_reports
 from chairlift.server.http.bodies import LimitedBody, LimitedUpload, too_large
 from chairlift.server.metrics import Metrics

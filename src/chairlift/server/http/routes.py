@@ -26,8 +26,7 @@ from chairlift.server.generation.reply import PIECE, json_pieces
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.service import Service
-from chairlift.server.openai.chat import ChatGeneration, encode_messages
-from chairlift.server.openai.completions import TextGeneration
+from chairlift.server.openai.chat import ChatGeneration, TextGeneration, encode_messages
 from chairlift.server.openai.types import (
     ChatRequest,
     CompletionRequest,

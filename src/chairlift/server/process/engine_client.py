@@ -16,9 +16,9 @@ import zmq
 import zmq.asyncio
 
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
-from chairlift.server.process.early_start import ENGINE_MODULE
 from chairlift.server.process.engine_handle import EngineHandle, spawn
 from chairlift.server.process.streams import OpenRequests, UpdateObserver, UpdateStream
+from chairlift.server.process.this_process import ENGINE_MODULE
 from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import zmq
 import zmq.asyncio
 
-from chairlift.server.process.early_start import ENGINE_MODULE, EarlyProcess, take_early_process
+from chairlift.server.process.this_process import ENGINE_MODULE, EarlyProcess, take_early_process
 
 
 class ChildProcess(Protocol):

@@ -1,14 +1,20 @@
-"""What a process of the server sets for itself: its garbage collection, and its end together with its parent."""
+"""What a process of the server does for itself: its garbage collection, its end together with its parent, and the start
+of the engine's process before its settings are known, so that it imports torch while the options are read."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 _THRESHOLDS = (50_000, 20, 100)
 
@@ -63,3 +69,54 @@ def exit_if_orphaned(parent: int) -> None:
     """Exit at once if the process `parent` has exited, without waiting for a step in flight."""
     if os.getppid() != parent:
         os._exit(1)
+
+
+ENGINE_MODULE = "chairlift.server.process.engine_process"
+FROM_INPUT = "-"  # in place of the settings: they are a line of the process's standard input
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyProcess:
+    """An engine process that waits for its settings."""
+
+    process: subprocess.Popen[bytes]
+    begun: float  # when it was started, by `time.monotonic`
+
+    def send(self, settings: Mapping[str, Any]) -> None:
+        """Send the settings; a process that has ended is noticed by its exit status."""
+        assert self.process.stdin is not None
+        with suppress(OSError), self.process.stdin as pipe:
+            pipe.write(json.dumps(settings).encode() + b"\n")
+
+
+_waiting: list[EarlyProcess] = []
+
+
+@contextmanager
+def engine_process_ahead() -> Iterator[None]:
+    """Start an engine process; if no engine has taken it until the end of the block, it is killed.
+
+    SIGTERM ends the block, as it later ends a server that is loading.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with suppress(OSError):  # no memory or file descriptors: it is started when it is needed
+        _waiting.append(_start())
+    try:
+        yield
+    finally:
+        early = take_early_process()
+        if early is not None:
+            early.process.kill()
+            early.process.communicate()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start() -> EarlyProcess:
+    begun = time.monotonic()
+    command = [sys.executable, "-m", ENGINE_MODULE, FROM_INPUT, str(os.getpid())]
+    return EarlyProcess(subprocess.Popen(command, stdin=subprocess.PIPE), begun)
+
+
+def take_early_process() -> EarlyProcess | None:
+    """The process that was started ahead, once."""
+    return _waiting.pop() if _waiting else None

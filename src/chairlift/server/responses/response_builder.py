@@ -12,7 +12,7 @@ import msgspec
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.generation.usage import Usage
-from chairlift.server.openai.logprobs import chat_logprobs
+from chairlift.server.openai.response_builder import chat_logprobs
 from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
-from chairlift.server.access.rate_limits import Grant, RateLimiter
+from chairlift.server.access import Grant, RateLimiter
 from chairlift.server.generation.admission import AdmissionControl, Reservation
 from chairlift.server.metrics import Metrics, MetricSample, sum_samples
 from chairlift.server.process.engine_client import EngineClient

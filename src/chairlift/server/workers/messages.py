@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access.keys import APIKey
+from chairlift.server.access import APIKey
 from chairlift.server.metrics import MetricSample
 from chairlift.server.wire.errors import APIError, as_api_error
 from chairlift.server.wire.messages import (

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from chairlift.server.access.keys import APIKey
+from chairlift.server.access import APIKey
 from chairlift.server.config import ServerConfig, encode_config
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient

@@ -10,8 +10,7 @@ from typing import Any
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import EngineDead
-from chairlift.server.access.keys import APIKey
-from chairlift.server.access.rate_limits import Grant
+from chairlift.server.access import APIKey, Grant
 from chairlift.server.generation.admission import Admission
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineState

@@ -1,1 +1,0 @@
-"""API keys and what each of them may use."""

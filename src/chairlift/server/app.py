@@ -23,7 +23,7 @@ from chairlift.server.files.folder import FilesFolder
 from chairlift.server.files.routes import add_file_routes
 from chairlift.server.generation.endpoint import invalid_field
 from chairlift.server.http.bodies import threaded_body_route
-from chairlift.server.http.boundary import AccessLog, Observer, RequestBoundary, Tracing, open_access_log
+from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
 from chairlift.server.http.routes import ERRORS, add_generation_routes, add_status_routes, add_tokenizer_routes
@@ -103,7 +103,7 @@ def make_app(
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    observers: list[Observer] = []
+    observers: list[AccessLog | Tracing] = []
     if access_log is not None:
         observers.append(AccessLog(open_access_log(access_log)))
     if tracer_provider is not None:

@@ -15,12 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.config_file import ConfigCheckpoint
-from chairlift.loading.embedding_config import read_embedding_config
-from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.resolve import resolve_model
-from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.files import connection_limit
 from chairlift.machine.hardware import count_gpus
 from chairlift.server.access import APIKey, KeyTable
@@ -42,21 +37,8 @@ from chairlift.server.wire.limits import Limits
 def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
     """Load what a front end needs of the model: the tokenizer."""
     # The model is downloaded here to show a progress bar.
-    path = resolve_model(config.model, progress=not config.quiet)
-    dummy = config.engine.get("load_format") == "dummy"
-    checkpoint = ConfigCheckpoint(path) if dummy else open_checkpoint(path)
-    tokenizer = make_tokenizer(checkpoint, chat_template)
-    source = config.engine.get("generation_config", AUTO)
-    return ServedModel.create(
-        config.model_name,
-        tokenizer,
-        config.tool_format,
-        config.served_names[1:],
-        reasoning_parser=config.engine.get("reasoning_parser"),
-        embedding=read_embedding_config(checkpoint),
-        sampling=default_sampling(checkpoint.path, checkpoint.generation_config, source),
-        engine=config.engine,
-    )
+    path, names = resolve_model(config.model, progress=not config.quiet), (config.model_name, *config.served_names[1:])
+    return ServedModel.load(path, names, config.engine, tool_format=config.tool_format, chat_template=chat_template)
 
 
 def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, chat_template: str | None) -> Service:

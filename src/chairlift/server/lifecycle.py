@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.files import connection_limit, raise_file_limit
-from chairlift.server.access import APIKey, warn_of_short_keys
+from chairlift.server.access import warn_of_short_keys
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import check_device, make_engine
 from chairlift.server.http.boundary import check_traces_endpoint, open_access_log
@@ -25,31 +24,11 @@ from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.engine_handle import remove_stale_folders
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
+if TYPE_CHECKING:
+    from chairlift.server.front_end import LocalFrontEnd
+    from chairlift.server.workers.pool import WorkerPool
+
 log = logging.getLogger("chairlift.server")
-
-
-class FrontEnd(Protocol):
-    """What answers HTTP requests: this process, or several workers."""
-
-    engine: EngineClient
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Serve until `stop`. Returns earlier if it fails for good."""
-
-    async def wait_until_listening(self) -> None: ...
-
-    def replace_keys(self, keys: list[APIKey]) -> None: ...
-
-    def reload_certificate(self) -> None: ...
-
-    def drain(self) -> None:
-        """Refuse new requests."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is in flight."""
-
-    def stop(self) -> None: ...
 
 
 async def serve_forever(
@@ -102,7 +81,7 @@ def _read_template(file: Path | None) -> str | None:
     return read_chat_template(file)
 
 
-async def _start_front_end(config: ServerConfig, template: str | None) -> FrontEnd:
+async def _start_front_end(config: ServerConfig, template: str | None) -> LocalFrontEnd | WorkerPool:
     """Start the engine's process, which imports torch while this one imports and builds its front end."""
     metrics = Metrics(config.model_name)
     engine = make_engine(config, metrics)
@@ -122,7 +101,7 @@ async def _start_front_end(config: ServerConfig, template: str | None) -> FrontE
 
 async def _run(
     config: ServerConfig,
-    front_end: FrontEnd,
+    front_end: LocalFrontEnd | WorkerPool,
     serving: asyncio.Task[None],
     signals: _Signals,
     on_ready: Callable[[], None],
@@ -147,7 +126,7 @@ async def _run(
     return 128 + signals.second if signals.second else 0
 
 
-async def _wait_until_ready(front_end: FrontEnd) -> EngineState:
+async def _wait_until_ready(front_end: LocalFrontEnd | WorkerPool) -> EngineState:
     state = await front_end.engine.wait_until_settled()
     if state is EngineState.READY:
         await front_end.wait_until_listening()
@@ -160,7 +139,7 @@ def _cannot_start(engine: EngineClient) -> ChairliftError:
     return EngineDead(f"the engine cannot start: {engine.problem}")
 
 
-async def _drain(front_end: FrontEnd, timeout: float, signals: _Signals) -> None:
+async def _drain(front_end: LocalFrontEnd | WorkerPool, timeout: float, signals: _Signals) -> None:
     """Refuse new requests and wait for those in flight."""
     front_end.drain()
     deadline = asyncio.get_running_loop().time() + timeout
@@ -183,7 +162,7 @@ class _Signals:
         self.first.set()
 
 
-def _reload_on_hangup(config: ServerConfig, front_end: FrontEnd) -> None:
+def _reload_on_hangup(config: ServerConfig, front_end: LocalFrontEnd | WorkerPool) -> None:
     """Read the key file and the certificate again on SIGHUP. Without them the signal ends the server, as usual."""
 
     def reload() -> None:

@@ -11,7 +11,11 @@ from typing import Any
 
 import chairlift
 from chairlift.errors import InvalidParameter, UnsupportedModel
-from chairlift.loading.embedding_config import EmbeddingConfig
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.config_file import ConfigCheckpoint
+from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
+from chairlift.loading.recommended_sampling import AUTO, default_sampling
+from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.options import read_text
 from chairlift.server.wire.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
@@ -55,6 +59,30 @@ class ServedModel:
             choose_reasoning(template, reasoning_parser),
             embedding or EmbeddingConfig(),
             sampling or {},
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        names: Sequence[str],
+        engine: Mapping[str, Any],
+        *,
+        tool_format: str | None = None,
+        chat_template: str | None = None,
+    ) -> ServedModel:
+        """Load the tokenizer and the settings of a checkpoint; `engine` are the engine's options."""
+        checkpoint = ConfigCheckpoint(path) if engine.get("load_format") == "dummy" else open_checkpoint(path)
+        source = engine.get("generation_config", AUTO)
+        return cls.create(
+            names[0],
+            make_tokenizer(checkpoint, chat_template),
+            tool_format,
+            names[1:],
+            reasoning_parser=engine.get("reasoning_parser"),
+            embedding=read_embedding_config(checkpoint),
+            sampling=default_sampling(checkpoint.path, checkpoint.generation_config, source),
+            engine=engine,
         )
 
     @property

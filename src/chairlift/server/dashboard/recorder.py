@@ -169,7 +169,7 @@ class StepRecorder:
         known = self._known.get(request_id)
         if known is not None:
             known.finished = True
-            keeps_slot = int(self._observer.keeps_slots)  # of a running request, until its batch ends
+            keeps_slot = int(self._observer.keeps_slots)  # A running request keeps it until its batch ends.
             num_output = known.request.num_output
             self._list("end").append([known.handle, self._num_steps, time, reason, num_output, keeps_slot])
 

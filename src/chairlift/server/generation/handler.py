@@ -44,7 +44,7 @@ class Parsed:
     http: HTTPRequest
     tenant: str
     cache_salt: str  # requests with equal salts share cached prefixes
-    num_sequences: int  # for each prompt
+    num_sequences: int  # Each prompt has as many.
     timeout: float | None
 
 
@@ -55,7 +55,7 @@ class Admitted:
     parsed: Parsed
     num_prompts: int  # to submit at first
     limits: RequestLimits
-    deadline: float | None  # on the monotonic clock
+    deadline: float | None  # A time of the monotonic clock.
 
 
 @dataclass(slots=True)

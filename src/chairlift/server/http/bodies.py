@@ -160,7 +160,7 @@ class LimitedBody:
     _metrics: Metrics
     _state: dict[str, Any]
     _tenant: str
-    _deadline: float  # on the clock of the event loop
+    _deadline: float  # A time of the event loop's clock.
     _size: int = 0
     _values: ValueCounter = field(default_factory=ValueCounter)
     _complete: bool = False

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -88,18 +88,11 @@ class SentResponse:
         await self._send(message)
 
 
-class Observer(Protocol):
-    """Writes down requests, such as the access log."""
-
-    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
-        """Return what is called when the response has ended, also if the client disconnected."""
-
-
 class RequestBoundary:
     """Gives every layer the endpoint's own path and every response a request id; answers HEAD on every GET route, turns
     unexpected errors into 500s, and converts errors for Anthropic's clients."""
 
-    def __init__(self, app: ASGIApp, *, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, observers: Sequence[AccessLog | Tracing] = ()) -> None:
         self._app = app
         self._observers = observers
 

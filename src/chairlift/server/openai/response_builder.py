@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -149,24 +149,10 @@ class Choice:
         self.score = update.score
 
 
-class ChoiceFormat(Protocol):
-    """The JSON format of one endpoint's choices."""
-
-    object: str
-    stream_object: str
-
-    def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return a whole choice."""
-
-    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        """Return the streamed chunks for one update."""
-
-    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[Any]) -> None:
-        """Add the log-probabilities of each choice's prompt to a whole response."""
-
-
 @dataclass(slots=True)
 class ChatChoiceFormat:
+    """The JSON of the choices of /v1/chat/completions: whole ones, and the chunks that are streamed for an update."""
+
     with_logprobs: bool
     echo: str = ""  # the text that the answer continues, if it is to be repeated
     object: str = "chat.completion"
@@ -216,6 +202,8 @@ class Echo:
 
 @dataclass(slots=True)
 class TextChoiceFormat:
+    """The JSON of the choices of /v1/completions."""
+
     top_logprobs: int | None  # alternatives of each token; None: no logprobs
     echoes: list[Echo]  # One for each choice.
     object: str = "text_completion"
@@ -261,7 +249,7 @@ class CompletionResponseBuilder:
 
     def __init__(
         self,
-        choice_format: ChoiceFormat,
+        choice_format: ChatChoiceFormat | TextChoiceFormat,
         model: ServedModel,
         body: CompletionBody,
         response_id: str,

@@ -56,7 +56,7 @@ class Supervision:
     heartbeat_timeout: float = 10.0  # seconds without a message after which it is killed
     loading_silence: float = 300.0  # heartbeat timeout while it loads, since imports and weights can block heartbeats
     step_timeout: float = 300.0  # seconds per step; a large prefill on a slow CPU is slow
-    max_restarts: int = 5  # in a row, with less than `healthy_after` seconds of operation in between
+    max_restarts: int = 5  # Those with less than `healthy_after` seconds of operation in between count.
     first_backoff: float = 0.25  # seconds, doubled at every restart
     healthy_after: float = 60.0
 

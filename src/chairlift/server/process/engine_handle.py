@@ -15,26 +15,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from chairlift.server.process.this_process import ENGINE_MODULE, EarlyProcess, take_early_process
-
-
-class ChildProcess(Protocol):
-    """What is used of `asyncio.subprocess.Process`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    async def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
 
 
 class AdoptedProcess:
@@ -71,7 +57,7 @@ class AdoptedProcess:
 class EngineHandle:
     """One engine process with its own sockets, so that no message reaches its successor."""
 
-    process: ChildProcess
+    process: asyncio.subprocess.Process | AdoptedProcess
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
     close: Callable[[], None]  # closes the sockets and removes their folder
@@ -103,7 +89,7 @@ async def spawn(
         return EngineHandle(process, commands, reports, opened.pop_all().close)
 
 
-async def _start(module: str, settings: dict[str, Any]) -> ChildProcess:
+async def _start(module: str, settings: dict[str, Any]) -> asyncio.subprocess.Process | AdoptedProcess:
     """Start the process, or send the settings to one that was started ahead."""
     early = take_early_process() if module == ENGINE_MODULE else None
     if early is not None and early.process.poll() is None:

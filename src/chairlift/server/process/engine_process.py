@@ -268,10 +268,6 @@ def main() -> None:
         process.context.destroy(linger=1000)  # to send queued messages
 
 
-if __name__ == "__main__":
-    main()
-
-
 OUTPUT_EVENTS = (TokenProduced, TextProduced)  # the most frequent events
 CLIENT_EVENTS = (*OUTPUT_EVENTS, PromptScored, PromptPooled, RequestAdmitted, RequestFinished)  # become updates
 
@@ -378,3 +374,7 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
         elif update.cached_tokens is None:
             update.cached_tokens, update.admitted = event.cached_tokens, event.time
     return list(updates.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -72,7 +72,7 @@ def exit_if_orphaned(parent: int) -> None:
 
 
 ENGINE_MODULE = "chairlift.server.process.engine_process"
-FROM_INPUT = "-"  # in place of the settings: they are a line of the process's standard input
+FROM_INPUT = "-"  # Stands for the settings, which are then a line of the process's standard input.
 
 
 @dataclass(frozen=True, slots=True)

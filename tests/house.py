@@ -32,7 +32,7 @@ SEAM_TYPES = {
     *("PlainWeight", "PackedWeight", "BlockWeight", "FP8Weight", "StoredEmbedding"),
     *("SelfAttention", "LatentAttention", "MixtureOfExperts", "GatedMLP", "UngatedMLP", "BlockExperts"),
     *("RMSNorm", "LayerNorm"),
-    *("DraftModelProposer", "HeadNetwork", "OneCallNetwork", "KeptStates"),
+    *("DraftModelProposer", "HeadNetwork", "KeptStates", "RecentStates"),
 }
 SMALL_FILE = 40
 

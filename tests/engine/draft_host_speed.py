@@ -25,15 +25,15 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.kernels.graphs import Graph, Graphs
 from chairlift.models.base import CausalLM
-from chairlift.runner.gpu.draft_inputs import DraftShape
-from chairlift.runner.gpu.draft_passes import ComputedDrafts, DraftPasses
-from chairlift.runner.gpu.recent_states import RecentStates
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
 from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_passes import ComputedDrafts, DraftShape
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.text.tokenizer import Tokenizer
-from tests.engine.host_speed import BLOCK_SIZE, VOCAB, WithoutKernels, submit
+from tests.engine.host_speed import BLOCK_SIZE, VOCAB, submit, without_kernels
 from tests.text import backends
 
 PLACES = 6
@@ -84,20 +84,14 @@ def make_engine(requests: int) -> Engine:
         attention_layers=(SimpleNamespace(index=0),),
     )  # fmt: skip
     proposer = DraftModelProposer("head", HeadNetwork(head), attention, storage, cast(CausalLM, model), repeatable=True)
-    runner = WithoutKernels(
-        cast(CausalLM, model), attention, storage, max_batch_requests=requests, max_batch_tokens=8192,
-        max_model_len=4096, drafter=proposer, max_drafts=256, drafts_per_request=PLACES,
-    )  # fmt: skip
     Graphs._record = capture  # type: ignore[assignment]
-    network = proposer.network
-    assert isinstance(network, HeadNetwork)
-    assert isinstance(network.states, RecentStates)
-    proposer.captured = DraftPasses(
-        network, attention, storage, runner.slots, runner.tables, runner.last_token, recent=network.states,
-        max_requests=requests, places=PLACES, has_room=lambda taken: True,
-    )  # fmt: skip
-    cast(Any, proposer.captured.graphs)._prepare = lambda shape: 0
-    proposer.captured.capture_all()
+    sizes = StepSizes(requests, tokens=8192, context=4096, drafts=256, drafts_per_request=PLACES)
+    runner = without_kernels(GPURunner(cast(CausalLM, model), attention, storage, sizes, drafter=proposer))
+    proposer.attach(runner.slots, PLACES, lambda taken: True)  # as on a GPU, where passes are captured
+    passes = proposer.graphs
+    assert passes is not None
+    cast(Any, passes)._prepare = lambda shape: 0
+    passes.capture_all(passes.likely)
     kv = KVCache(num_blocks=requests * 100, block_size=BLOCK_SIZE)
     speculation = SpeculationController(proposer, draft_length=PLACES, max_drafts=256)
     speculation.payoff, speculation.may_pause = AlwaysPays(), True

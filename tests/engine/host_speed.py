@@ -25,7 +25,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.gpu.shapes import BatchShape
+from chairlift.runner.gpu.shapes import BatchShape, StepSizes
 from chairlift.runner.gpu.step import ComputedStep
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
@@ -35,31 +35,32 @@ NEW_TOKENS = 200
 VOCAB = 300
 
 
-class WithoutKernels(GPURunner):
-    """A runner that returns a constant token without running kernels."""
+def without_kernels(runner: GPURunner) -> GPURunner:
+    """Let a runner return a constant token without running kernels."""
+    cast(Any, runner._forward).compute = constant_token
+    return runner
 
-    def _forward(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
-        return ComputedStep(torch.empty(0), torch.full((shape.samples,), 5, dtype=torch.int32), None)
+
+def constant_token(shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
+    return ComputedStep(torch.empty(0), torch.full((shape.samples,), 5, dtype=torch.int32), None)
 
 
 def make_engine(requests: int) -> Engine:
     model: Any = SimpleNamespace(
         device=torch.device("cpu"), vocab_size=VOCAB, hidden_size=1, attention_layers=(), dtype=torch.float32
     )
-    runner = WithoutKernels(
+    runner = GPURunner(
         cast(CausalLM, model),
         cast(
             AttentionBackend, SimpleNamespace(batch_spec=lambda layers, dtype: BatchSpec(16, 8192, lambda rows: False))
         ),
         cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE)),
-        max_batch_requests=requests,
-        max_batch_tokens=8192,
-        max_model_len=4096,
+        StepSizes(requests, tokens=8192, context=4096),
     )
     kv = KVCache(num_blocks=requests * 64, block_size=BLOCK_SIZE)
     scheduler = Scheduler(kv, FixedBudget.of(8192 + requests, 8192), ContinuousPolicy(), requests)
     tokenizer = Tokenizer(backends.byte_level())
-    return Engine(scheduler, runner, tokenizer, vocab_size=VOCAB, max_model_len=4096, seed=1)
+    return Engine(scheduler, without_kernels(runner), tokenizer, vocab_size=VOCAB, max_model_len=4096, seed=1)
 
 
 def submit(engine: Engine, requests: int, temperature: float) -> float:

@@ -26,6 +26,7 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.memory import allocate_storage
 from chairlift.sampling.draw import filter_probabilities, filters_of
 from chairlift.sampling.sampler import Sampler
@@ -82,7 +83,7 @@ def generate(model: CausalLM, params: Sequence[SamplingParams], *, gpu: bool) ->
     storage = allocate_storage(model.attention_layers, 32, 8, model.dtype, model.device)
     if gpu:
         runner: ModelRunner = GPURunner(
-            model, PagedGPUAttention(), storage, max_batch_requests=4, max_batch_tokens=32, max_model_len=64
+            model, PagedGPUAttention(), storage, StepSizes(requests=4, tokens=32, context=64)
         )
     else:
         attention = choose_backend("bursted", model.attention_layers, model.device, model.dtype)

@@ -22,6 +22,7 @@ from chairlift.layers.routing import Routing
 from chairlift.models import build_model
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.memory import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
@@ -128,9 +129,7 @@ def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypat
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self.router(x), where))
     storage = allocate_storage(model.attention_layers, 4, 8, model.dtype, device)
-    runner = GPURunner(
-        model, PagedGPUAttention(), storage, max_batch_requests=4, max_batch_tokens=8, max_model_len=32, graphs=False
-    )
+    runner = GPURunner(model, PagedGPUAttention(), storage, StepSizes(requests=4, tokens=8, context=32, graphs=False))
     request = Request("one", [3, 4], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     chunk = Chunk(request, start=0, count=2, table=[0], samples=True)
     full = runner.run(StepPlan(step=0, chunks=(chunk,), idle_rows=2))

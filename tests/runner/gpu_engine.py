@@ -22,6 +22,7 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.memory import allocate_states, allocate_storage
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
@@ -77,9 +78,7 @@ def make_engine(
             model,
             attention or PagedGPUAttention(),
             storage,
-            max_batch_requests=MAX_REQUESTS,
-            max_batch_tokens=32,
-            max_model_len=MAX_LEN,
+            StepSizes(MAX_REQUESTS, tokens=32, context=MAX_LEN),
             structured=structured,
             states=states,
         )

@@ -19,16 +19,15 @@ from chairlift.kernels.triton.likeliest import likeliest
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.runner.gpu.draft_inputs import DraftShape
-from chairlift.runner.gpu.draft_passes import DraftPasses
 from chairlift.speculation.control.proposer import LEVELS
-from chairlift.speculation.draft_proposer import DraftTask
+from chairlift.speculation.draft_passes import DraftPasses, DraftShape
+from chairlift.speculation.drafter import DraftTask
 from chairlift.speculation.head_layers import EPS, unit
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.runner.test_gpu_graphs import record, runner_of
 from tests.runner.test_gpu_speculation import drafts_of
 from tests.speculation.drafting import draft_by_pattern
-from tests.speculation.running import assert_same_output
+from tests.speculation.running import assert_same_output, drafter_of
 
 pytestmark = pytest.mark.usefixtures("paged_backend")
 
@@ -53,7 +52,7 @@ def captures(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 
 def passes_of(engine: Engine) -> DraftPasses:
-    passes = runner_of(engine).draft_passes
+    passes = drafter_of(engine)._passes
     assert passes is not None
     return passes
 
@@ -67,7 +66,7 @@ def compare(tiny: LoadedModel, speculate: str, work: Any, pattern: Any, **option
     found = []
     for graphs in (False, True):
         engine = start(tiny, speculate=speculate, draft_graphs=graphs, max_prefill_tokens=6, **options)
-        assert (runner_of(engine).draft_passes is not None) == graphs
+        assert (runner_of(engine).drafter.graphs is not None) == graphs
         draft_by_pattern(engine.scheduler.speculation, pattern)
         found.append(drafts_of(engine, work))
     (expected, eager), (run, replayed) = found

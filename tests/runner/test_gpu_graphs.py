@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,13 +24,13 @@ from chairlift.kernels.graphs import CAPTURE_AFTER, Graph, Graphs, StepKernels, 
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.runner.gpu.recent_states import RecentStates
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead
+from chairlift.speculation.head_states import RecentStates
 from chairlift_lab.bench.speculation import SpeculationSettings, compare_speculation
 from chairlift_lab.common.engines import EngineMaker
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
@@ -71,12 +73,15 @@ def record(graphs: Graphs, shape: BatchShape) -> Graph:
     return Graph(ReplayedGraph(graphs, shape, step), step)
 
 
+def kernels(is_ready: Callable[[BatchShape], bool] = lambda shape: True) -> StepKernels[BatchShape]:
+    """Kernels that are compiled, or those of some shapes."""
+    return cast("StepKernels[BatchShape]", SimpleNamespace(is_ready=is_ready))
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_record", record)
-    return Graphs(
-        lambda shape: 5, lambda shape: NO_OUTPUT, [DECODES, MORE_DECODES], lambda taken: True, lambda shape: True
-    )
+    return Graphs(lambda shape: 5, lambda shape: NO_OUTPUT, [DECODES, MORE_DECODES], lambda taken: True, kernels())
 
 
 def test_a_shape_is_captured_once_it_has_occurred_often_enough(graphs: Graphs) -> None:
@@ -91,7 +96,7 @@ def test_a_shape_is_captured_once_it_has_occurred_often_enough(graphs: Graphs) -
 
 def test_no_shape_is_captured_before_its_kernels_are_compiled(graphs: Graphs) -> None:
     compiled = {MORE_DECODES}
-    graphs._is_ready = compiled.__contains__
+    graphs._kernels = kernels(compiled.__contains__)
     assert [graphs.find(DECODES) for _ in range(2 * CAPTURE_AFTER)] == [None] * (2 * CAPTURE_AFTER)
     assert graphs.capture_next()
     assert list(graphs._captured) == [MORE_DECODES]
@@ -126,7 +131,7 @@ def test_gc_is_disabled_while_a_step_is_captured(collects: bool, monkeypatch: py
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
-    graphs = Graphs(lambda shape: 5, forward, [], lambda taken: True, lambda shape: True)
+    graphs = Graphs(lambda shape: 5, forward, [], lambda taken: True, kernels())
     before = gc.isenabled()
     try:
         gc.enable() if collects else gc.disable()
@@ -206,7 +211,7 @@ def test_the_largest_step_is_measured_before_the_cache_is_sized(
     measure, plan_memory = GPURunner.measure_largest_step, runner_factory.plan_memory
 
     def measured(runner: GPURunner) -> int:
-        done.append((runner.max_batch_requests, len(runner.storage.keys[0])))
+        done.append((runner.sizes.requests, len(runner.storage.keys[0])))
         taken.append(measure(runner) + 1000)
         return taken[-1]
 

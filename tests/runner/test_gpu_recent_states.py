@@ -11,9 +11,9 @@ from chairlift.core.plan import StepPlan
 from chairlift.engine.startup import LoadedModel
 from chairlift.kernels.triton.drafts.recent_states import store_states
 from chairlift.models.decoder import Decoder
-from chairlift.runner.gpu.recent_states import KEPT, LENGTH
 from chairlift.runner.gpu.step import LaunchedStep
 from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.head_states import KEPT, LENGTH
 from tests.runner.gpu_speculation import GREEDY, start, work_of, write_random_head
 from tests.runner.test_gpu_graphs import recent_of, runner_of
 from tests.speculation.drafting import draft_by_pattern
@@ -43,7 +43,7 @@ def test_steps_without_drafts_do_nothing_on_the_host_for_a_head(
     assert isinstance(tiny.model, Decoder)
     engine = start(tiny, speculate=f"draft:{write_random_head(tmp_path, tiny.model)}", draft_length=2)
     draft_by_pattern(engine.scheduler.speculation, lambda step: False)
-    assert runner_of(engine).draft_observer is None
+    assert recent_of(runner_of(engine)) is drafter_of(engine).network.states
     for name in ("observe_step", "begin_draft"):
         monkeypatch.setattr(HeadNetwork, name, lambda *given: pytest.fail("nothing is drafted"))
     run(engine, work_of(GREEDY, GREEDY.clone(max_tokens=12)))

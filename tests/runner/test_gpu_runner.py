@@ -108,7 +108,7 @@ def test_measuring_the_largest_step_changes_nothing(model: CausalLM, monkeypatch
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])  # the interpreter is slow
     runner = make_engine(model, gpu=True).executor
     assert isinstance(runner, GPURunner)
-    kept = [*runner.storage.keys, *runner.storage.values, runner.tables, runner.last_token]
+    kept = [*runner.storage.keys, *runner.storage.values, runner.slots.tables, runner.slots.last_token]
     before = [tensor.view(torch.uint8).clone() for tensor in kept]
     logits: list[torch.Size] = []
     head = runner.model.logits

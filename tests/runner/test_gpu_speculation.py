@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift.attention.paged.slots import Slots
 from chairlift.core.events import StepDone
@@ -48,7 +49,7 @@ def test_drafts_change_no_token(tiny: LoadedModel) -> None:
 
 def test_blocks_that_only_drafts_needed_are_sent_again() -> None:
     """Only drafts needed the third block; in the next step another block replaces it."""
-    slots = Slots(max_requests=1, table_width=8, block_size=4)
+    slots = Slots(max_requests=1, table_width=8, block_size=4, device=torch.device("cpu"))
     request = Request("r", [1] * 6, GREEDY, max_new_tokens=9, arrival=0.0)
     request.append(1)
     sent = []

@@ -12,7 +12,7 @@ from chairlift.kernels import graphs as gpu_graphs
 from chairlift.kernels.graphs import Graphs, StepKernels
 from chairlift.kernels.triton.launch import tuned
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.forward import StepForward
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep
 from tests.runner.gpu_engine import generate, make_engine, random_model, random_prompts
@@ -61,13 +61,13 @@ def test_no_step_waits_for_its_kernels(
     work = [(prompt, SamplingParams(temperature=0.0, max_tokens=4)) for prompt in random_prompts(3)]
     expected = generate(make_engine(model, gpu=False), work)
     computed: list[tuple[BatchShape, bool]] = []
-    forward = GPURunner._forward
+    forward = StepForward.compute
 
-    def recorded(runner: GPURunner, shape: BatchShape, **how: bool) -> ComputedStep:
+    def recorded(steps: StepForward, shape: BatchShape, **how: bool) -> ComputedStep:
         computed.append((shape, tuned()))
-        return forward(runner, shape, **how)
+        return forward(steps, shape, **how)
 
-    monkeypatch.setattr(GPURunner, "_forward", recorded)
+    monkeypatch.setattr(StepForward, "compute", recorded)
     engine = make_engine(model, gpu=True)
     graphs = runner_of(engine).preparation.graphs
     assert graphs is not None

@@ -18,8 +18,8 @@ from chairlift.models.decoder import Decoder
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.proposer import Proposer
-from chairlift.speculation.draft_network import DraftNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
+from chairlift.speculation.drafter import DraftNetwork
 from tests.speculation.drafting import RandomProposer
 
 Work = Sequence[tuple[Sequence[int], SamplingParams]]

@@ -107,11 +107,11 @@ def test_a_head_stores_the_same_for_prompts_with_and_without_computing_states(fo
     """Keys and values of its one layer do not depend on attention, so the rest need not be computed."""
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
     kept = []
-    for one_call in (True, False):
+    for in_one_call in (True, False):
         engine = start(rounded, speculate=f"draft:{draft}", max_prefill_tokens=9)
         runner, network = runner_of(engine), drafter_of(engine).network
         assert isinstance(network, HeadNetwork)
-        network.one_call = one_call
+        network.one_call = network.one_call if in_one_call else None
         engine.submit(list(range(40, 65)), SamplingParams(temperature=0.0, max_tokens=1))
         while engine.has_work:
             engine.step()

@@ -23,7 +23,7 @@ from chairlift.speculation import draft_head, draft_proposer
 from chairlift.speculation.control.proposer import A_FEW, Draft, DraftTerms
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_models import FirstLayers
-from chairlift.speculation.draft_proposer import DraftTask
+from chairlift.speculation.drafter import DraftTask, OneCall
 from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
 from chairlift_lab.training.settings import TrainSettings
@@ -137,22 +137,22 @@ def test_a_rounded_head_drafts_the_same_in_one_call_as_pass_by_pass(
     proposer = drafter_of(engine)
     network = proposer.network
     assert isinstance(network, HeadNetwork)
-    assert network.one_call
+    assert network.one_call is not None
     head, states, draft_at_once = network.head, network.states, proposer._draft_at_once
     assert isinstance(states, KeptStates)
     equal: list[bool] = []
     cut: list[bool] = []  # because the head was not sure enough
 
-    def both_ways(tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+    def both_ways(call: OneCall, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         for index, task in enumerate(tasks):
             task.length = min(task.length, 1 + index % 4)  # not in descending order
             task.min_chance = 0.02 * (index % 2)
         before, fused = copy.deepcopy(states.pending), head._fused
-        network.one_call, head._fused = False, None
+        network.one_call, head._fused = None, None
         by_pass = proposer._draft(tasks, terms)
-        network.one_call, head._fused = True, fused
+        network.one_call, head._fused = call, fused
         states.pending = before
-        found = draft_at_once(tasks, terms)
+        found = draft_at_once(call, tasks, terms)
         assert [len(some.tokens) for some in found[::2]] == [task.length for task in tasks[::2]]
         cut.extend(len(some.tokens) < task.length for some, task in zip(found[1::2], tasks[1::2], strict=True))
         pairs = (zip_longest(one.tokens, other.tokens) for one, other in zip(found, by_pass, strict=True))
@@ -264,4 +264,4 @@ def test_a_head_keeps_no_state_of_finished_requests(tiny: LoadedModel, draft: Pa
     assert isinstance(network, HeadNetwork)
     assert isinstance(network.states, KeptStates)
     assert not network.states.pending
-    assert not network._last_state
+    assert not drafter_of(engine)._last_state

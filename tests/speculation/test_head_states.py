@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chairlift.attention.storage import KVStorage
 from chairlift.core.request import Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.draft_network import ComputedBatch
+from chairlift.speculation.drafter import ComputedBatch
 from chairlift.speculation.head_states import KeptStates
 from tests.speculation.running import SETTINGS, drafter_of, run, start, uneven_work
 
@@ -51,9 +52,9 @@ def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[st
     observe = network.observe_step
     observed: list[list[str]] = []
 
-    def note_step(step: ComputedBatch) -> None:
+    def note_step(step: ComputedBatch, storage: KVStorage) -> None:
         with Launches() as launches:
-            observe(step)
+            observe(step, storage)
         observed.append(launches.names)
 
     network.observe_step = note_step  # type: ignore[method-assign]
@@ -81,9 +82,9 @@ def test_states_of_a_request_that_skips_a_step_are_kept(tiny: LoadedModel, draft
     before: dict[str, int] = {}
     skipped = 0
 
-    def note_step(step: ComputedBatch) -> None:
+    def note_step(step: ComputedBatch, storage: KVStorage) -> None:
         nonlocal skipped
-        observe(step)
+        observe(step, storage)
         now = {request_id: pending.end for request_id, pending in kept_by(network).pending.items()}
         running = {request.id for request in engine.scheduler.state.running}
         absent = (before.keys() & running) - {chunk.request.id for chunk in step.plan.chunks}
@@ -104,8 +105,8 @@ def test_states_of_preempted_requests_are_dropped(tiny: LoadedModel, draft: Path
     network = head_of(engine)
     observe = network.observe_step
 
-    def note_step(step: ComputedBatch) -> None:
-        observe(step)
+    def note_step(step: ComputedBatch, storage: KVStorage) -> None:
+        observe(step, storage)
         assert all(pending.request.status is Status.RUNNING for pending in kept_by(network).pending.values())
 
     network.observe_step = note_step  # type: ignore[method-assign]
@@ -119,9 +120,9 @@ def test_no_memory_of_prompts_and_wrong_drafts_is_kept(tiny: LoadedModel, draft:
     observe = network.observe_step
     spared = 0
 
-    def note_step(step: ComputedBatch) -> None:
+    def note_step(step: ComputedBatch, storage: KVStorage) -> None:
         nonlocal spared
-        observe(step)
+        observe(step, storage)
         chunks = step.plan.chunks
         kept = sum(1 + step.accepted.get(chunk.request.id, 0) for chunk in chunks)
         for chunk in chunks:

@@ -18,9 +18,10 @@ from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storage
 from chairlift.speculation.control.proposer import Proposer
-from chairlift.speculation.draft_network import ModelProposer
+from chairlift.speculation.drafter import Drafter
 from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.structured.output import StructuredOutput
 
@@ -130,9 +131,8 @@ class RunnerFactory:
         try:
             runner.preparation.compile_generic()
             self.timeline.end("kernels")
-            sizes = runner.measure_largest_step(), runner.num_state_bytes()
-            runner.release()
-            return sizes
+            step_bytes = runner.measure_largest_step()
+            return step_bytes, runner.drafter.release()
         except torch.OutOfMemoryError:
             problem = "a step of this many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None
@@ -164,25 +164,26 @@ class RunnerFactory:
             self.model,
             self.settings.attention,
             storage,
-            max_batch_requests=max_requests,
-            max_batch_tokens=self.settings.max_batch_tokens,
-            max_model_len=self.settings.max_model_len,
-            graphs=self.settings.config.cuda_graphs,
-            draft_graphs=self.settings.config.draft_graphs,
+            StepSizes(
+                requests=max_requests,
+                tokens=self.settings.max_batch_tokens,
+                context=self.settings.max_model_len,
+                drafts=self._max_drafts,
+                drafts_per_request=self.settings.drafts_per_request,
+                graphs=self.settings.config.cuda_graphs,
+                draft_graphs=self.settings.config.draft_graphs,
+                step_bytes=step_bytes,
+            ),
             structured=self.structured,
             drafter=_drafter(proposer),
             host_blocks=host_blocks,
             states=states,
-            max_drafts=self._max_drafts,
-            drafts_per_request=self.settings.drafts_per_request,
-            draft_layers=self._draft_layers,
-            step_bytes=step_bytes,
         )
 
 
-def _drafter(proposer: Proposer | None) -> ModelProposer | None:
+def _drafter(proposer: Proposer | None) -> Drafter | None:
     """The proposer, if it has a network that reads what the model computes."""
-    return proposer if isinstance(proposer, ModelProposer) else None
+    return proposer if isinstance(proposer, Drafter) else None
 
 
 def _measures_steps(device: torch.device) -> bool:

@@ -96,11 +96,6 @@ class StepKernels(Generic[Shape]):
         if self._enabled:
             _compiler().wait(self._recorded(walk))
 
-    @property
-    def busy(self) -> bool:
-        """Whether kernels are being compiled."""
-        return bool(self._needed) and _compiler().busy
-
     def kernels_of(self, shapes: Iterable[Shape], *, generic: bool = False) -> list[KernelSpec]:
         """The kernels that steps of these shapes launch."""
         found: dict[KernelSpec, None] = {}
@@ -174,17 +169,17 @@ class Graphs(Generic[Shape, Computed]):
         forward: Callable[[Shape], Computed],
         likely: Sequence[Shape],
         has_room: Callable[[int], bool],
-        is_ready: Callable[[Shape], bool],
+        kernels: StepKernels[Shape],
     ) -> None:
         """`forward` computes a step of a shape. `prepare` computes one of padding, which loads its kernels,
         and returns the memory it took. `likely`: shapes to capture when there is time, in this order. `has_room`:
-        whether there is memory for a capture of this size. `is_ready`: whether the kernels of a shape are compiled.
+        whether there is memory for a capture of this size. `kernels`: those that the shapes launch.
         """
         self._prepare = prepare
         self._forward = forward
         self.likely = likely
         self._has_room = has_room
-        self._is_ready = is_ready
+        self._kernels = kernels
         self._captured: dict[Shape, Graph[Computed] | None] = {}  # None: there is no memory for it
         self._seen: dict[Shape, int] = {}  # how often shapes occurred that are not captured
         self._full = False  # there is no memory for any more
@@ -202,7 +197,7 @@ class Graphs(Generic[Shape, Computed]):
         if shape in self._captured:
             return self._captured[shape]
         self._seen[shape] = self._seen.get(shape, 0) + 1
-        if self._seen[shape] >= CAPTURE_AFTER and self._is_ready(shape):
+        if self._seen[shape] >= CAPTURE_AFTER and self._kernels.is_ready(shape):
             self.capture(shape)
         return self._captured.get(shape)
 
@@ -211,10 +206,25 @@ class Graphs(Generic[Shape, Computed]):
         """Shapes that occurred and are not captured."""
         return list(self._seen)
 
+    def prepare_next(self, others: Sequence[Shape] = ()) -> bool:
+        """Find out the kernels of a likely shape or one of `others`, for other processes to compile, or capture a shape
+        whose kernels are compiled; False if there is nothing to do for now."""
+        unknown = next((shape for shape in (*self.likely, *others) if not self._kernels.is_known(shape)), None)
+        if unknown is not None:
+            self._kernels.request([unknown])
+            return True
+        return self.capture_next()
+
+    def capture_all(self, shapes: Sequence[Shape]) -> None:
+        """Compile and capture these shapes now."""
+        self._kernels.wait(shapes)
+        for shape in shapes:
+            self.capture(shape)
+
     def capture_next(self) -> bool:
         """Capture a shape whose kernels are compiled, missed ones before likely ones. False if there is none."""
         missing = (shape for shape in (*self._seen, *self.likely) if shape not in self._captured)
-        shape = None if self._full else next(filter(self._is_ready, missing), None)
+        shape = None if self._full else next(filter(self._kernels.is_ready, missing), None)
         if shape is None:
             return False
         self.capture(shape)
@@ -280,3 +290,8 @@ def memory_taken(run: Callable[[], object], device: torch.device) -> int:
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     return peak - before
+
+
+def round_up(value: int, buckets: list[int]) -> int | None:
+    """The smallest bucket that holds `value`; None if none does."""
+    return next((bucket for bucket in buckets if bucket >= value), None)

@@ -21,7 +21,7 @@ from chairlift.core.sampling.params import PoolingKind
 from chairlift.models.base import CausalLM
 from chairlift.runner.memory import HostBlocks
 from chairlift.sampling.sampler import Sampler, token_logprobs
-from chairlift.speculation.draft_network import ModelProposer
+from chairlift.speculation.drafter import Drafter
 from chairlift.structured.output import StructuredOutput
 
 
@@ -39,17 +39,17 @@ class ModelRunner(Executor):
         storage: KVStorage,
         *,
         structured: StructuredOutput | None = None,
-        drafter: ModelProposer | None = None,
+        drafter: Drafter | None = None,
         host_blocks: HostBlocks | None = None,
         states: StateStorage | None = None,
     ) -> None:
-        """`drafter`: a proposer whose network reads what the model computes. `host_blocks`: where preempted requests
-        leave their KV blocks. `states`: of recurrent layers, if the model has any."""
+        """`host_blocks`: where preempted requests leave their KV blocks. `states`: those of recurrent layers, if the
+        model has any."""
         self.model = model
         self.attention = attention
         self.storage = storage
         self.structured = structured
-        self.drafter = drafter
+        self.drafter = drafter or Drafter()
         self.host_blocks = host_blocks
         self.states = states
         self.one_by_one = bool(getattr(model, "batch_invariant", False))  # whether rows are sampled one by one
@@ -68,9 +68,8 @@ class ModelRunner(Executor):
 
     def _warm_up_drafter(self, request: Request) -> None:
         """Compile the draft network's part, with a request that the model has just computed."""
-        if self.drafter is not None:
-            self.drafter.warm_up(request)
-            self.drafter.forget(request.id)
+        self.drafter.warm_up(request)
+        self.drafter.forget(request.id)
 
     def forget(self, request_id: str) -> None:
         self.sampler.forget(request_id)

@@ -19,7 +19,7 @@ from chairlift.models.programs.base import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.memory import make_copies
 from chairlift.sampling.sampler import SampledBatch, beam_candidates
-from chairlift.speculation.draft_network import ComputedBatch
+from chairlift.speculation.drafter import ComputedBatch
 from chairlift.structured.output import MaskJob
 
 
@@ -47,7 +47,7 @@ class CPURunner(ModelRunner):
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
         needed = batch.needed_rows
-        rows = needed if self.drafter is None else None  # a draft network reads all rows
+        rows = None if self.drafter.reads_rows else needed
         hidden = self.model.hidden_states(batch, attention, rows)
         kept = hidden.last if rows is needed else hidden.last[needed]
         assert batch.sampled_rows is not None
@@ -85,7 +85,7 @@ class CPURunner(ModelRunner):
             [request.num_output for request in requests],
             masks.wait() if masks else None,
             drafts,
-            [self.drafter.sampled_from(request.id) for request in requests] if self.drafter and drafts else None,
+            [self.drafter.sampled_from(request.id) for request in requests] if drafts else None,
         )
 
     def _observe(
@@ -96,11 +96,10 @@ class CPURunner(ModelRunner):
         hidden: HiddenStates,
         accepted: Mapping[str, int],
     ) -> None:
-        """Let the draft network read what the model computed."""
-        if self.drafter is not None:
-            self.drafter.observe_step(
-                ComputedBatch(plan, batch, batch.layout.offsets, attention, hidden, accepted, self.storage)
-            )
+        """Let a drafter read what the model computed."""
+        if self.drafter.reads_rows:
+            rows = batch.layout.offsets
+            self.drafter.after(ComputedBatch(plan, batch, rows, attention, hidden, lambda: accepted))
 
     def warm_up(self) -> None:
         """Run one token on block 0, which is still free, to compile what is compiled on first use."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
-from chairlift.core.plan import Chunk
+from chairlift.attention.storage import KVStorage
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
@@ -24,13 +23,31 @@ from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.draft_network import ComputedBatch, ModelPasses, require_decoder
 from chairlift.speculation.draft_proposer import DraftModelProposer
-from chairlift.speculation.head_layers import DraftHead, HeadConfig, is_head
+from chairlift.speculation.drafter import ComputedBatch, DraftNetwork, DraftPass
+from chairlift.speculation.head_layers import MAX_LENGTH, DraftHead, HeadConfig, is_head
 from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.text.tokenizer import Tokenizer
 
 _PROBE = 'The quick brown fox\'s 12 jumps:\n\tover «lazy» dogs, été 2026, 犬 🐕 <|im_end|> {"a": [1.5]}'
+
+
+class ModelPasses(DraftNetwork):
+    """Passes of a network that is a model: it reads nothing but tokens."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def first_pass(
+        self, batch: StepBatch, features: Tensor | None, last_rows: Tensor, attention: StepAttention
+    ) -> DraftPass:
+        return self._pass(batch, attention, last_rows)
+
+    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
+        return self._pass(batch, attention, None)
+
+    def _pass(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None) -> DraftPass:
+        return DraftPass(self._model.logits(self._model.hidden_states(batch, attention, rows).last), None)
 
 
 class DraftModel(ModelPasses):
@@ -45,15 +62,10 @@ class DraftModel(ModelPasses):
     def first_position(self, request: Request) -> int:
         return min(self._computed.get(request.id, 0), request.num_computed)
 
-    def scores(self, batch: StepBatch, chunks: Sequence[Chunk], last_rows: Tensor, attention: StepAttention) -> Tensor:
-        for chunk in chunks:
-            self._computed[chunk.request.id] = chunk.end
-        return super().scores(batch, chunks, last_rows, attention)
+    def computed(self, request: Request, end: int) -> None:
+        self._computed[request.id] = end
 
-    def drafted(self, request: Request, count: int) -> None:
-        self._computed[request.id] = request.num_known + count
-
-    def observe_step(self, step: ComputedBatch) -> None:
+    def observe_step(self, step: ComputedBatch, storage: KVStorage) -> None:
         plan, batch = step.plan, step.batch
         has_prompts = not all(chunk.decodes for chunk in plan.chunks)
         if has_prompts:
@@ -67,9 +79,6 @@ class DraftModel(ModelPasses):
                 computed = chunk.end
             right = chunk.start + next(rows) - offset + 1 if chunk.samples else chunk.end
             self._computed[chunk.request.id] = min(computed, right)  # what it computed of wrong draft tokens is void
-
-    def state_bytes(self, num_requests: int) -> int:
-        return 0
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
@@ -102,24 +111,14 @@ def load_draft_model(
 
 
 class FirstLayers(ModelPasses):
-    """What these layers write for a draft token is what the target writes there again when it verifies it."""
-
-    catches_up_in_parts = False  # it is never more than one token behind
+    """Never more than one token behind: what these layers write for a draft token is what the target writes there again
+    when it verifies it."""
 
     def __init__(self, model: Decoder, num_layers: int) -> None:
         super().__init__(model.first_layers(num_layers))
 
     def first_position(self, request: Request) -> int:
         return request.num_computed
-
-    def observe_step(self, step: ComputedBatch) -> None:
-        pass
-
-    def state_bytes(self, num_requests: int) -> int:
-        return 0
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 def load_first_layers(target: CausalLM, num_layers: int) -> LoadedProposer:
@@ -138,7 +137,9 @@ def load_draft(path: str, target: CausalLM, tokenizer: Tokenizer, max_model_len:
             return load_draft_model(speculate, checkpoint, target, tokenizer, max_model_len)
         config, model = HeadConfig.of(checkpoint.config), require_decoder(target, speculate)
         head = DraftHead(config, model, checkpoint.tensors(), index=len(model.attention_layers))
-        make = partial(DraftModelProposer, speculate, HeadNetwork(head), layers=head.attention_layers)
+        make = partial(
+            DraftModelProposer, speculate, HeadNetwork(head), layers=head.attention_layers, max_length=MAX_LENGTH
+        )
         return LoadedProposer(make, head.attention_layers, head.num_weight_bytes())
 
 
@@ -148,3 +149,9 @@ def shipped_draft(name: str) -> Path | None:
         return None
     folder = Path(str(resources.files("chairlift.speculation"))) / "pretrained" / name
     return folder if folder.is_dir() else None
+
+
+def require_decoder(model: CausalLM, speculate: str) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise InvalidParameter("speculate", f"{speculate!r}: only ngram works with models that transformers runs")
+    return model

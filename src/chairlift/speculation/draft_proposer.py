@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.batch import build_batch
-from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.batch import StepBatch, build_batch
+from chairlift.attention.interface import AttentionLayer, StepAttention
+from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
-from chairlift.models.base import CausalLM
+from chairlift.kernels.graphs import kernels_for
+from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.programs.base import limit_torch_threads
 from chairlift.sampling.draw import draw, filter_probabilities, filters_of
-from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, is_greedy
-from chairlift.speculation.draft_network import ComputedBatch, DraftNetwork, ModelProposer
+from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, Proposer, is_greedy
+from chairlift.speculation.draft_passes import DraftPasses
+from chairlift.speculation.drafter import ComputedBatch, Drafter, DraftNetwork, DraftTask, OneCall
+from chairlift.speculation.head_states import KEPT, LENGTH, RecentStates
 
 MAX_LENGTH = A_FEW - 1
 MAX_CATCH_UP_TOKENS = 256  # of requests further behind, in one step
@@ -31,44 +36,11 @@ MAX_CATCH_UP_TOKENS = 256  # of requests further behind, in one step
 CATCH_UP_REQUESTS = 32
 
 
-@dataclass(slots=True)
-class DraftTask:
-    """A request that gets draft tokens, with room for them in its block table."""
-
-    request: Request
-    length: int
-    table: Sequence[int]
-    min_chance: float
-    min_chance_to_extend: float
-    chances: Sequence[float]
-
-
-@runtime_checkable
-class OneCallNetwork(Protocol):
-    """A draft network that may draft all tokens of a step in one call."""
-
-    one_call: bool
-    max_length: int
-
-    def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool: ...
-    def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]: ...
-
-
-class CapturedPasses(Protocol):
-    """All passes of a draft, started by one call."""
-
-    def is_typical(self, num_requests: int) -> bool:
-        """Whether the next drafts of so many requests take as long as later ones; to be called before `draft`."""
-        ...
-
-    def draft(self, tasks: Sequence[DraftTask]) -> list[Draft] | None:
-        """The likeliest tokens of all places; None if the passes for as many requests are not captured."""
-        ...
-
-
-class DraftModelProposer(ModelProposer):
+class DraftModelProposer(Proposer, Drafter):
     """Drafts for all requests at once, one pass of the network per place, as long as any request's draft is likely
     enough to be right."""
+
+    reads_rows = True
 
     def __init__(
         self,
@@ -80,6 +52,7 @@ class DraftModelProposer(ModelProposer):
         repeatable: bool,
         *,
         layers: Sequence[AttentionLayer] = (),
+        max_length: int = MAX_LENGTH,
     ) -> None:
         """Unless `repeatable`, drafts for requests that sample without a seed are sampled, too: more are accepted, but
         the output then depends on the drafts, and so on the batch. Other requests get the likeliest tokens."""
@@ -88,14 +61,53 @@ class DraftModelProposer(ModelProposer):
             storage.values[layer.index].zero_()
         self.name = name
         self.network = network
-        self.max_length = network.max_length if isinstance(network, OneCallNetwork) else MAX_LENGTH
-        self.captured: CapturedPasses | None = None  # set by a runner that captures
-        self.launching: Callable[[], AbstractContextManager[None]] = nullcontext  # other passes; set by the same
+        self.layers = layers
+        self.max_length = max_length
         self._target = target
         self._samples = not repeatable
         self._sampled_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
+        self._last_state: dict[str, Tensor] = {}  # by request id: the network's own state of the last draft token
         self._attention = attention
         self._storage = storage
+        self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext  # of passes that are not captured
+        self._recent: RecentStates | None = None  # where the runner's steps store what the network reads
+        self._passes: DraftPasses | None = None
+
+    # ---- beside a runner --------------------------------------------------------------------------------------------
+
+    def attach(self, slots: Slots, max_drafts: int, has_room: Callable[[int], bool] | None) -> None:
+        self._kernels = partial(kernels_for, tuned=False)  # the number of rows varies: no pass waits for a compilation
+        self._recent = self.network.attach(slots)
+        assert self._recent is None or self.max_length < LENGTH - KEPT
+        if has_room is not None:
+            places = min(max_drafts, self.max_length)
+            network, recent = self.network, self._recent
+            self._passes = DraftPasses(network, self._attention, self._storage, slots, recent, places, has_room)
+            self.graphs = self._passes.graphs
+
+    def begin(self, plan: StepPlan, first_rows: np.ndarray, views: Mapping[str, np.ndarray]) -> None:
+        if self._recent is not None:
+            self._recent.begin(plan, first_rows, views)
+
+    def store(
+        self, batch: StepBatch, view: Mapping[str, Tensor], attention: StepAttention, hidden: HiddenStates
+    ) -> None:
+        if self._recent is not None:
+            self._recent.store(batch, view, attention, hidden)
+
+    def after(self, step: ComputedBatch) -> None:
+        if self._recent is None:
+            with self._kernels():
+                self.network.observe_step(step, self._storage)
+
+    def bytes_kept(self, num_requests: int) -> int:
+        states = self.network.states
+        return 0 if states is None or states is self._recent else states.num_bytes(num_requests)
+
+    def release(self) -> int:
+        return 0 if self._recent is None else self._recent.release()
+
+    # ---- drafts -----------------------------------------------------------------------------------------------------
 
     def warm_up(self, request: Request) -> None:
         terms = DraftTerms(2, 0.0, 0.0, {}, lambda request, length: None)
@@ -117,10 +129,8 @@ class DraftModelProposer(ModelProposer):
     def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
             self.network.begin_draft([task.table for task in tasks], self._storage)
-            return self._draft_at_once(tasks, terms) if self._can_draft_at_once(tasks) else self._draft(tasks, terms)
-
-    def observe_step(self, step: ComputedBatch) -> None:
-        self.network.observe_step(step)
+            one_call = self._one_call_for(tasks)
+            return self._draft(tasks, terms) if one_call is None else self._draft_at_once(one_call, tasks, terms)
 
     def _draft(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         ready = self._catch_up(tasks, terms)
@@ -134,10 +144,10 @@ class DraftModelProposer(ModelProposer):
 
     def _draft_captured(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft] | None:
         """All places at once; None if that is not possible. The controller drops what is not likely enough."""
-        if self.captured is None or not tasks or any(self._is_sampled(task.request) for task in tasks):
+        if self._passes is None or not tasks or any(self._is_sampled(task.request) for task in tasks):
             return None
-        terms.was_prepared = self.captured.is_typical(len(tasks))
-        return self.captured.draft(tasks)
+        terms.was_prepared = self._passes.is_typical(len(tasks))
+        return self._passes.draft(tasks)
 
     def _draft_by_places(self, tasks: Sequence[DraftTask], ready: Sequence[int]) -> list[Draft]:
         tokens: list[list[int]] = [[] for _ in tasks]
@@ -160,19 +170,17 @@ class DraftModelProposer(ModelProposer):
                     self._sampled_from[task.request.id].pop()  # it is as long as the vocabulary
         return [Draft(some, sure) for some, sure in zip(tokens, levels, strict=True)]
 
-    def _can_draft_at_once(self, tasks: Sequence[DraftTask]) -> bool:
-        """Whether nothing has to be done between two draft tokens of a request."""
-        if not self._attention.capabilities.has_work:
-            return False
-        one_call = isinstance(self.network, OneCallNetwork) and self.network.one_call
-        return one_call and not any(self._is_sampled(task.request) for task in tasks)
+    def _one_call_for(self, tasks: Sequence[DraftTask]) -> OneCall | None:
+        """The call that drafts all tokens, if nothing has to be done between two draft tokens of a request."""
+        if not self._attention.capabilities.has_work or any(self._is_sampled(task.request) for task in tasks):
+            return None
+        return self.network.one_call
 
-    def _draft_at_once(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
-        assert isinstance(self.network, OneCallNetwork)
-        terms.did_extra_work = self.network.catch_up(tasks, self._storage)
+    def _draft_at_once(self, call: OneCall, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        terms.did_extra_work = call.catch_up(tasks, self._storage)
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].length)
-        found = self.network.draft([tasks[index] for index in order], self._storage)
-        return [draft for _, draft in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+        drafts = call.draft([tasks[index] for index in order], self._storage)
+        return [draft for _, draft in sorted(zip(order, drafts, strict=True), key=lambda pair: pair[0])]
 
     def _catch_up(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[int]:
         """Compute tokens of a pause in passes of their own; return the indices of the requests that are ready.
@@ -215,13 +223,35 @@ class DraftModelProposer(ModelProposer):
         return tokens, sure
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
-        device = self._storage.keys[0].device
+        """Scores of what may follow each chunk [chunks, R]. Either all of them are draft tokens or none."""
+        device, network = self._storage.keys[0].device, self.network
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
-        rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attention = self._attention.begin(batch, self._storage)
-        with self.launching():
-            return self.network.scores(batch, chunks, sent(rows, device), attention)
+        with self._kernels():
+            if chunks[0].drafts:
+                states = [self._last_state[chunk.request.id] for chunk in chunks if self._last_state]
+                computed = network.next_pass(batch, torch.stack(states) if states else None, attention)
+            else:
+                spans = [
+                    range(first, first + chunk.count)
+                    for first, chunk in zip(batch.layout.offsets, chunks, strict=False)
+                ]
+                last_rows = sent([span[-1] for span in spans], device)
+                computed = network.first_pass(batch, self._features(batch, chunks, spans), last_rows, attention)
+        for index, chunk in enumerate(chunks):
+            network.computed(chunk.request, chunk.end)
+            if computed.states is not None:
+                self._last_state[chunk.request.id] = computed.states[index]
+        return computed.scores
+
+    def _features(self, batch: StepBatch, chunks: Sequence[Chunk], spans: Sequence[range]) -> Tensor | None:
+        """What the network reads beside the tokens of a batch, whose chunks have these rows."""
+        if self.network.states is None:
+            return None
+        known = self.network.states.take([(chunk.request, chunk.count) for chunk in chunks])
+        features = torch.zeros(len(batch.tokens), known.shape[1], dtype=known.dtype, device=known.device)
+        return features.index_copy_(0, sent([row for span in spans for row in span], known.device), known)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         ids = self.network.token_ids
@@ -256,11 +286,9 @@ class DraftModelProposer(ModelProposer):
         found = self._sampled_from.get(request_id)
         return torch.stack(found) if found else None
 
-    def state_bytes(self, num_requests: int) -> int:
-        return self.network.state_bytes(num_requests)
-
     def forget(self, request_id: str) -> None:
         self.network.forget(request_id)
+        self._last_state.pop(request_id, None)
         self._sampled_from.pop(request_id, None)
 
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import StepBatch
+from chairlift.attention.interface import StepAttention
+from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request, Status
-from chairlift.speculation.draft_network import ComputedBatch
+from chairlift.models.base import HiddenStates
+from chairlift.speculation.drafter import ComputedBatch
+
+if TYPE_CHECKING:  # it is loaded with the network
+    from chairlift.speculation.head_layers import DraftHead
 
 MAX_PENDING_STATES = 64  # of a request, kept until its next draft
 
@@ -147,6 +156,119 @@ def _cut(features: Tensor, spans: Sequence[range], copies: bool) -> Sequence[Ten
     rows = sent([row for span in spans for row in span], features.device)
     copied: Sequence[Tensor] = features.index_select(0, rows).split([len(span) for span in spans])
     return copied
+
+
+LENGTH = 64  # rows of a ring
+KEPT = LENGTH - 16  # the last tokens that have a state: wrong draft tokens may have overwritten those before
+
+
+class RecentStates(HeadStates):
+    """The target's last hidden states of each request on the device.
+
+    Every step stores its own, as part of its graph: the host does nothing for it, whether there are drafts or not. The
+    states of a request lie in a ring by position, so those of wrong draft tokens are overwritten by those of right
+    ones.
+
+        position    60 61 62 63 | 64 65 66        a ring of 64 rows: 64 takes the row of 0
+        row         60 61 62 63 |  0  1  2
+
+    Prompts are computed for the head in the same graph, since their keys and values stay in the prefix cache.
+    """
+
+    def __init__(self, head: DraftHead, unwritten: UnwrittenBlocks, slots: Slots) -> None:
+        self._head, self._unwritten, self._slots = head, unwritten, slots
+        self.zero_row = slots.count * LENGTH  # never written
+        dtype, device = head.target.dtype, slots.tables.device
+        self.ring = torch.zeros(self.zero_row + 1, head.feature_size, dtype=dtype, device=device)
+        self._computed: dict[str, tuple[int, int]] = {}  # request id -> generation, tokens that the head has computed
+
+    # ---- on the device: part of a step's graph ----------------------------------------------------------------------
+
+    def store(
+        self, batch: StepBatch, view: Mapping[str, Tensor], attention: StepAttention, hidden: HiddenStates
+    ) -> None:
+        """Store the states of a step, and the head's keys and values if the step has prompts."""
+        from chairlift.kernels.triton.drafts.recent_states import store_states
+
+        parts = self._head.feature_parts(hidden)
+        if len(view["state_row"]):
+            previous = self._previous(torch.cat(parts, dim=-1), view)
+            self._head.store_keys(batch.tokens, self._head.join(previous), batch.positions, attention)
+        store_states(parts, view["slot"], view["position"], self.ring, LENGTH)
+
+    def _previous(self, features: Tensor, view: Mapping[str, Tensor]) -> Tensor:
+        """The features before each row: those of the row before it, or those in the ring for the first of a chunk."""
+        shifted = torch.empty(len(features) + 1, features.shape[1], dtype=features.dtype, device=features.device)
+        shifted[1:] = features
+        shifted.index_copy_(0, view["state_to"].long(), self.ring.index_select(0, view["state_row"]))
+        return shifted[:-1]
+
+    # ---- on the host ------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan, first_rows: np.ndarray, views: Mapping[str, np.ndarray]) -> None:
+        """Note the blocks that a step begins; if it has prompts, write where the states before each chunk lie."""
+        has_prompts = bool(len(views["state_row"]))
+        self._unwritten.note(plan, self._slots.block_size, computes_prompts=has_prompts)
+        if has_prompts:
+            slots = [self._slots.of(chunk.request) for chunk in plan.chunks]
+            views["state_to"][: len(slots)] = first_rows
+            views["state_row"][: len(slots)] = [
+                slot.index * LENGTH + (chunk.start - 1) % LENGTH if chunk.start > slot.first else self.zero_row
+                for chunk, slot in zip(plan.chunks, slots, strict=True)
+            ]
+            for chunk in plan.chunks:
+                if not chunk.decodes:
+                    self._computed[chunk.request.id] = chunk.generation, chunk.end
+
+    def first_position(self, request: Request) -> int:
+        slot, known = self._slots.held(request), request.num_known
+        if slot is None:
+            return known - 1  # it was preempted: the head sees its last token only
+        return min(max(self._num_computed(request), slot.first, known - KEPT), known - 1)
+
+    def _num_computed(self, request: Request) -> int:
+        generation, count = self._computed.get(request.id, (-1, 0))
+        return count if generation == request.generation else 0
+
+    def _rows(self, request: Request, first: int, end: int) -> range | list[int]:
+        """The rows of the ring with the features before the tokens from `first` to `end`."""
+        slot = self._slots.held(request)
+        if slot is None:
+            return [self.zero_row] * (end - first)
+        if first <= slot.first:  # no state precedes the first token that was computed, as after a prefix hit
+            known = min(slot.first + 1, end)
+            rest = self._rows(request, known, end) if known < end else ()
+            return [*[self.zero_row] * (known - first), *rest]
+        start, at = slot.index * LENGTH, (first - 1) % LENGTH
+        if at + end - first <= LENGTH:
+            return range(start + at, start + at + end - first)
+        return [start + place % LENGTH for place in range(at, at + end - first)]
+
+    def take_rows(self, request: Request, first: int, end: int) -> range | list[int]:
+        """The same, for tokens that are going to be computed now; the last known one is computed again with the next
+        draft."""
+        rows = self._rows(request, first, end)
+        self._computed[request.id] = request.generation, request.num_known - 1
+        return rows
+
+    def take(self, spans: Sequence[tuple[Request, int]]) -> Tensor:
+        rows: list[int] = []
+        for request, count in spans:
+            first = self.first_position(request)
+            rows += self.take_rows(request, first, first + count)
+        return self.ring.index_select(0, sent(rows, self.ring.device))
+
+    def num_bytes(self, num_requests: int) -> int:
+        return self.ring.nbytes
+
+    def release(self) -> int:
+        """Free the memory and return its size; no step may follow."""
+        size = self.ring.nbytes
+        self.ring = self.ring.new_empty(0)
+        return size
+
+    def forget(self, request_id: str) -> None:
+        self._computed.pop(request_id, None)
 
 
 MANY = 64  # blocks that are cleared at once beside those of the requests at hand

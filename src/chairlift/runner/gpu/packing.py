@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from chairlift.attention.paged.slots import Slot, Slots
-from chairlift.attention.storage import sent
+from chairlift.attention.paged.slots import Slot, Slots, Staging
 from chairlift.core.plan import Chunk, StepPlan
-from chairlift.runner.gpu.recent_states import RecentStates
-from chairlift.runner.gpu.shapes import BatchShape, Shapes, Staging, fill_padding
+from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.sampling.draw import uniforms
 
 
@@ -75,13 +71,9 @@ class _Pieces:
 class Packer:
     """Turns plans into inputs of the device, of which block tables are sent only as far as they changed."""
 
-    def __init__(
-        self, slots: Slots, shapes: Shapes, tables: Tensor, tile_queries: int, recent: RecentStates | None = None
-    ) -> None:
-        self._recent = recent
+    def __init__(self, slots: Slots, shapes: Shapes, tile_queries: int) -> None:
         self._slots = slots
         self._shapes = shapes
-        self._tables = tables  # [slots + 1, blocks] int32, on the device
         self._tile_queries = tile_queries
 
     def pack(self, plan: StepPlan, staging: Staging) -> PackedStep:
@@ -104,11 +96,11 @@ class Packer:
             deepest=int(pieces.starts[pieces.counts > 1].max(initial=0)),
             drafts=len(pieces.in_order) > len(plan.chunks),
         )
-        if len(cells) > shape.updates:  # a long table at once, such as that of a prefix hit, is sent by itself
-            self._send_tables(cells, blocks)
+        if len(cells) > shape.updates:
+            self._slots.send(cells, blocks)
             cells, blocks = [], []
         staging.wait()
-        views = staging.views(shape)
+        views = staging.views(shape.sections)
         fill_padding(views, self._slots.padding_cell)
         _pack_rows(views, pieces)
         if tiles:
@@ -118,21 +110,14 @@ class Packer:
             views["update_block"][: len(cells)] = blocks
         if len(pieces.sampling):
             self._pack_sampling(views, pieces)
-        first_rows = pieces.rows[pieces.firsts]
-        if self._recent is not None and tiles:
-            self._recent.pack(views, plan.chunks, slots, first_rows)
         return PackedStep(
             shape,
             capturable,
             [chunk for chunk in plan.chunks if chunk.samples],
             pieces.slots[pieces.firsts[pieces.chunk_samples]],
             len(pieces.sampling),
-            first_rows,
+            pieces.rows[pieces.firsts],
         )
-
-    def _send_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
-        where, what = sent([cells, blocks], self._tables.device, torch.int32)
-        self._tables.view(-1)[where] = what
 
     def _pack_sampling(self, views: dict[str, np.ndarray], pieces: _Pieces) -> None:
         """Write which rows are sampled, where their tokens are kept, and the sampling parameters of their slots."""

@@ -6,19 +6,19 @@ own shape and is replayed for every batch that fits; what a batch leaves unused 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.paged.slots import MIN_UPDATES, Sections
 from chairlift.attention.recurrent import RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.core.plan import NO_SLOT, StepPlan
+from chairlift.kernels.graphs import round_up
 
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
@@ -26,7 +26,20 @@ SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
 FEW_SINGLES = 64  # at most as many, with a long context among them, do without a graph: see `choose`
 FIRST_PROMPT = 256  # tokens of the prompts that are prepared for first
 UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
-MIN_UPDATES = 8  # changed table entries that any captured step has room for
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """How large the steps of a runner may become, and which of them are captured."""
+
+    requests: int
+    tokens: int
+    context: int  # tokens of a request
+    drafts: int = 0  # tokens of all requests of a step together
+    drafts_per_request: int = 0
+    graphs: bool = True  # whether steps are captured
+    draft_graphs: bool = False  # whether the passes of a draft network are captured, too
+    step_bytes: int = 0  # memory of the largest step beside weights and cache, which graphs must leave free
 
 
 @dataclass(frozen=True)
@@ -44,25 +57,9 @@ class BatchShape:
     drafts: bool = False  # there are only single tokens, and some are of one request, which read what others write
 
     @property
-    def sections(self) -> dict[str, slice]:
-        """The part of the buffer that each array takes."""
+    def sections(self) -> Sections:
+        """The arrays of a step in the buffer of its inputs."""
         return _sections(self)
-
-    @property
-    def size(self) -> int:
-        return int(next(reversed(self.sections.values())).stop)  # the end of the last one
-
-    def host_views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        return {
-            name: buffer[section].view(np.float32) if name in FLOATS else buffer[section]
-            for name, section in self.sections.items()
-        }
-
-    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        return {
-            name: buffer[section].view(torch.float32) if name in FLOATS else buffer[section]
-            for name, section in self.sections.items()
-        }
 
 
 # Prompts that follow a long context, large and small: Hopper has a kernel of its own for large steps.
@@ -71,7 +68,7 @@ SMALL_DEEP_PROMPT = replace(DEEP_PROMPT, tokens=UNCAPTURED // 2)
 
 
 @lru_cache(maxsize=1024)  # not kept in a shape: every step makes a new one, mostly equal to the last
-def _sections(shape: BatchShape) -> dict[str, slice]:
+def _sections(shape: BatchShape) -> Sections:
     sizes = (
         dict.fromkeys(("token", "slot", "position"), shape.tokens)
         | dict.fromkeys(("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), shape.chunks)
@@ -80,11 +77,7 @@ def _sections(shape: BatchShape) -> dict[str, slice]:
         | dict.fromkeys(("update_cell", "update_block"), shape.updates)
         | dict.fromkeys(("state_row", "state_to"), shape.chunks if shape.tiles else 0)
     )
-    found, at = {}, 0
-    for name, size in sizes.items():
-        found[name] = slice(at, at + size)
-        at += -(-size // 4) * 4  # aligned to 16 bytes for the kernels' loads
-    return found
+    return Sections({name: (size,) for name, size in sizes.items()}, FLOATS)
 
 
 def fill_padding(views: dict[str, np.ndarray], padding_cell: int) -> None:
@@ -249,62 +242,10 @@ class Shapes:
         return replace(exact, singles=singles, chunks=max(exact.chunks, singles), samples=samples)
 
 
-def round_up(value: int, buckets: list[int]) -> int | None:
-    """The smallest bucket that holds `value`; None if none does."""
-    return next((bucket for bucket in buckets if bucket >= value), None)
-
-
 def decode_buckets(rows: int) -> list[int]:
     """Batch sizes with a graph of their own; the smallest ones are for long contexts, which many programs share."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 512, 64), *range(512, rows, 128)]
     return [size for size in sizes if size < rows] + [rows]
-
-
-class Staging:
-    """The buffers of one step at a time."""
-
-    def __init__(self, largest: BatchShape, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.inputs = torch.zeros(largest.size, dtype=torch.int32, pin_memory=pinned)
-        self.tokens = torch.zeros(largest.samples, dtype=torch.int32, pin_memory=pinned)
-        self._array = self.inputs.numpy()
-        self.started, self.finished = device_event(device), device_event(device)
-        self._used = False
-        self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
-
-    def wait(self) -> None:
-        """Wait until the device has finished the step that used these buffers before."""
-        if self._used:
-            self.finished.synchronize()
-        self._used = True
-
-    def views(self, shape: BatchShape) -> dict[str, np.ndarray]:
-        if shape not in self._views:
-            if len(self._views) > 256:
-                self._views.clear()
-            self._views[shape] = shape.host_views(self._array)
-        return self._views[shape]
-
-
-class _HostClock:
-    """Stands for a CUDA event on a CPU, which computes synchronously."""
-
-    def __init__(self) -> None:
-        self._time = 0.0
-
-    def record(self) -> None:
-        self._time = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, later: _HostClock) -> float:
-        return (later._time - self._time) * 1e3
-
-
-def device_event(device: torch.device) -> Any:
-    """An event that records when the device gets to it."""
-    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostClock()
 
 
 class RecurrentInputs:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
-from chairlift.attention.paged.slots import Slots
+from chairlift.attention.paged.slots import Slots, Staging
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Candidates, Chunk, PromptOutputs, StepPlan, StepResult, StepTiming, TokenLogprobs
 from chairlift.models.base import HiddenStates
 from chairlift.runner.gpu.packing import PackedStep
-from chairlift.runner.gpu.shapes import Staging
 from chairlift.sampling.sampler import Sampler
-from chairlift.speculation.draft_network import ModelProposer
+from chairlift.speculation.drafter import Drafter
 from chairlift.structured.output import MaskJob, StructuredOutput
 
 
@@ -70,7 +69,7 @@ class LaunchedStep:
 
     def _wait(self) -> StepResult:
         self.staging.finished.synchronize()
-        tokens: list[int] = self.staging.tokens[: self.packed.num_sampled].tolist()
+        tokens: list[int] = self.staging.results[: self.packed.num_sampled].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         accepted: dict[str, int] = {}
         if self.from_host or len(tokens) > len(self.packed.chunks):
@@ -108,28 +107,19 @@ def _verified(chunk: Chunk, sampled: Sequence[int]) -> SampledTokens:
 class HostSampling:
     """Samples those rows again on the host and writes the tokens back to the device."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        sampler: Sampler,
-        last_token: Tensor,
-        structured: StructuredOutput | None,
-        drafter: ModelProposer | None,
-    ) -> None:
-        """`last_token` [slots + 1] int32: each request's last token, on the device."""
+    def __init__(self, slots: Slots, sampler: Sampler, structured: StructuredOutput | None, drafter: Drafter) -> None:
         self._slots = slots
         self._sampler = sampler
-        self._last_token = last_token
         self._structured = structured
         self._drafter = drafter
 
     def rows(self, packed: PackedStep) -> list[int]:
         """The chunks to sample on the host, as indices among those that sample."""
-        wanted = self._slots.on_host[packed.slots]
-        if self._drafter is not None:
-            wanted |= np.array([self._drawn_from(chunk) is not None for chunk in packed.chunks], np.bool_)
-        found: list[int] = wanted.nonzero()[0].tolist()
-        return found
+        needed = self._slots.on_host[packed.slots]
+        if packed.num_sampled > len(packed.chunks):  # some have drafts
+            needed |= np.array([self._drawn_from(chunk) is not None for chunk in packed.chunks], np.bool_)
+        indices: list[int] = needed.nonzero()[0].tolist()
+        return indices
 
     def begin_masks(self, packed: PackedStep, rows: Sequence[int]) -> MaskJob | None:
         """Start computing token masks, which goes on while the device computes the logits."""
@@ -163,8 +153,8 @@ class HostSampling:
             found.append(SampledTokens(sampled.tokens[kept], sampled.logprobs[kept]))
             at = kept.stop
         slots = sent(packed.slots[rows].tolist(), logits.device)
-        self._last_token[slots] = sent([one.tokens[-1] for one in found], logits.device, torch.int32)
+        self._slots.last_token[slots] = sent([one.tokens[-1] for one in found], logits.device, torch.int32)
         return dict(zip(rows, found, strict=True))
 
     def _drawn_from(self, chunk: Chunk) -> Tensor | None:
-        return self._drafter.sampled_from(chunk.request.id) if self._drafter is not None and chunk.drafts else None
+        return self._drafter.sampled_from(chunk.request.id) if chunk.drafts else None

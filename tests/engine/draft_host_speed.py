@@ -80,7 +80,7 @@ def make_engine(requests: int) -> Engine:
     )
     storage = cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE, clear=lambda layer, slots: None, keys=()))
     head: Any = SimpleNamespace(
-        token_ids=torch.arange(VOCAB), feature_size=3, drafts_in_one_call=False, target=model,
+        token_ids=torch.arange(VOCAB), feature_size=3, fused_head=None, target=model,
         attention_layers=(SimpleNamespace(index=0),),
     )  # fmt: skip
     proposer = DraftModelProposer("head", HeadNetwork(head), attention, storage, cast(CausalLM, model), repeatable=True)

@@ -91,8 +91,8 @@ class StepBatch:
 
     tokens: Tensor  # [T] int64, or int32 on a GPU
     positions: Tensor  # [T]: each token's place in its own sequence
-    ragged: RaggedLayout | None = None  # in host memory
-    paged: PagedLayout | None = None  # in device memory
+    ragged: RaggedLayout | None = None  # The batch as host memory describes it.
+    paged: PagedLayout | None = None  # The batch as device memory describes it.
     sampled_rows: Tensor | None = None  # [scored tokens + idle rows]: rows whose logits are computed
     read_rows: Tensor | None = None  # [read positions]: rows of prompts whose hidden states are needed, none sampled
     embeddings: Embeddings | None = None
@@ -149,7 +149,7 @@ def _all_tokens(plan: StepPlan, storage: KVStorage, device: torch.device, rectan
     counts = np.array([chunk.count for chunk in chunks] + [1] * idle)
     num_rows = np.full_like(counts, counts.max()) if rectangular else counts
     offsets = [0, *accumulate(num_rows.tolist())]
-    sequences = np.repeat(np.arange(len(counts)), num_rows)  # which sequence each row belongs to
+    sequences = np.repeat(np.arange(len(counts)), num_rows)  # The sequence of each row.
     places = np.arange(offsets[-1]) - np.array(offsets)[sequences]
     filled = places < counts[sequences]
     positions = np.where(filled, starts[sequences] + places, 0)

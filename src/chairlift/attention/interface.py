@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # numba is slow to import
 class AttentionLayer:
     """The shape of one layer's attention: everything that may differ between the layers of a model."""
 
-    index: int  # which layer of the KV storage it reads and writes
+    index: int  # The layer of the KV storage that it reads and writes.
     num_heads: int
     num_kv_heads: int  # == num_heads: MHA; 1: MQA; in between: GQA
     head_dim: int
@@ -135,7 +135,7 @@ class Projection:
 class HostWork:
     """The attention of a step whose batch is in host memory."""
 
-    pieces: AttentionWork  # for threads
+    pieces: AttentionWork  # The pieces that threads share out.
     layout: RaggedLayout
     storage: KVStorage
 

@@ -41,7 +41,7 @@ class StateSpec:
 class RecurrentLayer:
     """The state of one recurrent layer."""
 
-    index: int  # which layer of the state storage it reads and writes
+    index: int  # The layer of the state storage that it reads and writes.
     states: tuple[StateSpec, ...]
 
     @property

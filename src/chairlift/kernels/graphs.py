@@ -44,7 +44,7 @@ class StepKernels(Generic[Shape]):
         """`walk` computes a step of padding."""
         self._walk = walk
         self._device = device
-        self._needed: dict[Shape, list[KernelSpec]] = {}  # of shapes that are not ready
+        self._needed: dict[Shape, list[KernelSpec]] = {}  # Only shapes that are not ready are listed.
         self._ready: set[Shape] = set()
         self._recorder: KernelRecorder | None = None
 

@@ -93,7 +93,7 @@ class PromptReader:
     def __init__(self, model: CausalLM, *, one_by_one: bool) -> None:
         self._model = model
         self._one_by_one = one_by_one
-        self._sums: dict[str, _Sum] = {}  # of prompts that are not complete
+        self._sums: dict[str, _Sum] = {}  # Only prompts that are not complete are listed.
 
     def read(self, chunks: Sequence[Chunk], hidden: Tensor) -> PromptOutputs:
         """hidden [R, hidden]: the rows of the positions `chunk.read` of all chunks, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from chairlift.speculation.control.proposer import A_FEW, Draft
 from chairlift.speculation.drafter import ComputedBatch, DraftNetwork, DraftPass, DraftTask
 from chairlift.speculation.head_layers import DraftHead
 from chairlift.speculation.head_states import HeadStates, KeptStates, RecentStates, UnwrittenBlocks
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.speculation.fused_head import FusedHead
 
 
 class HeadNetwork(DraftNetwork):
@@ -32,8 +36,9 @@ class HeadNetwork(DraftNetwork):
         self.unwritten = UnwrittenBlocks()
         self._kept = KeptStates(head.feature_size, head.target.dtype, head.target.device)
         self.states: HeadStates = self._kept
-        if head.drafts_in_one_call:
-            self.one_call = HeadCalls(head, self._kept)
+        self.one_call: HeadCalls | None = None
+        if head.fused_head is not None:
+            self.one_call = HeadCalls(head, head.fused_head, self._kept)
 
     def attach(self, slots: Slots) -> RecentStates:
         recent = self.states = RecentStates(self.head, self.unwritten, slots)
@@ -92,7 +97,7 @@ class HeadNetwork(DraftNetwork):
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
             positions, slots = batch.positions[rows], batch.layout.slot_mapping[rows]
-            self.head.store(batch.tokens[rows], previous[rows], positions, slots, storage)
+            self.one_call.store(batch.tokens[rows], previous[rows], positions, slots, storage)
         else:
             self.head.store_keys(batch.tokens, self.head.join(previous), batch.positions, attention)
 
@@ -101,13 +106,13 @@ class HeadNetwork(DraftNetwork):
 
 
 class HeadCalls:
-    """A head whose kernel drafts all tokens of a step in one call."""
+    """A head with a kernel that drafts all tokens of a step in one call."""
 
-    def __init__(self, head: DraftHead, states: KeptStates) -> None:
-        self._head, self._states = head, states
+    def __init__(self, head: DraftHead, fused: FusedHead, states: KeptStates) -> None:
+        self._embed, self._fused, self._states = head.target.embed, fused, states
+        self._token_ids: list[int] = head.token_ids.tolist()
 
     def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
-        """Compute the tokens of a pause, except the last ones, in one call; return whether there were any."""
         size = storage.block_size
         rows: list[tuple[int, int, int]] = []  # token, position, slot
         spans: list[tuple[Request, int]] = []
@@ -119,19 +124,23 @@ class HeadCalls:
                 spans.append((request, last - first))
         if rows:
             tokens, token_positions, slots = torch.tensor(rows).T.contiguous()
-            self._head.store(tokens, self._states.take(spans), token_positions, slots, storage)
+            self.store(tokens, self._states.take(spans), token_positions, slots, storage)
         return bool(rows)
 
     def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]:
-        """The likeliest draft tokens, in one call. The task of the greatest length comes first."""
-        from chairlift.speculation.fused_head import HeadTask
-
-        head_tasks: list[HeadTask] = []
+        starts = [self._states.first_position(task.request) for task in tasks]
         tokens: list[int] = []
-        for task in tasks:
-            start, end = self._states.first_position(task.request), task.request.num_known
-            least = task.min_chance, task.min_chance_to_extend
-            head_tasks.append(HeadTask(start, end, task.table, task.length, *least, task.chances))
-            tokens += task.request.tokens[start:end]
-        taken = [(task.request, one.end - one.start) for task, one in zip(tasks, head_tasks, strict=True)]
-        return self._head.draft(head_tasks, tokens, self._states.take(taken), storage)
+        for task, start in zip(tasks, starts, strict=True):
+            tokens += task.request.tokens[start:]
+        counts = [task.request.num_known - start for task, start in zip(tasks, starts, strict=True)]
+        features = self._states.take([(task.request, count) for task, count in zip(tasks, counts, strict=True)])
+        embedded = self._embed(torch.tensor(tokens)).numpy()
+        choices = self._fused.draft(tasks, starts, embedded, features.numpy(), storage)
+        drafts = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
+        ids = self._token_ids
+        return [Draft([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in drafts]
+
+    def store(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
+        """Store the keys and values of tokens [T] behind which nothing is drafted."""
+        embedded = self._embed(tokens).numpy()
+        self._fused.store(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)

@@ -27,7 +27,7 @@ from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft
 from chairlift.speculation.drafter import DraftNetwork, DraftTask
 from chairlift.speculation.head_states import RecentStates
 
-REQUESTS = (1, 2, 4, 8, 16, 32, 64)  # that graphs are captured for; with more, passes are launched kernel by kernel
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)  # Each has a graph; with more requests, passes are launched kernel by kernel.
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,9 @@ class DraftPasses:
                 states += self._recent.take_rows(request, first, end)
         counts = np.array([task.request.num_known for task in tasks]) - np.array(firsts)
         owner = np.repeat(np.arange(len(tasks)), counts)
-        offsets = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # of each row in its request
+        offsets = np.arange(len(owner)) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )  # the place of each row in its request
         rows = A_FEW * owner + offsets
         views["token"][rows] = tokens
         views["slot"][rows] = np.array(slots)[owner]

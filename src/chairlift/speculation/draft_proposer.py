@@ -30,7 +30,7 @@ from chairlift.speculation.drafter import ComputedBatch, Drafter, DraftNetwork, 
 from chairlift.speculation.head_states import KEPT, LENGTH, RecentStates
 
 MAX_LENGTH = A_FEW - 1
-MAX_CATCH_UP_TOKENS = 256  # of requests further behind, in one step
+MAX_CATCH_UP_TOKENS = 256  # Requests further behind share so many tokens of one step.
 # Requests of one catch-up pass. A draft head has up to 64 tokens of each: no more in all than any GPU's largest step,
 # whose memory was measured.
 CATCH_UP_REQUESTS = 32
@@ -65,12 +65,14 @@ class DraftModelProposer(Proposer, Drafter):
         self.max_length = max_length
         self._target = target
         self._samples = not repeatable
-        self._sampled_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
-        self._last_state: dict[str, Tensor] = {}  # by request id: the network's own state of the last draft token
+        self._sampled_from: dict[str, list[Tensor]] = {}  # What the last drafts were drawn from, by request id.
+        self._last_state: dict[str, Tensor] = {}  # The network's own state of the last draft token, by request id.
         self._attention = attention
         self._storage = storage
-        self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext  # of passes that are not captured
-        self._recent: RecentStates | None = None  # where the runner's steps store what the network reads
+        self._kernels: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # What passes that are not captured are launched in.
+        )
+        self._recent: RecentStates | None = None  # The runner's steps store there what the network reads.
         self._passes: DraftPasses | None = None
 
     # ---- beside a runner --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class ComputedBatch:
 
     plan: StepPlan
     batch: StepBatch
-    first_rows: Sequence[int]  # of each chunk in the batch
+    first_rows: Sequence[int]  # The row of each chunk's first token.
     attention: StepAttention
     hidden: HiddenStates
     read_accepted: Callable[[], Mapping[str, int]]  # waits for the result of a step on a device
@@ -62,7 +62,7 @@ class Drafter:
 
     layers: Sequence[AttentionLayer] = ()  # those of the draft network in the KV storage
     reads_rows: bool = False  # whether steps have to keep the hidden states of all rows
-    graphs: Graphs[Any, Any] | None = None  # of captured passes
+    graphs: Graphs[Any, Any] | None = None  # The passes that are captured.
 
     def attach(self, slots: Slots, max_drafts: int, has_room: Callable[[int], bool] | None) -> None:
         """Draft beside steps that are queued ahead on a device, at most `max_drafts` tokens for a request. `has_room`:
@@ -141,7 +141,7 @@ class DraftNetwork(ABC):
     catches_up_in_parts = False  # whether it can compute the tokens that it missed in more than one step
     token_ids: Tensor | None = None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
     states: HeadStates | None = None  # those of the target that it reads beside tokens
-    one_call: OneCall | None = None  # where the tokens of a step are drafted in one call
+    one_call: OneCall | None = None  # Set where all tokens of a step are drafted in one call.
 
     @abstractmethod
     def first_position(self, request: Request) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,19 +25,7 @@ from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.rope import Rope
 from chairlift.models.programs.fuse_cpu import FusedCPULayers
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTask:
-    """A request that gets draft tokens: its tokens [start, end) are known, and not computed by the head yet."""
-
-    start: int
-    end: int
-    table: Sequence[int]
-    length: int  # at most
-    min_chance: float  # that a draft token and all before it are right, to be kept
-    min_chance_to_extend: float  # and for another one to be drafted
-    chances: Sequence[float]  # by level of confidence, how often a draft token is right
+from chairlift.speculation.drafter import DraftTask
 
 
 class FusedHead:
@@ -57,25 +44,34 @@ class FusedHead:
         self._layer = layer
         self._inv_freq = np.array(rope.inv_freq, dtype=np.float32)
         self._rope_scale = np.float32(rope.scale)
-        self._cos = self._sin = np.empty((0, len(rope.inv_freq)), dtype=np.float32)  # of the first positions
+        self._cos = self._sin = np.empty(
+            (0, len(rope.inv_freq)), dtype=np.float32
+        )  # The angles of the first positions.
         none = PackedWeight.empty(1, 0, 1).layer(0)
         rows = embedded.bfloat16().contiguous().view(torch.uint16).numpy()
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
         self._scratch: DraftBuffers | None = None
 
     def draft(
-        self, tasks: Sequence[HeadTask], embedded: np.ndarray, features: np.ndarray, storage: KVStorage
+        self,
+        tasks: Sequence[DraftTask],
+        starts: Sequence[int],
+        embedded: np.ndarray,
+        features: np.ndarray,
+        storage: KVStorage,
     ) -> Choices:
-        """The task of the greatest length comes first. embedded [T, hidden], features [T, ...]: of all their tokens."""
-        tables = np.zeros((len(tasks), max(len(one.table) for one in tasks)), dtype=np.int32)
-        for row, one in zip(tables, tasks, strict=True):
-            row[: len(one.table)] = one.table
-        known = self._known_tokens(tasks, embedded, features, tables, storage)
+        """The task of the greatest length comes first. starts [tasks]: the first known token of each that the head has
+        not computed. embedded [T, hidden], features [T, ...]: of all these tokens."""
+        tables = np.zeros((len(tasks), max(len(task.table) for task in tasks)), dtype=np.int32)
+        for row, task in zip(tables, tasks, strict=True):
+            row[: len(task.table)] = task.table
+        spans = [range(start, task.request.num_known) for start, task in zip(starts, tasks, strict=True)]
+        known = self._known_tokens(spans, embedded, features, tables, storage)
         drafted = self._drafted_tokens(tasks, tables, storage.block_size, embedded.shape[1])
         least = np.array(
-            [[one.min_chance for one in tasks], [one.min_chance_to_extend for one in tasks]], dtype=np.float32
+            [[task.min_chance for task in tasks], [task.min_chance_to_extend for task in tasks]], dtype=np.float32
         )
-        chances = np.array([one.chances for one in tasks], dtype=np.float32)
+        chances = np.array([task.chances for task in tasks], dtype=np.float32)
         choices = Choices.none_yet(tasks[0].length, least, chances)
         scratch = self._scratch_for(len(embedded), len(tasks), features.shape[1])
         the_team().run(draft, self._weights, known, drafted, self._buffers(embedded), scratch, choices)
@@ -99,17 +95,17 @@ class FusedHead:
 
     def _known_tokens(
         self,
-        tasks: Sequence[HeadTask],
+        spans: Sequence[range],
         embedded: np.ndarray,
         features: np.ndarray,
         tables: np.ndarray,
         storage: KVStorage,
     ) -> KnownTokens:
-        rows = [(index, position) for index, one in enumerate(tasks) for position in range(one.start, one.end)]
+        rows = [(index, position) for index, span in enumerate(spans) for position in span]
         sequences, positions = np.array(rows).T
         slots = _slots(tables, sequences, positions, storage.block_size)
         step = self._step(embedded, positions, slots, tables, self._work(sequences, positions + 1), storage)
-        return KnownTokens(step, embedded, features, np.cumsum([one.end - one.start for one in tasks]) - 1)
+        return KnownTokens(step, embedded, features, np.cumsum([len(span) for span in spans]) - 1)
 
     def _step(
         self,
@@ -127,10 +123,10 @@ class FusedHead:
         return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
 
     def _drafted_tokens(
-        self, tasks: Sequence[HeadTask], tables: np.ndarray, block_size: int, hidden: int
+        self, tasks: Sequence[DraftTask], tables: np.ndarray, block_size: int, hidden: int
     ) -> DraftedTokens:
-        """Place p holds the token behind `end` + p others. The last draft token is not computed."""
-        ends, lengths = np.array([(one.end, one.length) for one in tasks]).T
+        """Place p holds the token behind p others and all known ones. The last draft token is not computed."""
+        ends, lengths = np.array([(task.request.num_known, task.length) for task in tasks]).T
         places = np.arange(lengths[0] - 1)[:, None]
         wanted = places < lengths - 1  # [P, R]
         positions = np.where(wanted, ends + places, 0)

@@ -14,16 +14,15 @@ values are one more layer of the target's KV storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.interface import AttentionLayer, StepAttention
-from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.int8 import Int8Weight
@@ -38,11 +37,11 @@ from chairlift.models.decoder_layer import DecoderLayer, LayerStep
 from chairlift.models.programs.base import fuse_layers
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
-from chairlift.speculation.control.proposer import Draft
 
 if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.int8 import PackedWeight
     from chairlift.models.programs.fuse_cpu import FusedCPULayers, LayerTiles
-    from chairlift.speculation.fused_head import FusedHead, HeadTask
+    from chairlift.speculation.fused_head import FusedHead
 
 
 class DraftHead:
@@ -75,13 +74,12 @@ class DraftHead:
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
         self._run_layer = fuse_layers([self.layer], self.norm, device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: row of the head -> token
-        self._listed_ids: list[int] = self.token_ids.tolist()
         self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)
         tiles = self._layer_tiles(decoder)
         for part in self._parts():
             part.finalize()
         self._fused: FusedCPULayers | None = None
-        self._fused_head: FusedHead | None = None
+        self.fused_head: FusedHead | None = None  # where all drafts of a step are one call
         if tiles is not None:
             self._fuse(decoder, tiles)
 
@@ -117,42 +115,15 @@ class DraftHead:
 
     def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
         """A pass is so short that the calls around it count."""
-        from chairlift.kernels.cpu.int8 import PackedWeight
         from chairlift.models.programs.fuse_cpu import FusedCPULayers
         from chairlift.speculation.fused_head import FusedHead
 
         self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
         embedded = unit(self.target.embed(self.token_ids))
-        mix, head = self.mix.weight.tiles, self.head.weight.tiles
-        joint = None if self.joint is None else self.joint.weight.tiles
-        assert isinstance(mix, PackedWeight)
-        assert isinstance(head, PackedWeight)
-        assert joint is None or isinstance(joint, PackedWeight)
+        linears = (self.mix, self.head) if self.joint is None else (self.mix, self.head, self.joint)
+        mix, head, *joint = (cast("PackedWeight", linear.weight.tiles) for linear in linears)  # as 8-bit weights are
         own = self.layer.attention.layer
-        self._fused_head = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
-
-    @property
-    def drafts_in_one_call(self) -> bool:
-        return self._fused_head is not None
-
-    def draft(
-        self, tasks: Sequence[HeadTask], tokens: Sequence[int], features: Tensor, storage: KVStorage
-    ) -> list[Draft]:
-        """The likeliest draft tokens, in one call; the task of the greatest length comes first.
-
-        tokens [T], features [T, ...]: of all known tokens that the head has not computed."""
-        assert self._fused_head is not None
-        embedded = self.target.embed(torch.tensor(tokens)).numpy()
-        choices = self._fused_head.draft(tasks, embedded, features.numpy(), storage)
-        found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
-        ids = self._listed_ids
-        return [Draft([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
-
-    def store(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
-        """Store the keys and values of tokens [T] behind which nothing is drafted, in one call."""
-        assert self._fused_head is not None
-        embedded = self.target.embed(tokens).numpy()
-        self._fused_head.store(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
+        self.fused_head = FusedHead(self._fused, own, self._rope, joint[0] if joint else None, mix, head, embedded)
 
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())
@@ -219,7 +190,7 @@ def unit(x: Tensor) -> Tensor:
 MODEL_TYPE = "chairlift_draft_head"
 EPS = 1e-5
 TRAINED_LENGTH = 4  # draft tokens that a head is trained for
-MAX_LENGTH = 6  # in use: after four right draft tokens, the next is right as often as before
+MAX_LENGTH = 6  # More in use: after four right draft tokens, the next is right as often as before.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from chairlift.speculation.drafter import ComputedBatch
 if TYPE_CHECKING:  # it is loaded with the network
     from chairlift.speculation.head_layers import DraftHead
 
-MAX_PENDING_STATES = 64  # of a request, kept until its next draft
+MAX_PENDING_STATES = 64  # A request keeps so many until its next draft.
 
 
 class HeadStates(ABC):
@@ -76,7 +76,7 @@ class KeptStates(HeadStates):
 
     def __init__(self, feature_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._feature_size, self._dtype, self._device = feature_size, dtype, device
-        self.pending: dict[str, PendingStates] = {}  # by request id
+        self.pending: dict[str, PendingStates] = {}  # The keys are request ids.
 
     def first_position(self, request: Request) -> int:
         pending = self.pending.get(request.id)
@@ -278,7 +278,7 @@ class UnwrittenBlocks:
     """From which of its places on a block has to be cleared before the head reads it."""
 
     def __init__(self) -> None:
-        self._first_place: dict[int, int] = {}  # by block
+        self._first_place: dict[int, int] = {}  # The keys are blocks.
         self._swapped: dict[int, int] = {}  # the same by slot in host memory
 
     def note(self, plan: StepPlan, block_size: int, *, computes_prompts: bool = False) -> None:

@@ -63,7 +63,7 @@ class _PaddedStep(StepAttention):
     layout: RaggedLayout
     storage: KVStorage
     rectangle: _Rectangle
-    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)  # by window and chunk
+    masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)  # The keys are (window, chunk).
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         self.storage.write(layer.index, self.layout.slot_mapping, k, v)

@@ -175,7 +175,7 @@ def _pays(layer: AttentionLayer, up: UpProjection, start: int, count: int) -> bo
     assert layer.latent_dim is not None
     _, both, rank = up.weight.shape
     rope_dim = layer.head_dim - layer.latent_dim
-    saved = layer.head_dim + rank - (both + rope_dim)  # per pair of a token and one that it sees
+    saved = layer.head_dim + rank - (both + rope_dim)  # products for each pair of a token and one that it sees
     return start * rank * both < saved * count * (start + count / 2)
 
 

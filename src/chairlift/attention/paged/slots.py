@@ -26,7 +26,7 @@ class Slot:
     """One row of the device's tables, held by one request."""
 
     index: int
-    generation: int = -1  # that of the request when its table was sent
+    generation: int = -1  # The generation of the request when its table was sent.
     blocks_sent: int = 0
     first: int = 0  # the first position that was computed since then
 

@@ -47,7 +47,7 @@ class _Pieces:
         owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
         of_piece = np.repeat(np.arange(len(chunks)), owned)
         self.firsts = np.cumsum(owned) - owned  # the first piece of each chunk
-        places = np.arange(len(of_piece)) - self.firsts[of_piece]  # of each piece in its chunk
+        places = np.arange(len(of_piece)) - self.firsts[of_piece]  # the place of each piece in its chunk
         chunk_starts = np.array([chunk.start for chunk in chunks], np.int32)
         chunk_counts = np.array([1 if chunk.drafts else chunk.count for chunk in chunks], np.int32)
         self.slots = np.array([slot.index for slot in slots], np.int32)[of_piece]

@@ -203,7 +203,7 @@ class GPURunner(ModelRunner):
         compiled (`StepPreparation.compile_generic`), or they are one by one.
         """
         largest = self.largest_shape
-        tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
+        tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # There can be no more.
         shape = replace(largest, singles=0, tiles=tiles)
 
         def compute() -> None:

@@ -54,7 +54,7 @@ class LaunchedStep:
     plan: StepPlan
     packed: PackedStep
     staging: Staging
-    from_host: dict[int, SampledTokens]  # by the index of the chunk among those that sample
+    from_host: dict[int, SampledTokens]  # The keys are indices among the chunks that sample.
     candidates: dict[str, Candidates]
     prompts: PromptOutputs
     build_seconds: float

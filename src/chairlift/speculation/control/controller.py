@@ -33,9 +33,9 @@ from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Pr
 class _Proposal:
     """The drafts of one step, which its result is compared with."""
 
-    first_chunk: Chunk  # by which the step is found again
+    first_chunk: Chunk  # The step is recognized by it.
     seconds: float
-    levels: dict[str, Sequence[int]]  # by request id: the confidence in its draft tokens
+    levels: dict[str, Sequence[int]]  # The confidence in draft tokens, by request id.
     did_extra_work: bool
     was_prepared: bool
 
@@ -70,7 +70,7 @@ class SpeculationController:
         self._num_allowed = num_allowed
         self._clock = clock
         self._proposal: _Proposal | None = None
-        self._pass_seconds: dict[int, float] = {}  # of the proposer, by the bit length of the number of requests
+        self._pass_seconds: dict[int, float] = {}  # Time of the proposer, by the bit length of the number of requests.
 
     @property
     def speedup(self) -> float:

@@ -19,16 +19,16 @@ class SpeculationTuning:
     What gained less than its noise was deleted; docs/results/speculation.json has the numbers and exceptions."""
 
     level_prior_weight: float = 4.0  # draft tokens that a proposer's own confidence counts for
-    trial_chance: float = 0.5  # that a draft token needs while its cost is not measured yet
-    gain: float = 0.03  # of the latest step in a mean; the acceptance of few requests varies a lot from step to step
+    trial_chance: float = 0.5  # A draft token needs it while its cost is not measured yet.
+    gain: float = 0.03  # Weight of the latest step: the acceptance of few requests varies a lot from step to step.
     # Steps of a batch size, with and without drafts, before they are compared. The replays gain nothing from more than
     # one; it is kept so that one slow step of a real machine cannot start a pause.
     enough_steps: int = 3
     refresh: int = 48  # steps with drafts after which one without is measured; else a faster machine is not noticed
     first_pause: int = 128  # steps without drafts after a comparison that they lost; doubled every time
     longest_pause: int = 2048  # without doubling, trials cost 1 to 3% in long runs in which drafts do not pay
-    trial_loss: float = 1.5  # of a trial, in the time of steps without drafts: 1.2% of an answer of 128 tokens
-    most_lost: float = 0.02  # of the time, by trials: the more a trial lost, the longer is the pause after it
+    trial_loss: float = 1.5  # Steps without drafts that a trial may cost: 1.2% of an answer of 128 tokens.
+    most_lost: float = 0.02  # Share of the time: the more a trial lost, the longer is the pause after it.
 
 
 FIRST_STEPS = 5  # their median counts
@@ -39,8 +39,8 @@ INTERRUPTED = 1.5  # times the mean, as which longer steps count
 class Pace:
     """Seconds per token of the last steps: the mean of their time by the mean of their tokens."""
 
-    seconds: float = 0.0  # per step
-    tokens: float = 0.0  # per step
+    seconds: float = 0.0  # a mean over steps
+    tokens: float = 0.0  # a mean over steps
     count: int = 0
 
     def add(self, seconds: float, tokens: int, gain: float) -> None:
@@ -82,10 +82,10 @@ class DraftSlope:
 
     value: float | None = None  # None until two steps differ
     _count: int = 0
-    _drafts: float = 0.0  # per step
+    _drafts: float = 0.0  # a mean over steps
     _seconds: float = 0.0
-    _variance: float = 0.0  # of drafts
-    _covariance: float = 0.0  # of drafts and seconds
+    _variance: float = 0.0  # drafts²
+    _covariance: float = 0.0  # drafts × seconds
 
     def add(self, drafts: int, seconds: float, gain: float) -> None:
         self._count += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import MIN_TEMPERATURE
 
-LEVELS = 10  # of confidence
+LEVELS = 10  # Confidence is measured in so many steps.
 A_FEW = 8  # tokens that a draft model is behind a request after most steps; more are computed by a pass of their own
 
 

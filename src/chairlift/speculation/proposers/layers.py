@@ -12,7 +12,7 @@ from chairlift.speculation.proposers.base import LoadedProposer, ProposerFactory
 @PROPOSERS.register("layers")
 class FirstLayersFactory(ProposerFactory):
     argument = "N"
-    max_length = 7  # with the last known token, a chunk that attention still treats as a decode
+    max_length = 7  # Together with the last known token, attention still treats them as a decode.
 
     def __init__(self, argument: str) -> None:
         if not (argument.isdecimal() and int(argument)):

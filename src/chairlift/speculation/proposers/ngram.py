@@ -18,7 +18,7 @@ from chairlift.speculation.proposers.base import StandaloneProposer
 
 FEW = 16  # new tokens up to which indexing one by one is faster than in bulk
 MOST_AT_ONCE = 8192  # further tokens that are indexed in one step; a request that is not done then gets no draft yet
-MOST_AHEAD = 512  # of each request, while steps are queued ahead of the device: 0.4 ms
+MOST_AHEAD = 512  # A request may have so many indexed while steps are queued ahead of the device: 0.4 ms.
 LONG, SHORT = 4, 2  # tokens of an n-gram; what follows the longer one is the better draft
 # Bits of the number of matched tokens -> level of confidence. On the bench's texts that quote their prompt, the next
 # token is right in 20, 57, 78 and 96 cases of 100.
@@ -30,7 +30,7 @@ class NgramProposer(StandaloneProposer):
     """Keeps, for each request, the position behind the latest occurrence of every token and of every n-gram."""
 
     name = "ngram"
-    max_length = 15  # with the last known token, a chunk that attention still treats as a decode
+    max_length = 15  # Together with the last known token, attention still treats them as a decode.
 
     def __init__(self, argument: str = "") -> None:
         super().__init__(argument)
@@ -89,7 +89,7 @@ class NgramIndex:
         if self.num_indexed < end - 1:
             self._extend(tokens, end - 1)
         before, a, b, c, d = tokens[end - LONG - 1 : end]
-        if self.num_indexed < end:  # in most steps the only new position
+        if self.num_indexed < end:  # This is the only new position in most steps.
             self._behind_long[hash((before, a, b, c))] = self._behind_short[hash((b, c))] = end - 1
             self._behind_one[c] = end - 1
             self.num_indexed = end

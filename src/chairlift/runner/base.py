@@ -20,9 +20,9 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.models.base import CausalLM
 from chairlift.runner.memory import HostBlocks
-from chairlift.sampling.sampler import Sampler, token_logprobs
+from chairlift.sampling.sampler import SampledBatch, Sampler, token_logprobs
 from chairlift.speculation.drafter import Drafter
-from chairlift.structured.output import StructuredOutput
+from chairlift.structured.output import MaskJob, StructuredOutput
 
 
 class ModelRunner(Executor):
@@ -65,6 +65,30 @@ class ModelRunner(Executor):
 
     def capture_missed(self) -> None:
         """Capture the steps that occurred and that a server would capture when it is idle, where steps are captured."""
+
+    def _begin_masks(self, chunks: Sequence[Chunk]) -> MaskJob | None:
+        """Start to compute token masks, which goes on while the model runs."""
+        if self.structured is None:
+            return None
+        return self.structured.begin_masks([chunk.request for chunk in chunks], [chunk.drafts for chunk in chunks])
+
+    def _sample(self, chunks: Sequence[Chunk], logits: Tensor, masks: MaskJob | None) -> SampledBatch:
+        """Sample on the host from logits [S, V] float32: a row for each chunk, and for each of its drafts."""
+        for chunk in chunks:
+            self.sampler.follow(chunk.request)
+        has_drafts = any(chunk.drafts for chunk in chunks)
+        return self.sampler.sample(
+            logits,
+            [chunk.request.id for chunk in chunks],
+            [chunk.known_end - chunk.request.num_prompt for chunk in chunks],
+            masks.wait() if masks else None,
+            [chunk.drafts for chunk in chunks] if has_drafts else None,
+            [self._drawn_from(chunk) for chunk in chunks] if has_drafts else None,
+        )
+
+    def _drawn_from(self, chunk: Chunk) -> Tensor | None:
+        """The distributions that a chunk's drafts were drawn from, if they were drawn."""
+        return self.drafter.sampled_from(chunk.request.id) if chunk.drafts else None
 
     def _warm_up_drafter(self, request: Request) -> None:
         """Compile the draft network's part, with a request that the model has just computed."""

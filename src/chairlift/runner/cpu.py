@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from chairlift.attention.batch import StepBatch, build_batch
 from chairlift.attention.interface import StepAttention
@@ -18,9 +17,8 @@ from chairlift.models.base import HiddenStates
 from chairlift.models.programs.base import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.memory import make_copies
-from chairlift.sampling.sampler import SampledBatch, beam_candidates
+from chairlift.sampling.sampler import beam_candidates
 from chairlift.speculation.drafter import ComputedBatch
-from chairlift.structured.output import MaskJob
 
 
 class CPURunner(ModelRunner):
@@ -67,25 +65,6 @@ class CPURunner(ModelRunner):
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(
             plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
-        )
-
-    def _begin_masks(self, sampling: Sequence[Chunk]) -> MaskJob | None:
-        if self.structured is None:
-            return None
-        return self.structured.begin_masks([chunk.request for chunk in sampling], [chunk.drafts for chunk in sampling])
-
-    def _sample(self, sampling: Sequence[Chunk], logits: Tensor, masks: MaskJob | None) -> SampledBatch:
-        requests = [chunk.request for chunk in sampling]
-        drafts = [chunk.drafts for chunk in sampling] if any(chunk.drafts for chunk in sampling) else None
-        for request in requests:
-            self.sampler.follow(request)
-        return self.sampler.sample(
-            logits,
-            [request.id for request in requests],
-            [request.num_output for request in requests],
-            masks.wait() if masks else None,
-            drafts,
-            [self.drafter.sampled_from(request.id) for request in requests] if drafts else None,
         )
 
     def _observe(

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.paged.slots import Slots, Staging
@@ -29,11 +31,11 @@ from chairlift.runner.gpu.forward import StepForward
 from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
-from chairlift.runner.gpu.step import ComputedStep, HostSampling, LaunchedStep, ModelOutput
+from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, SampledTokens
 from chairlift.runner.memory import HostBlocks, make_copies
 from chairlift.sampling.sampler import beam_candidates
 from chairlift.speculation.drafter import ComputedBatch, Drafter
-from chairlift.structured.output import StructuredOutput
+from chairlift.structured.output import MaskJob, StructuredOutput
 
 STEPS_AHEAD = 1
 STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in flight
@@ -82,7 +84,6 @@ class GPURunner(ModelRunner):
         self._staging = [Staging(largest.sections.size, largest.samples, device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
         self._packer = Packer(self.slots, self.shapes, spec.tile_queries)
-        self._host_sampling = HostSampling(self.slots, self.sampler, structured, self.drafter)
         self._recurrent: RecurrentInputs | None = None
         if states is not None:
             rows = 1 + sizes.drafts_per_request
@@ -130,15 +131,15 @@ class GPURunner(ModelRunner):
         if self._recurrent is not None:
             self._recurrent.send(plan, shape, packed.first_rows, buffer)
         staging.started.record()
-        on_host = self._host_sampling.rows(packed)
-        masks = self._host_sampling.begin_masks(packed, on_host)
+        on_host = self._rows_on_host(packed)
+        masks = self._begin_masks([packed.chunks[index] for index in on_host])
         if graph is None:
             with kernels_for(tuned=tuned):
                 step = self._forward.compute(shape, all_rows=reads)
         else:
             step = graph.replay()
         candidates = beam_candidates(packed.chunks, step.logits, one_by_one=self.one_by_one)
-        from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
+        from_host = self._sample_on_host(packed, on_host, step.logits, masks) if on_host else {}
         staging.results[: shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
         prompts = self._read_prompts(plan, packed, step) if reads else NO_PROMPT_OUTPUTS
@@ -147,6 +148,33 @@ class GPURunner(ModelRunner):
         if step.output is not None and self.drafter.reads_rows:
             self.drafter.after(_computed(plan, packed.first_rows.tolist(), step.output, launched))
         return launched
+
+    def _rows_on_host(self, packed: PackedStep) -> list[int]:
+        """The chunks that the host samples, as indices among those that sample: those with grammars, penalties, biases,
+        bans or logprobs, and those whose drafts were drawn."""
+        needed = self.slots.on_host[packed.slots]
+        if packed.num_sampled > len(packed.chunks):  # some have drafts
+            needed |= np.array([self._drawn_from(chunk) is not None for chunk in packed.chunks], np.bool_)
+        indices: list[int] = needed.nonzero()[0].tolist()
+        return indices
+
+    def _sample_on_host(
+        self, packed: PackedStep, rows: Sequence[int], logits: Tensor, masks: MaskJob | None
+    ) -> dict[int, SampledTokens]:
+        """The tokens of these chunks, by index; also set as their last tokens on the device."""
+        chunks = [packed.chunks[index] for index in rows]
+        ends = np.cumsum([chunk.num_scored for chunk in packed.chunks])[rows].tolist()
+        scored = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_scored, end)]
+        sampled = self._sample(chunks, logits[sent(scored, self.device)].float(), masks)
+        tokens: list[SampledTokens] = []
+        start = 0
+        for accepted in sampled.accepted:
+            kept = slice(start, start + 1 + accepted)
+            tokens.append(SampledTokens(sampled.tokens[kept], sampled.logprobs[kept]))
+            start = kept.stop
+        slots = sent(packed.slots[rows].tolist(), self.device)
+        self.slots.last_token[slots] = sent([each.tokens[-1] for each in tokens], self.device, torch.int32)
+        return dict(zip(rows, tokens, strict=True))
 
     def _read_prompts(self, plan: StepPlan, packed: PackedStep, step: ComputedStep) -> PromptOutputs:
         assert step.output is not None

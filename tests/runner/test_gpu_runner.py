@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import Embeddings, StepBatch
 from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.graphs import Graphs
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.mlp import GatedMLP
-from chairlift.models.base import CausalLM
+from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.runner import GPURunner
@@ -137,3 +141,30 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
     rows.clear()
     generate(engine, [(list(range(2, 22)), SamplingParams(temperature=0.0, max_tokens=1))])
     assert rows == [8, 8, 4, 1]
+
+
+def test_rows_given_as_vectors_replace_the_lookup_of_a_packed_step(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the parts of a prompt that are images will be."""
+    runner = make_engine(model, gpu=True).executor
+    logits, hidden_states, head = list[Tensor](), model.hidden_states, model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: logits.append(head(hidden)) or logits[-1])
+
+    def compute(tokens: list[int], vectors: Embeddings | None) -> Tensor:
+        def with_vectors(batch: StepBatch, *rest: Any) -> HiddenStates:
+            return hidden_states(replace(batch, embeddings=vectors), *rest)
+
+        monkeypatch.setattr(model, "hidden_states", with_vectors)
+        request = Request(f"{len(logits)}", tokens, GREEDY, max_new_tokens=1, arrival=0.0)
+        chunk = Chunk(request, start=0, count=len(tokens), table=[0, 1], samples=True)
+        runner.run(StepPlan(step=0, chunks=(chunk,)))
+        return logits[-1]
+
+    tokens, rows = list(range(3, 12)), [1, 4]
+    other = [0 if row in rows else token for row, token in enumerate(tokens)]
+    expected = compute(tokens, None)
+    vectors = model.embed(torch.tensor(tokens, device=model.device)[rows])
+    given = Embeddings(torch.tensor(rows, device=model.device), vectors)
+    torch.testing.assert_close(compute(other, given), expected)
+    assert not torch.allclose(compute(other, None), expected)

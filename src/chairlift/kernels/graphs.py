@@ -98,11 +98,11 @@ class StepKernels(Generic[Shape]):
 
     def kernels_of(self, shapes: Iterable[Shape], *, generic: bool = False) -> list[KernelSpec]:
         """The kernels that steps of these shapes launch."""
-        found: dict[KernelSpec, None] = {}
+        kernels: dict[KernelSpec, None] = {}
         with kernels_for(tuned=not generic):
             for shape in shapes:
-                found |= dict.fromkeys(self._recorded(lambda: self._walk(shape)))  # noqa: B023
-        return list(found)
+                kernels |= dict.fromkeys(self._recorded(lambda: self._walk(shape)))  # noqa: B023
+        return list(kernels)
 
     def _recorded(self, walk: Callable[[], object]) -> list[KernelSpec]:
         """The kernels that `walk` launches."""

@@ -130,7 +130,7 @@ class PromptReader:
         vectors = {chunk.request.id: self._pool(chunk, own) for chunk, own in pooled}
         return PromptOutputs(
             self._score(scored),
-            {one: array("f", vector.tolist()) for one, vector in vectors.items() if vector is not None},
+            {request_id: array("f", vector.tolist()) for request_id, vector in vectors.items() if vector is not None},
         )
 
     def forget(self, request_id: str) -> None:
@@ -143,12 +143,12 @@ class PromptReader:
             tokens += chunk.request.tokens[chunk.read.start + 1 : chunk.read.stop + 1]
             counts += [chunk.request.params.prompt_logprobs or 0] * len(rows)
         hidden = torch.cat([rows for _, rows in scored]) if scored else None
-        found: list[TokenLogprobs] = []
-        while hidden is not None and len(found) < len(tokens):
-            part = slice(len(found), len(found) + SCORED_AT_ONCE)
+        logprobs: list[TokenLogprobs] = []
+        while hidden is not None and len(logprobs) < len(tokens):
+            part = slice(len(logprobs), len(logprobs) + SCORED_AT_ONCE)
             logits = self._model.logits(hidden[part]).float()
-            found += token_logprobs(logits, tokens[part], counts[part], one_by_one=self._one_by_one)
-        in_order = iter(found)
+            logprobs += token_logprobs(logits, tokens[part], counts[part], one_by_one=self._one_by_one)
+        in_order = iter(logprobs)
         return {chunk.request.id: list(islice(in_order, len(rows))) for chunk, rows in scored}
 
     def _pool(self, chunk: Chunk, rows: Tensor) -> Tensor | None:

@@ -36,7 +36,7 @@ class CPURunner(ModelRunner):
             return FinishedStep(self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         rectangular = self.attention.capabilities.rectangular
         batch = build_batch(plan, self.storage, self.model.device, states=self.states, rectangular=rectangular)
@@ -53,7 +53,7 @@ class CPURunner(ModelRunner):
         prompts = self.prompt_reader.read(plan.chunks, kept[num_sampled:]) if plan.reads else NO_PROMPT_OUTPUTS
         if not sampling:
             self._observe(plan, batch, attention, hidden, {})
-            timing = StepTiming(built - begun, time.perf_counter() - built)
+            timing = StepTiming(built - start, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding, prompts=prompts)
         num_scored = len(sampling) + plan.num_drafts  # idle rows come last
         logits = self.model.logits(kept[:num_sampled])[:num_scored].float()
@@ -62,7 +62,7 @@ class CPURunner(ModelRunner):
         sampled = self._sample(sampling, logits, masks)
         accepted = {chunk.request.id: count for chunk, count in zip(sampling, sampled.accepted, strict=False) if count}
         self._observe(plan, batch, attention, hidden, accepted)
-        timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
+        timing = StepTiming(built - start, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(
             plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
         )

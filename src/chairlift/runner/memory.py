@@ -38,9 +38,9 @@ def free_memory(device: torch.device, *, mapped: int = 0) -> int:
 def _available_to_machine() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if found:
-            return int(found[1]) * 1024
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if available:
+            return int(available[1]) * 1024
     # Without a better source (macOS has none in the standard library), count half of what is installed.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
@@ -54,8 +54,8 @@ def allocate_storage(
         return KVStorage([nothing], [nothing])
     shapes = [(num_blocks + 1, block_size, layer.num_kv_heads, stored_size(layer.head_dim, dtype)) for layer in layers]
     latent = [layer.latent_dim is not None for layer in layers]
-    kinds = list(zip(shapes, latent, strict=True))
-    alike = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))  # draft layers may differ
+    forms = list(zip(shapes, latent, strict=True))
+    alike = next((i for i, form in enumerate(forms) if form != forms[0]), len(forms))  # draft layers may differ
     all_keys = _empty((alike, *shapes[0]), dtype, device)
     all_values = all_keys if latent[0] else _empty((alike, *shapes[0]), dtype, device)
     keys = [*all_keys.unbind(0), *(_empty(shape, dtype, device) for shape in shapes[alike:])]
@@ -121,13 +121,13 @@ class HostBlocks:
         count = min(_PROBE_BLOCKS, len(host), len(device) - 1)
         blocks = list(range(count))
         self.save(blocks, blocks)  # the first copy is slower than later ones
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.save(blocks, blocks)
         self.restore(blocks, blocks)
         if device.is_cuda:
             torch.cuda.synchronize(device.device)
         moved = sum(2 * count * pair[1][0].nbytes for pair in self._pairs)
-        return moved / max(time.perf_counter() - begun, 1e-9)
+        return moved / max(time.perf_counter() - start, 1e-9)
 
 
 def make_copies(plan: StepPlan, storage: KVStorage, host_blocks: HostBlocks | None) -> None:

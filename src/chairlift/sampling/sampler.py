@@ -198,13 +198,13 @@ class Sampler:
         """The logprobs of the rows `scored`, from their logits `raw` as the model computed them."""
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if raw is not None:
-            found = token_logprobs(
+            entries = token_logprobs(
                 raw,
                 [max(tokens[index], 0) for index in scored],
                 [rows[index].request.params.logprobs or 0 for index in scored],
                 one_by_one=self._one_by_one,
             )
-            for index, entry in zip(scored, found, strict=True):
+            for index, entry in zip(scored, entries, strict=True):
                 logprobs[index] = entry if tokens[index] != BAD_LOGITS else None
         return logprobs
 

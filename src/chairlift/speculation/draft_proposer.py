@@ -125,8 +125,8 @@ class DraftModelProposer(Proposer, Drafter):
                 tasks.append(DraftTask(request, terms.length(request), table, *least, terms.chances_for(request)))
         self._sampled_from = {}
         drafts = self._run(tasks, terms) if tasks else []
-        found = {task.request.id: draft for task, draft in zip(tasks, drafts, strict=True)}
-        return [found.get(request.id, Draft((), ())) for request in requests]
+        by_request = {task.request.id: draft for task, draft in zip(tasks, drafts, strict=True)}
+        return [by_request.get(request.id, Draft((), ())) for request in requests]
 
     def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
@@ -136,11 +136,11 @@ class DraftModelProposer(Proposer, Drafter):
 
     def _draft(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         ready = self._catch_up(tasks, terms)
-        found = self._draft_captured([tasks[index] for index in ready], terms)
-        if found is None:
+        captured = self._draft_captured([tasks[index] for index in ready], terms)
+        if captured is None:
             return self._draft_by_places(tasks, ready)
         drafts = [Draft((), ())] * len(tasks)
-        for index, draft in zip(ready, found, strict=True):
+        for index, draft in zip(ready, captured, strict=True):
             drafts[index] = draft
         return drafts
 
@@ -159,8 +159,8 @@ class DraftModelProposer(Proposer, Drafter):
             active = [index for index in ready if tasks[index].length > place == len(tokens[index])]
             if place and not any(likely[index] >= tasks[index].min_chance_to_extend for index in active):
                 break
-            found = self._pass([self._chunk(tasks[index], tokens[index]) for index in active])
-            for index, token, level in zip(active, *found, strict=True):
+            choices = self._pass([self._chunk(tasks[index], tokens[index]) for index in active])
+            for index, token, level in zip(active, *choices, strict=True):
                 task = tasks[index]
                 likely[index] *= task.chances[level]
                 # A sampled draft token is dropped because of the distribution it was sampled from, never because of the
@@ -285,8 +285,8 @@ class DraftModelProposer(Proposer, Drafter):
         return whole
 
     def sampled_from(self, request_id: str) -> Tensor | None:
-        found = self._sampled_from.get(request_id)
-        return torch.stack(found) if found else None
+        rows = self._sampled_from.get(request_id)
+        return torch.stack(rows) if rows else None
 
     def forget(self, request_id: str) -> None:
         self.network.forget(request_id)
@@ -296,7 +296,7 @@ class DraftModelProposer(Proposer, Drafter):
 
 def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The distributions that the requests sample from, without penalties and the like, which drafts can do without."""
-    temperatures = torch.tensor([one.temperature for one in params], device=scores.device)
+    temperatures = torch.tensor([each.temperature for each in params], device=scores.device)
     weights = (scores.float().nan_to_num() / temperatures[:, None]).softmax(dim=-1)
-    filter_probabilities(weights, [filters_of(one) for one in params])
+    filter_probabilities(weights, [filters_of(each) for each in params])
     return weights / weights.sum(dim=-1, keepdim=True)

@@ -62,11 +62,11 @@ class DraftHead:
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
         self.attention_layers: tuple[AttentionLayer, ...] = (attention,)
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
-        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **kind)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
+        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **options)
         self.joint: Linear | None = None  # one of several hidden states of the target
         if config.taps:
-            self.joint = Linear.empty(config.feature_size, config.hidden_size, **kind)
+            self.joint = Linear.empty(config.feature_size, config.hidden_size, **options)
         self.layer = DecoderLayer(decoder, layer, dtype, device, target.head_format)
         assert layer.rope is not None
         self._rope = layer.rope
@@ -213,8 +213,8 @@ class HeadConfig:
         missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in config)
         if missing:
             raise CorruptCheckpoint(f"config.json of the draft head lacks {', '.join(missing)}")
-        given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
-        return cls(**given | {"taps": tuple(given.get("taps", ()))})
+        values = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        return cls(**values | {"taps": tuple(values.get("taps", ()))})
 
     def to_json(self) -> dict[str, Any]:
         return {"model_type": MODEL_TYPE, **asdict(self)}

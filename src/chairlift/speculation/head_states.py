@@ -107,12 +107,12 @@ class KeptStates(HeadStates):
         """The features before the first token of each chunk [chunks, features], in the type of `like`; zeros where they
         are unknown, such as after a prefix hit."""
         unknown = torch.zeros_like(like[:1])
-        found = []
+        features = []
         for chunk in chunks:
             pending = self.pending.get(chunk.request.id)
             known = pending is not None and (pending.first, pending.end) == (chunk.start, chunk.start + 1)
-            found.append(pending.states() if known and pending is not None else unknown)
-        return torch.cat(found)
+            features.append(pending.states() if known and pending is not None else unknown)
+        return torch.cat(features)
 
     def num_bytes(self, num_requests: int) -> int:
         """States of decode steps are kept whole, padding rows included, which `num_requests` counts as well."""
@@ -283,14 +283,14 @@ class UnwrittenBlocks:
 
     def note(self, plan: StepPlan, block_size: int, *, computes_prompts: bool = False) -> None:
         """Note what a step begins. With `computes_prompts` the step has computed prompts for the head, too."""
-        found = self._first_place
+        marks = self._first_place
         for swap in plan.swap_outs:
-            _copy(found, swap.block, self._swapped, swap.slot)
+            _copy(marks, swap.block, self._swapped, swap.slot)
         for swap in plan.swap_ins:
-            _copy(self._swapped, swap.slot, found, swap.block)
+            _copy(self._swapped, swap.slot, marks, swap.block)
         for chunk in plan.chunks:
             for copy in chunk.copies:
-                _copy(found, copy.source, found, copy.target)
+                _copy(marks, copy.source, marks, copy.target)
             start, end = chunk.start, chunk.start + chunk.count
             is_computed = computes_prompts and not chunk.decodes
             if chunk.count == 1 and start % block_size and not is_computed:  # most decodes
@@ -298,18 +298,18 @@ class UnwrittenBlocks:
             if is_computed:
                 self._note_computed(chunk.table, start, end, block_size)
             else:
-                found.update(dict.fromkeys(chunk.table[-(-start // block_size) : -(-end // block_size)], 0))
+                marks.update(dict.fromkeys(chunk.table[-(-start // block_size) : -(-end // block_size)], 0))
 
     def _note_computed(self, table: Sequence[int], start: int, end: int, block_size: int) -> None:
         """The head has computed the tokens from `start` to `end` of a request."""
-        found, begun = self._first_place, table[start // block_size]
-        before = found.get(begun, block_size)
+        marks, first = self._first_place, table[start // block_size]
+        before = marks.get(first, block_size)
         for block in table[start // block_size : -(-end // block_size)]:
-            found.pop(block, None)
+            marks.pop(block, None)
         if end % block_size:
-            found[table[end // block_size]] = end % block_size
+            marks[table[end // block_size]] = end % block_size
         if before < start % block_size:  # it has not computed some places before; those after them are cleared, too
-            found[begun] = before
+            marks[first] = before
 
     def take(self, tables: Sequence[Sequence[int]], block_size: int) -> list[int]:
         """The slots (block * block_size + place) to clear in blocks of these tables, which then count as cleared."""
@@ -326,8 +326,8 @@ class UnwrittenBlocks:
         ]
 
 
-def _copy(source: dict[int, int], at: int, target: dict[int, int], to: int) -> None:
+def _copy(source: dict[int, int], key: int, target: dict[int, int], other: int) -> None:
     """Give a copied block the mark of its source."""
-    target.pop(to, None)
-    if at in source:
-        target[to] = source[at]
+    target.pop(other, None)
+    if key in source:
+        target[other] = source[key]

@@ -51,12 +51,12 @@ class ThinkingState:
     def restrictions(self, request: Request, drafts: Sequence[int]) -> list[Restriction | None]:
         """Return what the budget demands of the next token and of the token after each draft."""
         self._follow(request)
-        found = [self._tracker.restriction(self._budget)]
+        restrictions = [self._tracker.restriction(self._budget)]
         ahead = self._tracker.copy() if drafts else self._tracker
         for draft in drafts:
             ahead.push(draft)
-            found.append(ahead.restriction(self._budget))
-        return found
+            restrictions.append(ahead.restriction(self._budget))
+        return restrictions
 
     def _follow(self, request: Request) -> None:
         if request.num_output < self._num_tokens:  # tokens were removed
@@ -136,7 +136,7 @@ class StructuredOutput:
 
     def newly_compiled(self) -> list[tuple[str, Ending | None]]:
         """Return the requests whose grammars were compiled since the last call, with an ending if it failed."""
-        found: list[tuple[str, Ending | None]] = []
+        compiled: list[tuple[str, Ending | None]] = []
         for request_id, (structure, future) in list(self._compiling.items()):
             if not future.done():
                 continue
@@ -151,8 +151,8 @@ class StructuredOutput:
                 ending = Ending(FinishReason.ERROR, problem, temporary=True)
             if structure.optional:
                 ending = None
-            found.append((request_id, ending))
-        return found
+            compiled.append((request_id, ending))
+        return compiled
 
     def wait_for_compiler(self, seconds: float) -> None:
         """Wait until a grammar is compiled, at most `seconds`; return at once if none is being compiled."""
@@ -293,7 +293,7 @@ class _MaskTask:
     @property
     def needed(self) -> bool:
         """Whether any token is excluded."""
-        return self.state is not None or any(one is not None for one in (*self.suppressed, *self.restrictions))
+        return self.state is not None or any(bits is not None for bits in (*self.suppressed, *self.restrictions))
 
     @property
     def has_grammar(self) -> bool:

@@ -200,11 +200,11 @@ def _random_set_bit(mask: bytes, rng: random.Random) -> int | None:
     """Return a set bit of the first non-zero byte after a random position; listing all bits would take too long."""
     start = rng.randrange(len(mask))
     rotated = mask[start:] + mask[:start]
-    found = rotated.lstrip(b"\0")
-    if not found:
+    rest = rotated.lstrip(b"\0")
+    if not rest:
         return None
-    index = (start + len(rotated) - len(found)) % len(mask)
-    return 8 * index + rng.choice([bit for bit in range(8) if found[0] >> bit & 1])
+    index = (start + len(rotated) - len(rest)) % len(mask)
+    return 8 * index + rng.choice([bit for bit in range(8) if rest[0] >> bit & 1])
 
 
 if __name__ == "__main__":

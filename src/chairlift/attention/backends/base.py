@@ -118,9 +118,9 @@ def choose_backend(
 
 def _lacks(backend: type[AttentionBackend], layers: Sequence[AttentionLayer]) -> list[str]:
     """What the layers need and the backend does not have."""
-    found = []
+    reasons = []
     if any(layer.sinks for layer in layers) and not backend.capabilities.sinks:
-        found.append(f"{backend.name} attention has no sinks")
+        reasons.append(f"{backend.name} attention has no sinks")
     if any(layer.chunk is not None for layer in layers) and not backend.capabilities.chunks:
-        found.append(f"{backend.name} attention cannot stay within chunks")
-    return found
+        reasons.append(f"{backend.name} attention cannot stay within chunks")
+    return reasons

@@ -28,14 +28,14 @@ class PagedCPUAttention(AttentionBackend):
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        found = []
+        reasons = []
         if device.type != "cpu":
-            found.append(f"it runs on the CPU, not on {device.type}")
+            reasons.append(f"it runs on the CPU, not on {device.type}")
         if dtype is not torch.float32:
-            found.append(f"it takes float32, not {dtype}")
+            reasons.append(f"it takes float32, not {dtype}")
         if importlib.util.find_spec("numba") is None:
-            found.append("numba is not installed")
-        return found
+            reasons.append("numba is not installed")
+        return reasons
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
         return PagedCPUStep(batch.layout, storage, self.invariant_for is not None)
@@ -202,11 +202,11 @@ def attend_expanded(
         expanded = up.expand(latents, group)
         keys = torch.cat((expanded[..., : up.nope_dim], rope.expand(-1, expanded.shape[1], -1)), dim=-1)
         values = expanded[..., up.nope_dim :].contiguous()
-        found = q.new_empty(len(q), keys.shape[1], value_dim)
+        sums = q.new_empty(len(q), keys.shape[1], value_dim)
         work = split_work(np.array([0, len(q)]), np.array([start]), np.array([end]), keys.shape[1], value_dim, few=0)
         # The expanded keys and values are a cache of one block.
         cache = Cache(keys[None].numpy(), values[None].numpy(), np.zeros((1, 1), np.int32))
         new = (keys[start:].numpy().copy(), values[start:].numpy().copy())
-        the_team().run(attend_layer, q[:, group].contiguous().numpy(), *new, slots, cache, work, score, found.numpy())
-        out[:, group] = found
+        the_team().run(attend_layer, q[:, group].contiguous().numpy(), *new, slots, cache, work, score, sums.numpy())
+        out[:, group] = sums
     return out

@@ -42,24 +42,24 @@ class PagedGPUAttention(AttentionBackend):
 
     def __init__(self, invariant_for: int | None = None) -> None:
         super().__init__(invariant_for)
-        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by (heads, kv_heads, head_dim)
-        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by the same
-        self._small_tiles: dict[tuple[int, int, int], bool] = {}  # by the same
-        self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # by (heads, latent dimensions)
-        self._hopper_scratch: dict[tuple[int, int], HopperScratch | None] = {}  # by the same
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # The keys are (heads, kv_heads, head_dim).
+        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # The same keys.
+        self._small_tiles: dict[tuple[int, int, int], bool] = {}  # The same keys.
+        self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # The keys are (heads, latent dimensions).
+        self._hopper_scratch: dict[tuple[int, int], HopperScratch | None] = {}  # The same keys.
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        found = []
+        reasons = []
         if not on_gpu(device):
-            found.append(f"it runs on a GPU, not on {device.type}")
+            reasons.append(f"it runs on a GPU, not on {device.type}")
         if importlib.util.find_spec("triton") is None:
-            found.append("triton is not installed")
+            reasons.append("triton is not installed")
         if any(layer.latent_dim is None and layer.head_dim > MAX_HEAD for layer in layers):
-            found.append(f"it takes heads of at most {MAX_HEAD} dimensions")
+            reasons.append(f"it takes heads of at most {MAX_HEAD} dimensions")
         if any(layer.latent_dim is not None and layer.latent_dim > MAX_LATENT for layer in layers):
-            found.append(f"it takes latents of at most {MAX_LATENT} dimensions")
-        return found
+            reasons.append(f"it takes latents of at most {MAX_LATENT} dimensions")
+        return reasons
 
     @classmethod
     def invariance_obstacles(cls, layers: Sequence[AttentionLayer]) -> list[str]:
@@ -189,7 +189,9 @@ def _paged(layout: RaggedLayout) -> PagedLayout:
     num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
-    tiles = [(i, at) for i, count in enumerate(counts) if i >= num_single for at in range(0, count, ANY_LAYERS_QUERIES)]
+    tiles = [
+        (i, first) for i, count in enumerate(counts) if i >= num_single for first in range(0, count, ANY_LAYERS_QUERIES)
+    ]
 
     def on_device(values: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(device)
@@ -204,7 +206,7 @@ def _paged(layout: RaggedLayout) -> PagedLayout:
         chunk_count=on_device(counts),
         num_single=num_single,
         tile_chunk=on_device([chunk for chunk, _ in tiles]),
-        tile_offset=on_device([at for _, at in tiles]),
+        tile_offset=on_device([first for _, first in tiles]),
         tile_queries=ANY_LAYERS_QUERIES,
         long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
         deep_chunks=max(layout.starts[num_single:], default=0) > LONG_CONTEXT,
@@ -286,7 +288,7 @@ class PagedGPUStep(StepAttention):
         from chairlift.kernels.triton.invariant_decode import invariant_decode
 
         batch, backend = self.batch, self.backend
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "tables": batch.tables,
             "row_slot": batch.chunk_slot[: batch.num_single],
             "row_start": batch.chunk_start,
@@ -301,10 +303,10 @@ class PagedGPUStep(StepAttention):
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         if backend.invariant_for is None:
             long = batch.long_contexts and _reads_far(layer)
-            decode_attention(q, keys, values, out, **given, scratch=backend.scratch(layer, q.device), long=long)
+            decode_attention(q, keys, values, out, **arguments, scratch=backend.scratch(layer, q.device), long=long)
         else:
             scratch, queries = backend.span_scratch(layer, q.device), backend.queries_of_singles(layer, batch)
-            invariant_decode(q, keys, values, out, **given, scratch=scratch, tile_queries=queries)
+            invariant_decode(q, keys, values, out, **arguments, scratch=scratch, tile_queries=queries)
 
     def _attended(self, layer: AttentionLayer, q: Tensor, sinks: Tensor | None) -> Tensor:
         from chairlift.kernels.triton.launch import empty_rows
@@ -325,7 +327,7 @@ class PagedGPUStep(StepAttention):
 
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "tables": batch.tables,
             "tile_chunk": batch.tile_chunk,
             "tile_offset": batch.tile_offset,
@@ -339,13 +341,13 @@ class PagedGPUStep(StepAttention):
         }
         limits: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap, "chunk": layer.chunk}
         if self.backend.invariant_for is not None:
-            invariant_attention(q, keys, values, out, **given, **limits)
+            invariant_attention(q, keys, values, out, **arguments, **limits)
             return
         if tuned() and len(q) >= LARGE_STEP and hopper_obstacle(q.device) is None:
             from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention, obstacles
 
             if not obstacles(q, keys, values, tile_queries=batch.tile_queries, **limits):
-                hopper_prefill_attention(q, keys, values, out, **given)
+                hopper_prefill_attention(q, keys, values, out, **arguments)
                 return
         deep = batch.deep_chunks and _reads_far(layer)
-        prefill_attention(q, keys, values, out, **given, **limits, deep=deep)
+        prefill_attention(q, keys, values, out, **arguments, **limits, deep=deep)

@@ -30,7 +30,7 @@ def attend_to_batch(
 ) -> Tensor:
     """Store the new latents and attend: [T, heads, value_dim]."""
     q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "norm": projection.norm,
         "eps": projection.eps,
         "cos": projection.cos,
@@ -41,9 +41,9 @@ def attend_to_batch(
     }
     few = len(q) <= FEW_ROWS and tuned()
     if few:
-        absorbed = prepare_and_absorb_(q, latent, up.weight, cache, **given)
+        absorbed = prepare_and_absorb_(q, latent, up.weight, cache, **arguments)
     else:
-        prepare_latents_(q, latent, cache, **given)
+        prepare_latents_(q, latent, cache, **arguments)
         absorbed = up.absorb(q[..., : up.nope_dim])
     chunks = Chunks(
         slot=batch.chunk_slot,

@@ -65,7 +65,7 @@ class _Pieces:
     def tiles(self, queries: int) -> list[tuple[int, int]]:
         """(piece in the batch's order, its first query) of all tiles of the longer chunks."""
         longer = range(self.num_single, len(self.in_order))
-        return [(index, at) for index in longer for at in range(0, self.in_order[index][0].count, queries)]
+        return [(index, first) for index in longer for first in range(0, self.in_order[index][0].count, queries)]
 
 
 class Packer:

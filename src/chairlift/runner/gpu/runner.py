@@ -112,7 +112,7 @@ class GPURunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         buffer = self._num_steps % STAGING_BUFFERS
         staging = self._staging[buffer]
@@ -143,7 +143,7 @@ class GPURunner(ModelRunner):
         staging.results[: shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
         prompts = self._read_prompts(plan, packed, step) if reads else NO_PROMPT_OUTPUTS
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical and tuned)
         if step.output is not None and self.drafter.reads_rows:
             self.drafter.after(_computed(plan, packed.first_rows.tolist(), step.output, launched))

@@ -144,11 +144,11 @@ class Shapes:
         """The captured shapes of these sizes, as far as steps can have them; those with drafts behind those without,
         and those of long contexts, where they differ, last."""
         most = round_up(self.max_requests, self.decode_buckets) or self.max_requests
-        kinds = [(size, False) for size in sizes if size <= most]
+        forms = [(size, False) for size in sizes if size <= most]
         if self._rows > self.max_requests:
-            kinds += [(size, True) for size in sizes if size > 1]
-        found = (self.decode(size, long=long, drafts=drafts) for long in (False, True) for size, drafts in kinds)
-        return [*dict.fromkeys(found)]
+            forms += [(size, True) for size in sizes if size > 1]
+        shapes = (self.decode(size, long=long, drafts=drafts) for long in (False, True) for size, drafts in forms)
+        return [*dict.fromkeys(shapes)]
 
     def mixed(self, bucket: int) -> BatchShape:
         """The captured shape of up to `bucket` tokens with prompts among them."""
@@ -176,8 +176,8 @@ class Shapes:
     def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
         """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
         a prompt that follows a long context."""
-        found = [self._beside_prompt(decodes.singles, long=decodes.long)]
-        return found if self._long_context is None else [*found, DEEP_PROMPT, SMALL_DEEP_PROMPT]
+        shapes = [self._beside_prompt(decodes.singles, long=decodes.long)]
+        return shapes if self._long_context is None else [*shapes, DEEP_PROMPT, SMALL_DEEP_PROMPT]
 
     def _beside_prompt(self, singles: int, *, long: bool) -> BatchShape:
         return BatchShape(singles + UNCAPTURED, singles + 1, singles, 1, singles, MIN_UPDATES, long=long)
@@ -187,9 +187,9 @@ class Shapes:
         single tokens, those of its sampled rows, and those of a prompt that follows a long context."""
         if uncaptured.tokens < UNCAPTURED:
             return [replace(uncaptured, updates=MIN_UPDATES)]
-        found = [self._beside_prompt(uncaptured.singles, long=uncaptured.long)] if uncaptured.singles else []
-        found.append(self._beside_prompt(uncaptured.samples, long=False))
-        return [*dict.fromkeys([*found, DEEP_PROMPT] if uncaptured.deep else found)]
+        shapes = [self._beside_prompt(uncaptured.singles, long=uncaptured.long)] if uncaptured.singles else []
+        shapes.append(self._beside_prompt(uncaptured.samples, long=False))
+        return [*dict.fromkeys([*shapes, DEEP_PROMPT] if uncaptured.deep else shapes)]
 
     def choose(
         self,

@@ -81,12 +81,12 @@ class LaunchedStep:
         accepted: dict[str, int] = {}
         row = 0
         for index, chunk in enumerate(self.packed.chunks):
-            found = self.from_host.get(index) or _verified(chunk, sampled[row : row + chunk.num_scored])
+            own = self.from_host.get(index) or _verified(chunk, sampled[row : row + chunk.num_scored])
             row += chunk.num_scored
-            tokens += found.tokens
-            logprobs += found.logprobs
-            if len(found.tokens) > 1:
-                accepted[chunk.request.id] = len(found.tokens) - 1
+            tokens += own.tokens
+            logprobs += own.logprobs
+            if len(own.tokens) > 1:
+                accepted[chunk.request.id] = len(own.tokens) - 1
         return tokens, logprobs, accepted
 
 

@@ -40,10 +40,10 @@ class Penalties(LogitsEdit):
     @classmethod
     def edit_rows(cls, logits: Tensor, rows: Sequence[EditedRow[Penalties]]) -> None:
         seen = [row.edit._counts.after(row.drafts) for row in rows]
-        index = flat_index(logits, ((row.index, one.ids) for row, one in zip(rows, seen, strict=True)))
-        counts = torch.from_numpy(np.concatenate([one.counts for one in seen])).to(logits.device)
+        index = flat_index(logits, ((row.index, tokens.ids) for row, tokens in zip(rows, seen, strict=True)))
+        counts = torch.from_numpy(np.concatenate([tokens.counts for tokens in seen])).to(logits.device)
         factors = np.array([row.edit._factors for row in rows], dtype=np.float32)
-        per_token = np.repeat(factors, [len(one.ids) for one in seen], axis=0).T.copy()
+        per_token = np.repeat(factors, [len(tokens.ids) for tokens in seen], axis=0).T.copy()
         repetition, frequency, presence = torch.from_numpy(per_token).to(logits.device)
 
         flat = logits.view(-1)

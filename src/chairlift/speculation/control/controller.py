@@ -150,11 +150,13 @@ class SpeculationController:
     def _propose(
         self, requests: Sequence[Request], terms: DraftTerms, state: SchedulerState, plan: PlanBuilder
     ) -> None:
-        begun = self._clock()
-        found = self.proposer.propose(requests, terms)
-        seconds = self._clock() - begun
-        self.drafting = any(draft is not None for draft in found)
-        drafts = [(one, self._kept(one, draft, terms)) for one, draft in zip(requests, found, strict=True) if draft]
+        start = self._clock()
+        proposed = self.proposer.propose(requests, terms)
+        seconds = self._clock() - start
+        self.drafting = any(draft is not None for draft in proposed)
+        drafts = [
+            (each, self._kept(each, draft, terms)) for each, draft in zip(requests, proposed, strict=True) if draft
+        ]
         limits = (plan.room, self._max_drafts, None if state.kv.states is None else state.kv.states.draft_room)
         room = min(limit for limit in limits if limit is not None)
         # Without room for all, each gets a share: else the first request would take it all, and in every step.
@@ -169,7 +171,7 @@ class SpeculationController:
                 levels[request.id] = draft.levels
                 room -= len(tokens)
         if not terms.did_extra_work and terms.was_prepared and drafts:
-            self._note_pass([draft for draft in found if draft is not None], seconds, terms)
+            self._note_pass([draft for draft in proposed if draft is not None], seconds, terms)
         if self.drafting or terms.did_extra_work:
             first = next(iter(plan.chunks.values()))
             self._proposal = _Proposal(first, seconds, levels, terms.did_extra_work, terms.was_prepared)

@@ -99,17 +99,17 @@ class NgramIndex:
             same = tokens[position] == d if new == 1 else tokens[position : position + new] == tokens[self._end : end]
             position, matched = (position + new, matched + new) if same else (0, 0)
         if matched < LONG:
-            found = self._behind_long.get(hash((a, b, c, d)))
-            if found is not None:
-                position, matched = found, LONG
+            match = self._behind_long.get(hash((a, b, c, d)))
+            if match is not None:
+                position, matched = match, LONG
             elif matched < SHORT:
-                found = self._behind_short.get(hash((c, d)))
-                if found is not None:
-                    position, matched = found, SHORT
+                match = self._behind_short.get(hash((c, d)))
+                if match is not None:
+                    position, matched = match, SHORT
                 elif not matched:
-                    found = self._behind_one.get(d)
-                    if found is not None:
-                        position, matched = found, 1
+                    match = self._behind_one.get(d)
+                    if match is not None:
+                        position, matched = match, 1
         self._position, self._matched, self._end = position, matched, end
         return LEVEL_BY_BITS[min(matched.bit_length(), 4)]
 
@@ -136,16 +136,18 @@ class NgramIndex:
         if start == end:
             return
         recent = tokens[start - LONG : end - 1]
-        one, two, three = recent[1:], recent[2:], recent[3:]
+        first, second, third = recent[1:], recent[2:], recent[3:]
         positions = list(range(start, end))  # one int object for all three dictionaries
-        self._behind_long.update(zip(map(hash, zip(recent, one, two, three, strict=False)), positions, strict=True))
-        self._behind_short.update(zip(map(hash, zip(two, three, strict=False)), positions, strict=True))
-        self._behind_one.update(zip(three, positions, strict=True))
+        self._behind_long.update(
+            zip(map(hash, zip(recent, first, second, third, strict=False)), positions, strict=True)
+        )
+        self._behind_short.update(zip(map(hash, zip(second, third, strict=False)), positions, strict=True))
+        self._behind_one.update(zip(third, positions, strict=True))
         self.num_indexed = end
 
     def following(self, tokens: Sequence[int], length: int) -> list[int]:
-        found = list(tokens[self._position : self._position + length])
+        following = list(tokens[self._position : self._position + length])
         period = len(tokens) - self._position
-        while len(found) < length:  # the match overlaps the end: the text repeats itself with this period
-            found.append(found[len(found) - period])
-        return found
+        while len(following) < length:  # the match overlaps the end: the text repeats itself with this period
+            following.append(following[len(following) - period])
+        return following

@@ -28,10 +28,9 @@ from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.gpu.forward import StepForward
-from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
-from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, SampledTokens
+from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, PackedStep, Packer, SampledTokens
 from chairlift.runner.memory import HostBlocks, make_copies
 from chairlift.sampling.sampler import beam_candidates
 from chairlift.speculation.drafter import ComputedBatch, Drafter
@@ -118,15 +117,15 @@ class GPURunner(ModelRunner):
         staging = self._staging[buffer]
         self._num_steps += 1
         packed = self._packer.pack(plan, staging)
-        shape, reads = packed.shape, plan.reads
-        self.drafter.begin(plan, packed.first_rows, staging.views(shape.sections))
+        shape, sections, reads = packed.shape, packed.shape.sections, plan.reads
+        self.drafter.begin(plan, packed.first_rows, staging.views(sections))
         # Captured steps keep the hidden states of all rows only for a draft network.
         capturable = packed.capturable and (not reads or self.drafter.reads_rows)
         graphs = self.preparation.graphs if capturable else None
         typical = graphs is None or graphs.is_typical(shape)
         graph = None if graphs is None else graphs.find(shape)
         tuned = graph is not None or self.preparation.is_ready(shape, capturable=packed.capturable)
-        size = shape.sections.size
+        size = sections.size
         self._forward.inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         if self._recurrent is not None:
             self._recurrent.send(plan, shape, packed.first_rows, buffer)

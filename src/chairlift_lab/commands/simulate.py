@@ -226,11 +226,11 @@ def simulate(
     )
     if trace is not None:
         entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
-        coming = trace_arrivals(entries, copies, spread=spread, seconds=trace_seconds)
+        traffic = trace_arrivals(entries, copies, spread=spread, seconds=trace_seconds)
         settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
     else:
         lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
-        coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests or RANDOM_REQUESTS, seed)
+        traffic = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests or RANDOM_REQUESTS, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
     autoscaling = fleet.autoscaling(goal)
@@ -245,7 +245,7 @@ def simulate(
     engines = [make_replica(index) for index in range(fleet.replicas)]
     start = time.perf_counter()
     with watch(enabled=not quiet) as note, _no_garbage_collection():
-        outcome = run(coming, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
+        outcome = run(traffic, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
     wall = time.perf_counter() - start
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     if fleet.price is not None:

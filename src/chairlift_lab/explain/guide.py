@@ -100,11 +100,11 @@ def write_guide(
     from chairlift_lab.explain.recording import one_thread
 
     topics, written = [topic_named(each) for each in (TOPICS if name == ALL else (name,))], []
-    for place, topic in enumerate(topics, start=1):
-        note(f"{place}/{len(topics)} {topic.name}: running")
+    for number, topic in enumerate(topics, start=1):
+        note(f"{number}/{len(topics)} {topic.name}: running")
         with one_thread():
             data = topic.run(engines)
-        note(f"{place}/{len(topics)} {topic.name}: drawing")
+        note(f"{number}/{len(topics)} {topic.name}: drawing")
         written += write_topic(topic, data, engines.model_name, out, formats)
     if name == ALL and "md" in formats:
         written.append(_write(out / "README.md", _index(topics)))
@@ -144,9 +144,9 @@ def page(topic: Topic, data: Any, model: str) -> str:
 
 
 def neighbours(topic: Topic) -> tuple[Topic | None, Topic | None]:
-    place = TOPICS.index(topic.name)
-    before = topic_named(TOPICS[place - 1]) if place else None
-    return before, topic_named(TOPICS[place + 1]) if place + 1 < len(TOPICS) else None
+    index = TOPICS.index(topic.name)
+    before = topic_named(TOPICS[index - 1]) if index else None
+    return before, topic_named(TOPICS[index + 1]) if index + 1 < len(TOPICS) else None
 
 
 def blocks(text: str) -> list[str]:
@@ -156,8 +156,8 @@ def blocks(text: str) -> list[str]:
 
 def to_markdown(text: str, command: str) -> str:
     """Wrap lines again after figures were filled in, and show below each picture the command that draws it."""
-    shown = (f"{block}\n\n```\n{command}\n```" if block.startswith("![") else _wrapped(block) for block in blocks(text))
-    return "\n\n".join(shown)
+    parts = (f"{block}\n\n```\n{command}\n```" if block.startswith("![") else _wrapped(block) for block in blocks(text))
+    return "\n\n".join(parts)
 
 
 def _wrapped(block: str) -> str:

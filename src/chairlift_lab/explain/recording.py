@@ -183,16 +183,16 @@ def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int =
     requests give the same run."""
     recorder = _Recorder(engine)
     engine.executor = recorder
-    coming = deque(sorted(requests, key=lambda request: request.turn))
+    pending = deque(sorted(requests, key=lambda request: request.turn))
     events: list[Event] = []
     turn = 0
     try:
-        while coming or engine.has_work:
-            while coming and coming[0].turn <= turn:
-                request = coming.popleft()
+        while pending or engine.has_work:
+            while pending and pending[0].turn <= turn:
+                request = pending.popleft()
                 params = SamplingParams(temperature=0.0, max_tokens=request.new_tokens, ignore_eos=True, n=request.n)
                 engine.submit(request.prompt, params, request_id=request.name)
-            if not coming:
+            if not pending:
                 engine.expect_no_more()
             recorder.turn = turn
             # A plan is recorded before it runs: its tables and requests have changed since.
@@ -293,8 +293,8 @@ def one_thread() -> Iterator[None]:
 def as_label(text: str) -> str:
     """Text for a label: without characters that it cannot show and without surrounding spaces."""
     spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
-    shown = "".join(character if character.isprintable() else "·" for character in spelled)
-    return shown.strip().replace("$", r"\$") or "␣"  # a dollar starts a formula in matplotlib
+    printable = "".join(character if character.isprintable() else "·" for character in spelled)
+    return printable.strip().replace("$", r"\$") or "␣"  # a dollar starts a formula in matplotlib
 
 
 # ---- calls of the attention -----------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def who_sees_whom(call: AttentionCall) -> list[list[bool]]:
     attend to it.
     """
     ends = call.layout.ends
-    columns = [_who_sees(call, sequence, place) for sequence, end in enumerate(ends) for place in range(end)]
+    columns = [_who_sees(call, sequence, position) for sequence, end in enumerate(ends) for position in range(end)]
     return torch.stack(columns, dim=1).tolist()
 
 

@@ -104,9 +104,9 @@ def _iq4_nl(blocks: Floats) -> Bytes:
 
 def _iq4_xs(blocks: Floats) -> Bytes:
     groups = blocks.reshape(-1, SUPER // COLUMNS, COLUMNS)
-    wanted = np.abs(groups).max(axis=2) / -IQ4_VALUES[0]
-    factor, exact = _half(wanted.max(axis=1) / 31)
-    scales = np.rint(_ratio(wanted, exact[:, None])).clip(0, 31)
+    ideal = np.abs(groups).max(axis=2) / -IQ4_VALUES[0]
+    factor, exact = _half(ideal.max(axis=1) / 31)
+    scales = np.rint(_ratio(ideal, exact[:, None])).clip(0, 31)
     numbers = _nearest_iq4(_ratio(groups, (exact[:, None] * scales)[:, :, None]))
     codes = scales.astype(np.uint16) + 32
     low = (codes & 15).astype(np.uint8)
@@ -118,9 +118,9 @@ def _iq4_xs(blocks: Floats) -> Bytes:
 
 def _q6_k(blocks: Floats) -> Bytes:
     groups = blocks.reshape(-1, 16, 16)
-    wanted = np.abs(groups).max(axis=2) / 31
-    factor, exact = _half(wanted.max(axis=1) / 127)
-    scales = np.rint(_ratio(wanted, exact[:, None])).clip(0, 127)
+    ideal = np.abs(groups).max(axis=2) / 31
+    factor, exact = _half(ideal.max(axis=1) / 127)
+    scales = np.rint(_ratio(ideal, exact[:, None])).clip(0, 127)
     steps = (exact[:, None] * scales)[:, :, None]
     numbers = (np.rint(_ratio(groups, steps)).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, COLUMNS)
     low = numbers & 15
@@ -137,10 +137,10 @@ def _k(bits: int) -> Callable[[Floats], Bytes]:
     def encode_blocks(blocks: Floats) -> Bytes:
         groups = blocks.reshape(-1, SUPER // COLUMNS, COLUMNS)
         lowest = np.maximum(0, -groups.min(axis=2))
-        wanted = (groups.max(axis=2) + lowest) / (2**bits - 1)
-        factor, exact = _half(wanted.max(axis=1) / 63)
+        ideal = (groups.max(axis=2) + lowest) / (2**bits - 1)
+        factor, exact = _half(ideal.max(axis=1) / 63)
         low_factor, low_exact = _half(lowest.max(axis=1) / 63)
-        scales = np.rint(_ratio(wanted, exact[:, None])).clip(0, 63)
+        scales = np.rint(_ratio(ideal, exact[:, None])).clip(0, 63)
         lows = np.rint(_ratio(lowest, low_exact[:, None])).clip(0, 63)
         steps, shifts = (exact[:, None] * scales)[:, :, None], (low_exact[:, None] * lows)[:, :, None]
         numbers = np.rint(_ratio(groups + shifts, steps)).clip(0, 2**bits - 1).astype(np.uint8)

@@ -19,7 +19,7 @@ BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0
 BLOCK_SIZE = 16
 MEMORY_SHARE = 0.9  # the rest is for activations
 STATES_SHARE = 0.5  # the largest share of what the weights leave, as in `engine/memory_plan.py`
-MAX_REQUESTS = 256  # of one replica
+MAX_REQUESTS = 256  # requests of one replica
 
 machine_option = partial(typer.Option, rich_help_panel="Model and device")
 

@@ -103,8 +103,8 @@ def random_arrivals(
     arrivals: Arrivals, n_in: LengthRange, n_out: LengthRange, count: int, seed: int
 ) -> Iterator[Arrival]:
     rng = random.Random(f"simulation {seed}")
-    for index, at in enumerate(islice(arrivals.times(seed), count)):
-        yield Arrival(at, [index] * n_in.draw(rng), n_out.draw(rng))
+    for index, time in enumerate(islice(arrivals.times(seed), count)):
+        yield Arrival(time, [index] * n_in.draw(rng), n_out.draw(rng))
 
 
 def trace_arrivals(
@@ -118,14 +118,14 @@ def trace_arrivals(
     period = entries[-1].at + entries[-1].at / len(entries)
     part = period if spread is None else min(spread, period)
     circles = (_circle(entries, copy / copies * part, period, copy) for copy in range(copies))
-    for index, (at, entry, copy) in enumerate(heapq.merge(*circles, key=lambda item: item[0])):
-        if seconds is not None and at > seconds:
+    for index, (time, entry, copy) in enumerate(heapq.merge(*circles, key=lambda item: item[0])):
+        if seconds is not None and time > seconds:
             return
         prompt: list[int] = []
         for block in entry.blocks:
             prompt.extend([copy * BLOCKS_PER_COPY + block] * HASHED_TOKENS)
         prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
-        yield Arrival(at, prompt[: entry.n_in], entry.n_out)
+        yield Arrival(time, prompt[: entry.n_in], entry.n_out)
 
 
 def _circle(
@@ -155,8 +155,8 @@ def highest_rate(
         return ceiling
 
     def keeps(rate: float) -> bool:
-        coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
-        records = simulate_alone(coming, settings.make(cost)).records
+        arrivals = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
+        records = simulate_alone(arrivals, settings.make(cost)).records
         for name in ("ttft", "tpot", "e2e"):
             limit = getattr(targets, name)
             values = [value for record in records if (value := getattr(record, name)) is not None]
@@ -185,8 +185,8 @@ def saturated_rate(
     """Requests per second of one replica while its queue is never empty."""
     # The first and the last quarter end while the batch fills or drains.
     quarter = max(100, settings.seats)
-    coming = random_arrivals(Arrivals(ALL_AT_ONCE, 1.0), n_in, n_out, 4 * quarter, seed)
-    outcome = simulate_alone(coming, settings.make(cost))
+    arrivals = random_arrivals(Arrivals(ALL_AT_ONCE, 1.0), n_in, n_out, 4 * quarter, seed)
+    outcome = simulate_alone(arrivals, settings.make(cost))
     ends = sorted(record.arrival + record.e2e for record in outcome.records)
     return 2 * quarter / (ends[3 * quarter] - ends[quarter])
 

@@ -80,10 +80,10 @@ def _nanoseconds(_: Any) -> Any:
     """Read the monotonic clock."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
-        place = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _I64.as_pointer()])
-        read = cgutils.get_or_insert_function(b.module, kind, "clock_gettime")
-        seconds = b.bitcast(place, _I64.as_pointer())
+        timespec = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
+        signature = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _I64.as_pointer()])
+        read = cgutils.get_or_insert_function(b.module, signature, "clock_gettime")
+        seconds = b.bitcast(timespec, _I64.as_pointer())
         b.call(read, [ir.Constant(ir.IntType(32), _CLOCK), seconds])
         nanoseconds = b.load(b.gep(seconds, [ir.Constant(_I64, 1)]))
         return b.add(b.mul(b.load(seconds), ir.Constant(_I64, 10**9)), nanoseconds)

@@ -216,12 +216,12 @@ class Span:
 
 def trace_events(spans: Iterable[Span], track: str, number: int = ENGINE_TRACK) -> list[dict[str, Any]]:
     """Slices of one track; nested ones are shown below their parents."""
-    place: dict[str, Any] = {"pid": 0, "tid": number}
+    common: dict[str, Any] = {"pid": 0, "tid": number}
     names = {"process_name": "chairlift", "thread_name": track}
-    events = [place | {"name": name, "ph": "M", "args": {"name": value}} for name, value in names.items()]
+    events = [common | {"name": name, "ph": "M", "args": {"name": value}} for name, value in names.items()]
     for span in spans:
         times = {"ts": span.begin * 1e6, "dur": span.seconds * 1e6}
-        events.append(place | times | {"name": span.name, "cat": span.part, "ph": "X", "args": dict(span.details)})
+        events.append(common | times | {"name": span.name, "cat": span.part, "ph": "X", "args": dict(span.details)})
     return events
 
 

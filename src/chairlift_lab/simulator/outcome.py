@@ -14,7 +14,7 @@ SHARES = (50, 95, 99)  # percentiles of a report
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    at: float
+    time: float
     prompt: Sequence[int]  # tokens; equal prefixes are shared
     n_out: int
 

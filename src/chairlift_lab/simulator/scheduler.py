@@ -53,7 +53,7 @@ class SimulatedRequest:
     """An open request. Most run from arrival to end without being submitted to the scheduler."""
 
     __slots__ = (
-        *("block_digests", "group", "known", "num_found", "order"),
+        *("block_digests", "group", "length", "num_found", "order"),
         *("prompt", "record", "request", "shared", "since"),
     )
     salt = ""
@@ -64,7 +64,7 @@ class SimulatedRequest:
         self.order = order  # place in the order of submission
         self.request: Request | None = None  # its request in the scheduler, if it was submitted
         self.since = 0  # steps taken when it was set aside (`steady_decodes.py`) ...
-        self.known = 0  # ... and its known tokens then
+        self.length = 0  # ... and the number of its known tokens then
         self.block_digests: list[bytes] = []  # digests of the blocks of its prompt
         # While it is not submitted, with a prefix cache (`LazyIndexing`):
         self.shared: Sequence[int] = ()  # blocks with the start of its prompt that were cached before it arrived ...

@@ -53,22 +53,22 @@ class Fleet:
             self.add(replica, 0.0)
 
     def run(self, arrivals: Iterable[Arrival]) -> SimulationOutcome:
-        coming = iter(arrivals)
-        following = next(coming, None)
+        pending = iter(arrivals)
+        following = next(pending, None)
         # Otherwise the replica of the next arrival is unknown.
         alone = len(self.replicas) == 1 and self._size is None
         until = math.inf
         while following is not None or self._due or self.unrouted:
-            next_arrival = following.at if following is not None else math.inf
+            next_arrival = following.time if following is not None else math.inf
             next_step = self._due[0][0] if self._due else math.inf
             if self._size is not None and self._size.next_change <= min(next_arrival, next_step):
                 self._size.change(self, self._size.next_change)
             elif following is not None and next_arrival <= next_step:
-                arrived, following = following, next(coming, None)
-                until = following.at if alone and following is not None else math.inf
-                self._route(arrived, arrived.at, until)
+                arrived, following = following, next(pending, None)
+                until = following.time if alone and following is not None else math.inf
+                self._route(arrived, arrived.time, until)
                 if following is None:
-                    self._expect_no_more(arrived.at)
+                    self._expect_no_more(arrived.time)
             else:
                 self._wake(until)
         return self._finish()
@@ -95,7 +95,7 @@ class Fleet:
         keys = prefix_keys(arrival.prompt) if self.router.policy.reads_prefixes else ()
         route = self.router.route(RoutedRequest(n_in, keys=keys))
         index = int(route.replica)
-        record = RequestRecord(arrival.at, n_in, n_out, index)
+        record = RequestRecord(arrival.time, n_in, n_out, index)
         self.open[id(record)] = record, route
         self._outcome.records.append(record)
         replica = self.replicas[index]

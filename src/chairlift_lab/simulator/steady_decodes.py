@@ -74,7 +74,7 @@ class LazyIndexing:
             assert inserted == blocks, "the blocks are indexed already"
             return
         request = self._submit_running(simulated)
-        if simulated.known:  # else its prompt is computed in the current step
+        if simulated.length:  # else its prompt is computed in the current step
             request.start_from(simulated.record.n_in)
             self._kv.commit(request)
 
@@ -127,14 +127,14 @@ class SteadyDecodes:
                 staying.append(request)
         state.running = staying
 
-    def _add(self, simulated: SimulatedRequest, known: int) -> None:
-        """Set aside a request whose `known` tokens are computed but for the last."""
-        simulated.since, simulated.known = self._steps, known
+    def _add(self, simulated: SimulatedRequest, length: int) -> None:
+        """Set aside a request whose `length` tokens are computed but for the last."""
+        simulated.since, simulated.length = self._steps, length
         self.size += 1
         self._state.num_aside = self.size
-        self.context += known
-        self._takers[(self._steps + 2 - known) % self._block_size] += 1
-        last = self._steps + simulated.record.n_in + simulated.record.n_out - known
+        self.context += length
+        self._takers[(self._steps + 2 - length) % self._block_size] += 1
+        last = self._steps + simulated.record.n_in + simulated.record.n_out - length
         heappush(self._ends, (last, simulated.order, simulated))
 
     def advance(self, count: int, now: float) -> None:
@@ -146,7 +146,7 @@ class SteadyDecodes:
         ends = self._ends
         while ends and ends[0][0] <= self._steps:
             simulated = heappop(ends)[2]
-            computed = simulated.known - 1 + self._remove(simulated)
+            computed = simulated.length - 1 + self._remove(simulated)
             self._end(simulated, computed, now)
 
     def _end(self, simulated: SimulatedRequest, num_computed: int, now: float) -> None:
@@ -175,7 +175,7 @@ class SteadyDecodes:
         """Return a request to the scheduler with all the blocks and tokens it should have by now."""
         if simulated.request is None and self.lazy_indexing is not None:
             self.lazy_indexing.index_now(simulated)
-        computed = simulated.known - 1 + self._remove(simulated)
+        computed = simulated.length - 1 + self._remove(simulated)
         request = simulated.request or self.submitted.submit_running(simulated)
         if not self._kv.table(request):
             self._kv.attach(request, _NOTHING_SHARED)
@@ -193,9 +193,9 @@ class SteadyDecodes:
         taken = self._steps - simulated.since
         self.size -= 1
         self._state.num_aside = self.size
-        self.context -= simulated.known + taken
-        self._takers[(simulated.since + 2 - simulated.known) % self._block_size] -= 1
-        self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(simulated.known - 1 + taken))
+        self.context -= simulated.length + taken
+        self._takers[(simulated.since + 2 - simulated.length) % self._block_size] -= 1
+        self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(simulated.length - 1 + taken))
         return taken
 
     def _num_held(self, simulated: SimulatedRequest) -> int:

@@ -144,7 +144,7 @@ _ROUNDS = 5  # rounds of reweighted fits, which give outliers less weight
 _OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error gets a proportionally lower weight
 _SMALLEST_ERROR = 0.02
 _MOST_LATE = 3.0  # cap relative to a typical step; longer steps are treated as accidents
-_DIGITS = 6  # of seconds in a speed profile: microseconds
+_DIGITS = 6  # digits of seconds in a speed profile: microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,25 +310,25 @@ class SpeedProfile:
     _time: list[float] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.pieces or not all(work > 0 and took > 0 for work, took in self.pieces):
+        if not self.pieces or not all(work > 0 and duration > 0 for work, duration in self.pieces):
             raise InvalidParameter("pace", "must be pairs of numbers above 0, and at least one")
         object.__setattr__(self, "_work", list(accumulate((work for work, _ in self.pieces), initial=0.0)))
-        object.__setattr__(self, "_time", list(accumulate((took for _, took in self.pieces), initial=0.0)))
+        object.__setattr__(self, "_time", list(accumulate((duration for _, duration in self.pieces), initial=0.0)))
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, float]]) -> SpeedProfile | None:
         """Build a profile, rounded as it is saved; None without any usable pair."""
-        rounded = ((round(work, _DIGITS), round(took, _DIGITS)) for work, took in pairs)
-        pieces = tuple((work, took) for work, took in rounded if work > 0 and took > 0)
+        rounded = ((round(work, _DIGITS), round(duration, _DIGITS)) for work, duration in pairs)
+        pieces = tuple((work, duration) for work, duration in rounded if work > 0 and duration > 0)
         return cls(pieces) if pieces else None
 
     @classmethod
     def from_json(cls, saved: Sequence[Sequence[int]]) -> SpeedProfile:
-        return cls(tuple((round(work * 1e-6, _DIGITS), round(took * 1e-6, _DIGITS)) for work, took in saved))
+        return cls(tuple((round(work * 1e-6, _DIGITS), round(duration * 1e-6, _DIGITS)) for work, duration in saved))
 
     def to_json(self) -> list[Any]:
         """Whole microseconds, to keep files small."""
-        return [[round(1e6 * work), round(1e6 * took)] for work, took in self.pieces]
+        return [[round(1e6 * work), round(1e6 * duration)] for work, duration in self.pieces]
 
     @property
     def total_work(self) -> float:
@@ -338,8 +338,8 @@ class SpeedProfile:
         """The time at which `work` is done."""
         laps, rest = divmod(work, self._work[-1])
         index = bisect_right(self._work, rest, hi=len(self.pieces)) - 1
-        amount, took = self.pieces[index]
-        return laps * self._time[-1] + self._time[index] + (rest - self._work[index]) / amount * took
+        amount, duration = self.pieces[index]
+        return laps * self._time[-1] + self._time[index] + (rest - self._work[index]) / amount * duration
 
 
 class SpeedCursor:

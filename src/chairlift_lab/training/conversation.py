@@ -157,7 +157,7 @@ class RepetitionDetector:
         self._last = np.zeros((rows, REPEATED_TOKENS), dtype=np.int64)  # tokens of each row
         self._answer_lengths = np.zeros(rows, dtype=np.int64)
         self._hashes = np.full((rows, length), -1, dtype=np.int64)  # a hash of the last tokens, by column
-        self._factors = np.array([3 ** (11 * place) % 2**31 for place in range(1, REPEATED_TOKENS + 1)], dtype=np.int64)
+        self._factors = np.array([3 ** (11 * index) % 2**31 for index in range(1, REPEATED_TOKENS + 1)], dtype=np.int64)
 
     def add_column(self, column: int, tokens: np.ndarray, answered: np.ndarray) -> np.ndarray:
         """tokens, answered [rows]: a column, and whether it is part of an answer -> whether it completes a repeat."""

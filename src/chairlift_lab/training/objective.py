@@ -47,11 +47,11 @@ class DraftObjective:
             best = torch.full_like(tokens, -1)
             best[counted] = self._target_choice(hidden[counted])
         weights = written.float()  # the weight of each position
-        loss, hits, seen = torch.zeros((), device=device), [], KeysValues()
+        loss, hits, earlier = torch.zeros((), device=device), [], KeysValues()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             previous = head.joint(features)
             for depth in range(DEPTH):
-                previous = head(embedded, _shifted(previous), seen)
+                previous = head(embedded, _shifted(previous), earlier)
                 scores = F.linear(previous[counted], self._rows.to(previous.dtype))
                 losses = F.cross_entropy(scores.float(), goal, reduction="none")
                 drafted = torch.full_like(tokens, -2)

@@ -63,13 +63,13 @@ def write_texts(
     seconds: float = float("inf"),
 ) -> TrainingTexts:
     """`count` texts of `length` tokens, or as many as `seconds` allow."""
-    begun = time.monotonic()
+    start = time.monotonic()
     rows = min(count, max_rows(target, length))
     writer = TextWriter(target, rows, length, seed)
     rounds: list[TrainingTexts] = []
     done, slowest = 0, 0.0
-    while done < count and (not rounds or time.monotonic() - begun + slowest < seconds):
-        started = time.monotonic()
+    while done < count and (not rounds or time.monotonic() - start + slowest < seconds):
+        round_start = time.monotonic()
         conversations = Conversations(loaded, rows, length, prompts, seed, first=done)
         for column in range(1, length):
             conversations.add_column(
@@ -79,11 +79,11 @@ def write_texts(
             TrainingTexts(*map(torch.from_numpy, (conversations.tokens, conversations.written, conversations.held_out)))
         )
         done += rows
-        took = time.monotonic() - started
-        slowest = max(slowest, took)
-        pace, share = rows * length / took, np.mean(conversations.written)
+        duration = time.monotonic() - round_start
+        slowest = max(slowest, duration)
+        pace, share = rows * length / duration, np.mean(conversations.written)
         report(f"texts      {done:,} of {count:,}, {pace:,.0f} tokens/s, {share:.0%} of them in answers")
-    parts = zip(*((some.tokens, some.written, some.held_out) for some in rounds), strict=True)
+    parts = zip(*((texts.tokens, texts.written, texts.held_out) for texts in rounds), strict=True)
     return TrainingTexts(*(torch.cat(part)[:count] for part in parts))
 
 

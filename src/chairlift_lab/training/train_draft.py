@@ -133,7 +133,7 @@ class _Training:
         size = self._settings.batch
         parts = torch.arange(len(self._held_out)).split(size)
         held_out = [self._held_out[part] for part in parts]
-        accuracy = evaluate([(self._objective.evaluate(self._head, some).hits, some.written) for some in held_out])
+        accuracy = evaluate([(self._objective.evaluate(self._head, texts).hits, texts.written) for texts in held_out])
         self._report(f"learning   {where}: loss {torch.stack(losses).mean().item():.3f}, {accuracy}")
 
     def _save(self, optimizer: HeadOptimizer | None, steps_done: int) -> None:
@@ -196,13 +196,13 @@ class HeadOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's state, for a checkpoint."""
         kept = ((name, state[parameter]) for name, parameter, state in self._states() if parameter in state)
-        return {f"{name}/{kind}": torch.as_tensor(value) for name, some in kept for kind, value in some.items()}
+        return {f"{name}/{key}": torch.as_tensor(value) for name, values in kept for key, value in values.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter, state in self._states():
             own = {path.partition("/")[2]: value for path, value in tensors.items() if path.startswith(f"{name}/")}
             # Adam keeps its step count on the CPU.
-            state[parameter] = {kind: value if kind == "step" else value.to(parameter) for kind, value in own.items()}
+            state[parameter] = {key: value if key == "step" else value.to(parameter) for key, value in own.items()}
 
     def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[nn.Parameter, dict[str, Tensor]]]]:
         for name, parameter in self._head.named_parameters():

@@ -50,24 +50,24 @@ class TrainableHead(nn.Module):
             self.norm.weight.copy_(INITIAL_NORM_SCALE * target.norm.weight)
         self.inv_freq = torch.tensor(layer.rope.inv_freq, device=target.device)
 
-    def forward(self, embedded: Tensor, previous: Tensor, seen: KeysValues) -> Tensor:
+    def forward(self, embedded: Tensor, previous: Tensor, earlier: KeysValues) -> Tensor:
         """Embeddings of the tokens and states of the tokens before -> states, all [texts, length, hidden].
-        `seen`: keys and values of the depths before; those of this depth are appended."""
+        `earlier`: keys and values of the depths before; those of this depth are appended."""
         x = self.mix(torch.cat((unit(embedded), unit(previous).to(embedded.dtype)), dim=-1)).float()
-        x = x + self.o_proj(self._attend(self.input_layernorm(x), seen))
+        x = x + self.o_proj(self._attend(self.input_layernorm(x), earlier))
         y = self.post_attention_layernorm(x)
         x = x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
         states: Tensor = self.norm(x)
         return states
 
-    def _attend(self, x: Tensor, seen: KeysValues) -> Tensor:
+    def _attend(self, x: Tensor, earlier: KeysValues) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         angles = torch.arange(x.shape[1], device=x.device).float()[:, None] * self.inv_freq
         q, k = (_rotate(heads, angles.cos(), angles.sin()) for heads in (q, k))
         shared_by = self.attention.num_heads // self.attention.num_kv_heads
-        seen.append((k.repeat_interleave(shared_by, dim=1), v.repeat_interleave(shared_by, dim=1)))
-        keys, values = (torch.cat(side, dim=2) for side in zip(*seen, strict=True))
-        mask = None if len(seen) == 1 else visible_positions(x.shape[1], len(seen) - 1, x.device)
+        earlier.append((k.repeat_interleave(shared_by, dim=1), v.repeat_interleave(shared_by, dim=1)))
+        keys, values = (torch.cat(side, dim=2) for side in zip(*earlier, strict=True))
+        mask = None if len(earlier) == 1 else visible_positions(x.shape[1], len(earlier) - 1, x.device)
         attended = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.attention.scale
         )

@@ -107,13 +107,13 @@ def draw_generation(data: CacheData) -> Sheet:
 
 
 def _draw_steps(panel: Panel, data: CacheData, spans: tuple[tuple[int, int], ...]) -> None:
-    known = 0
+    computed = 0
     for row, (start, count) in enumerate(spans):
         for position in range(start + count):
-            kind = "cached" if position < start else "recomputed" if position < known else "new"
+            kind = "cached" if position < start else "recomputed" if position < computed else "new"
             panel.cell(position, row, kind)
-        known = start + count
-        panel.text(known + 0.15, row + 0.5, f"→ {data.words[known]}", ha="left", size=8.5)
+        computed = start + count
+        panel.text(computed + 0.15, row + 0.5, f"→ {data.words[computed]}", ha="left", size=8.5)
     panel.grid_only(len(data.words) + 1.5, len(spans), equal=False)
     panel.row_names([f"step {row + 1}" for row in range(len(spans))])
     panel.column_names(data.words[: len(data.words) - 1], size=8, rotation=55)

@@ -62,8 +62,8 @@ def run(engines: TopicEngines) -> KernelsData:
 def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, Tensor, Run]:
     options: dict[str, Any] = {"block_size": BLOCK_SIZE, "attention": name}
     run, calls = engines.record_calls(requests, lambda call: (call, _best_seconds(call)), layer=0, **options)
-    place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
-    (call, seconds), step = calls[place], run.steps[place]
+    mixed_step = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
+    (call, seconds), step = calls[mixed_step], run.steps[mixed_step]
     layout = call.layout
     width = -(-max(layout.ends) // BLOCK_SIZE) * BLOCK_SIZE
     data = KernelData(
@@ -98,8 +98,8 @@ def _best_seconds(call: AttentionCall) -> float:
 def draw(data: KernelsData) -> Sheet:
     sheet = Sheet("The attention of one step, computed in three ways", size=(11.5, 7.6))
     grid = sheet.grid(2, 2)
-    for place, (name, way) in zip(((0, 0), (0, 1), (1, 0)), data.ways.items(), strict=True):
-        panel = sheet.panel(name, grid[place])
+    for position, (name, way) in zip(((0, 0), (0, 1), (1, 0)), data.ways.items(), strict=True):
+        panel = sheet.panel(name, grid[position])
         panel.title(NAMES[name])
         _draw_way(panel, name, way)
     _draw_times(sheet.panel("times", grid[1, 1]), data)
@@ -134,7 +134,7 @@ def _draw_way(panel: Panel, name: str, way: KernelData) -> None:
     panel.grid_only(longest, end_of_rows, equal=False)
     panel.axes.set_xlim(-0.4, longest + 0.4)
     panel.axes.set_ylim(end_of_rows + 0.4, -0.4)
-    panel.axes.set_yticks([place for place, _ in ticks], [words for _, words in ticks])
+    panel.axes.set_yticks([y for y, _ in ticks], [words for _, words in ticks])
 
 
 def _kind(row: int, position: int, start: int, end: int) -> str:

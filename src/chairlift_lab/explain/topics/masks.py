@@ -71,9 +71,9 @@ def _mixed(step: StepRecord) -> bool:
 
 
 def _masks(
-    engines: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
+    engines: TopicEngines, requests: list[TimedRequest], choose: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
-    """The masks of the wanted steps of a run."""
+    """The masks of the chosen steps of a run."""
     run, answers = engines.record_calls(
         requests,
         lambda call: (who_sees_whom(call), [end - start for start, end in pairwise(call.layout.offsets)]),
@@ -83,7 +83,7 @@ def _masks(
     )
     masks = []
     for step, (sees, rows) in zip(run.steps, answers, strict=True):
-        if wanted(step):
+        if choose(step):
             pairs = zip(step.chunks, rows, strict=True)
             sequences = tuple(Sequence(chunk.request, chunk.start, chunk.end, count) for chunk, count in pairs)
             masks.append(Mask(sequences, tuple(map(tuple, sees)), step.padding))
@@ -94,8 +94,8 @@ def draw(data: MasksData) -> Sheet:
     sheet = Sheet("Who may look at whom: four masks, each asked from the engine", size=(11.5, 8.8))
     grid = sheet.grid(2, 2, width_ratios=[1, 2.05], height_ratios=[1, 1.12])
 
-    def panel(place: Any, title: str) -> Panel:
-        panel = sheet.panel(title.partition(":")[0], place)
+    def panel(cell: Any, title: str) -> Panel:
+        panel = sheet.panel(title.partition(":")[0], cell)
         panel.title(title)
         return panel
 
@@ -143,7 +143,7 @@ def _draw_steps(panel: Panel, masks: tuple[Mask, ...]) -> None:
             panel.axes.plot([0, width], [y, y], color=INK, linewidth=1.2)
     panel.grid_only(width, y)
     panel.axis_names("token that is seen (key)", "token that looks (query)")
-    numbers = [str(place) if place % 2 == 0 else "" for place in range(width)]
+    numbers = [str(number) if number % 2 == 0 else "" for number in range(width)]
     panel.column_names(numbers)
     panel.row_names(numbers)
 

@@ -87,15 +87,15 @@ def draw(data: SpeculationData) -> Sheet:
 def _draw_rows(panel: Panel, rows: tuple[Row, ...], most: int, longest: int) -> None:
     own_at = 2 * most + 0.4
     for y, row in enumerate(rows):
-        for place, draft in enumerate(row.drafts):
-            kind, sign = ("accepted", "✓") if place < row.accepted else ("rejected", "✗")
-            panel.cell(place * 2, y, kind, f"{sign} {draft}", width=2, size=8.5)
+        for index, draft in enumerate(row.drafts):
+            kind, sign = ("accepted", "✓") if index < row.accepted else ("rejected", "✗")
+            panel.cell(index * 2, y, kind, f"{sign} {draft}", width=2, size=8.5)
         panel.cell(own_at, y, "decode", row.own, width=2, size=8.5)
         panel.text(own_at + 2.7, y + 0.5, f"+{row.accepted + 1}", size=9)
     panel.grid_only(own_at + 3.2, longest, equal=False)
     panel.row_names([f"step {index + 1}" for index in range(len(rows))])
-    places = [2 * place + 1 for place in range(most)] + [own_at + 1, own_at + 2.7]
-    names = [f"draft {place + 1}" for place in range(most)] + ["model", "tokens"]
+    places = [2 * index + 1 for index in range(most)] + [own_at + 1, own_at + 2.7]
+    names = [f"draft {index + 1}" for index in range(most)] + ["model", "tokens"]
     panel.names_above(places, names, fontsize=8.5, color=INK)
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,26 @@ def test_a_refused_client_that_goes_on_sending_is_disconnected(short_timeouts: F
             return False
 
         wait_for(is_closed, "the connection to be closed")
+
+
+def test_a_client_that_reads_a_large_response_too_slowly_is_disconnected() -> None:
+    size = 64 * 2**20
+
+    def answer(engine: ScriptedEngine, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            engine.publish(Update(message.request_id, text="x" * size, tokens=[5], finish_reason="length"))
+
+    with front_end(answer, limits=SHORT_TIMEOUTS) as front:
+        with front.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**18)  # or the system would hold half of it
+            connection.sendall(post())
+            for _ in range(30):
+                assert connection.recv(2**18)
+                time.sleep(0.1)
+            assert len(read_to_end(connection)) < size // 4
+        with front.connect() as connection:
+            connection.sendall(post())
+            assert len(reply(connection).read()) > size
 
 
 @pytest.mark.parametrize(

@@ -442,13 +442,14 @@ class GuardedProtocol(H11Protocol):
         self._limit_writing()
 
     def _limit_writing(self) -> None:
-        """Require the client to read some data in each interval while its buffer is not empty."""
+        """Require the client to read half of what waits for it in each interval: clients that read a byte at a time
+        would keep hundreds of large responses in memory."""
         unread = self.transport.get_write_buffer_size()
         if unread:
             self._write_timer.start(self._limits.stall_seconds, partial(self._check_writing, unread))
 
     def _check_writing(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() >= before:
+        if self.transport.get_write_buffer_size() > before // 2:
             self.transport.abort()
         else:
             self._limit_writing()

@@ -26,7 +26,7 @@ class Limits:
     header_seconds: float = 10.0  # time limit for the headers of a request
     body_seconds: float = 60.0  # time limit for the body of a request
     linger_seconds: float = 30.0  # how long a refused client may go on sending before it is disconnected
-    stall_seconds: float = 120.0  # a client that reads nothing for this long is disconnected
+    stall_seconds: float = 120.0  # a client that reads less than half of what waits for it is disconnected
     keep_alive_seconds: float = 60.0  # how long a connection may stay open between requests
     default_timeout: float | None = None  # seconds, for requests without a timeout
     ping_seconds: float = 10.0  # a stream without output sends a comment after one to two such intervals

@@ -18,6 +18,7 @@ from chairlift.server.generation.usage import UsageReport, take_comments
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end
 from tests.server.running_server import HTTP, wait_for
+from tests.server.test_key_limits import leave_unread, write_much
 
 pytest.importorskip("aiohttp", reason="needs Ray: pip install 'chairlift[ray]'")
 from tests.cluster.fake_replica import KEY, ingress
@@ -99,6 +100,18 @@ def test_a_whole_response_is_charged_to_a_client_that_leaves_before_it(fleet: Fl
         httpx.post(fleet.url + "/v1/completions", json=body, headers=OURS, timeout=1.0)
     wait_for(lambda: fleet.cancelled() == 1, "the request to be cancelled")
     wait_for(lambda: fleet.tokens_left() < LIMIT - USED + 100, "the tokens to be charged")
+
+
+def test_tokens_that_a_client_does_not_read_are_charged(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("alice: {key: secret, tokens_per_minute: 2000}\n")
+    config = ServerConfig(NAME, keys=KeySources(file=keys))
+    proxied = KeyTable(KeySources(proxy=KEY).read())
+    with front_end(write_much, keys=proxied) as front, ingress(servers=[front.url], config=config) as (url, _):
+        fleet = Fleet(url, front)
+        leave_unread(front, url, "secret")
+        wait_for(lambda: fleet.cancelled() == 1, "the request to be cancelled")
+        wait_for(lambda: fleet.tokens_left() < 1100, "the tokens to be charged")
 
 
 def test_what_a_response_repeats_does_not_count(fleet: Fleet) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +20,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey, Grant, KeyLimits, KeySources, KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
-from chairlift.server.wire.messages import Submit, Update
-from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
+from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
+from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
 from tests.server.running_server import HTTP, start_server, wait_for
 from tests.server.test_listening import make_certificate
 
@@ -262,6 +264,37 @@ def test_concurrent_requests_are_freed_when_a_client_disconnects(tmp_path: Path)
                 front.engine.publish(Update(message.request_id, finish_reason="length"))
         for thread in (sending, hanging):
             thread.join(60)
+
+
+def write_much(engine: ScriptedEngine, message: ToEngine) -> None:
+    """Generates 1,000 tokens, whose text fits into no buffers of sockets."""
+    if isinstance(message, Submit):
+        for number in range(20):
+            engine.publish(Update(message.request_id, text="x" * 2**21, tokens=[5] * 50), after=0.1 * number)
+
+
+def leave_unread(front: FrontEnd, url: str, key: str) -> None:
+    """Begin a stream, read nothing of it and leave once its tokens are generated."""
+    body = json.dumps({"model": NAME, "prompt": "hello", "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: front.metric("output_tokens_total") == 1000, "the tokens")
+
+
+def test_tokens_that_a_client_does_not_read_are_charged(tmp_path: Path) -> None:
+    keys = keys_in(tmp_path, "alice: {key: sk-1, tokens_per_minute: 2000}")
+    with front_end(write_much, keys=keys) as front:
+        leave_unread(front, front.url, "sk-1")
+        wait_for(lambda: any(isinstance(message, Cancel) for message in front.engine.received), "the cancellation")
+        wait_for(lambda: tokens_left(front, "sk-1") < 1100, "the tokens to be charged")
+
+
+def tokens_left(front: FrontEnd, key: str) -> int:
+    """Those of a key; asking costs a request without tokens, since its body is refused."""
+    return int(post(front, key, n=0).headers["x-ratelimit-remaining-tokens"])
 
 
 # ---- reloading ----------------------------------------------------------------------------------------------------

@@ -132,8 +132,8 @@ class Relay:
 
     async def _usage(self, exchange: _Exchange, *, left: bool) -> UsageReport | None:
         """What a request used; `left`: whether its client did not wait for the end."""
-        if left and exchange.report is None:
-            exchange.report = await exchange.ask_for_report(self._connections())
+        if left:  # Its last report has nothing of the tokens that the client did not read.
+            exchange.report = await exchange.ask_for_report(self._connections()) or exchange.report
         return exchange.report or exchange.estimate()
 
     async def close(self) -> None:
@@ -341,7 +341,7 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": events})
 
     async def ask_for_report(self, session: aiohttp.ClientSession) -> UsageReport | None:
-        """Ask the replica what a request used whose client left before there was a report."""
+        """Ask the replica what a request used whose client has left."""
         replica = self._replica.info
         with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
             url, timeout = replica.url(REPORTS_PATH + self._id), aiohttp.ClientTimeout(total=REPORT_SECONDS)

@@ -167,6 +167,15 @@ class UsageReport(NamedTuple):
     def of(cls, usage: Usage) -> UsageReport:
         return cls(usage.prompt_tokens, usage.completion_tokens, usage.engine_died)
 
+    @classmethod
+    def of_request(cls, state: Mapping[str, Any]) -> UsageReport | None:
+        """What a request has used by now, with the tokens that its client has not read; None if it used nothing."""
+        usage: Usage | UsageReport | None = state.get("usage")
+        if usage is None:
+            return None
+        generated = sum(line.num_tokens for line in state["timelines"].values())
+        return cls(usage.prompt_tokens, max(usage.completion_tokens, generated), usage.engine_died)
+
     def header(self) -> bytes:
         return b"%d %d %b" % (self.prompt_tokens, self.completion_tokens, b"died" if self.engine_died else b"ok")
 
@@ -198,23 +207,24 @@ class UsageReports:
     """The usage of the last requests that a proxy has given an id."""
 
     def __init__(self) -> None:
-        self._usages: OrderedDict[str, Callable[[], Usage | None]] = OrderedDict()  # The key is the id.
+        self._reports: OrderedDict[str, Callable[[], UsageReport | None]] = OrderedDict()  # The key is the id.
 
     def begin(self, report_id: str, state: Mapping[str, Any]) -> None:
-        self._usages[report_id] = partial(state.get, "usage")
-        while len(self._usages) > MAX_KEPT:
-            self._usages.popitem(last=False)
+        self._reports[report_id] = partial(UsageReport.of_request, state)
+        while len(self._reports) > MAX_KEPT:
+            self._reports.popitem(last=False)
 
-    def end(self, report_id: str, usage: Usage | None) -> None:
-        if report_id in self._usages:
-            self._usages[report_id] = lambda: usage  # without the rest of the request
+    def end(self, report_id: str, state: Mapping[str, Any]) -> None:
+        if report_id in self._reports:
+            report = UsageReport.of_request(state)
+            self._reports[report_id] = lambda: report  # without the rest of the request
 
     def answer(self, report_id: str) -> JSONResponse:
         """The report of a request; if its client has just left, a few tokens may be missing."""
-        if report_id not in self._usages:
+        if report_id not in self._reports:
             return APIError(404, "there is no report with this id", code="not_found").response()
-        usage = self._usages[report_id]()  # None: nothing was submitted to the engine
-        return JSONResponse((UsageReport(0, 0) if usage is None else UsageReport.of(usage))._asdict())
+        report = self._reports[report_id]()  # None: nothing was submitted to the engine
+        return JSONResponse((report or UsageReport(0, 0))._asdict())
 
 
 def send_with_reports(send: Send, state: Mapping[str, Any]) -> Send:

@@ -18,7 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import Allowance, APIKey, KeyTable, RateLimits
-from chairlift.server.generation.usage import REPORT_HEADER, REPORTS_PATH, UsageReports, send_with_reports
+from chairlift.server.generation.usage import (
+    REPORT_HEADER,
+    REPORTS_PATH,
+    UsageReport,
+    UsageReports,
+    send_with_reports,
+)
 from chairlift.server.http.bodies import LimitedBody, LimitedUpload, too_large
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
@@ -75,7 +81,7 @@ class RequestMeter:
         try:
             await self._charge(scope, receive, send_with_reports(send, state))
         finally:
-            self._reports.end(report_id, state.get("usage"))
+            self._reports.end(report_id, state)
 
     async def _charge(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request of a key with limits, and add OpenAI's rate limit headers to its response."""
@@ -105,9 +111,9 @@ class RequestMeter:
         try:
             await self._read(scope, receive, send_with_limits)
         finally:
-            usage = state.get("usage")
-            used = None if usage is None else usage.prompt_tokens + usage.completion_tokens
-            allowance.settle(0 if usage is None and status >= 400 else used)
+            report = UsageReport.of_request(state)
+            used = None if report is None else report.prompt_tokens + report.completion_tokens
+            allowance.settle(0 if report is None and status >= 400 else used)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep what the readers of a body ignore, and say it in the response and in the log."""

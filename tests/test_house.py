@@ -39,8 +39,8 @@ MOST_MEMBERS = 14
 FAN_OUT = {"chairlift.engine.startup": 20, "chairlift.runner.gpu.runner": 33}
 DECODER_LINES = 165
 MOST_IMPORTS = 26
-REQUEST_FILES = 25
-REQUEST_REENTRIES = 4
+REQUEST_FILES = 24
+REQUEST_REENTRIES = 2
 STEP_FILES = 54
 
 

@@ -79,7 +79,7 @@ class DraftHead:
         for part in self._parts():
             part.finalize()
         self._fused: FusedCPULayers | None = None
-        self.fused_head: FusedHead | None = None  # where all drafts of a step are one call
+        self.fused_head: FusedHead | None = None  # Set where all drafts of a step are one call.
         if tiles is not None:
             self._fuse(decoder, tiles)
 
@@ -121,7 +121,7 @@ class DraftHead:
         self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
         embedded = unit(self.target.embed(self.token_ids))
         linears = (self.mix, self.head) if self.joint is None else (self.mix, self.head, self.joint)
-        mix, head, *joint = (cast("PackedWeight", linear.weight.tiles) for linear in linears)  # as 8-bit weights are
+        mix, head, *joint = (cast("PackedWeight", linear.weight.tiles) for linear in linears)  # 8-bit ones
         own = self.layer.attention.layer
         self.fused_head = FusedHead(self._fused, own, self._rope, joint[0] if joint else None, mix, head, embedded)
 

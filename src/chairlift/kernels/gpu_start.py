@@ -12,7 +12,7 @@ import torch
 
 log = logging.getLogger("chairlift")
 
-_SIDE = 64  # of the matrices that are multiplied
+_SIDE = 64  # The matrices that are multiplied have this many rows and columns.
 
 
 class GPUStart:

@@ -13,7 +13,7 @@ from chairlift.layers.formats.base import WeightFormat
 class Embedding:
     """A row of the table for every token, scaled if the family does so (Gemma)."""
 
-    weight: WeightFormat | None = None  # in the place of the table
+    weight: WeightFormat | None = None  # It is read in the place of the table.
 
     def __init__(self, table: Tensor, scale: float, dtype: torch.dtype) -> None:
         self.table = table  # [vocab, hidden], possibly in a smaller type than `dtype`

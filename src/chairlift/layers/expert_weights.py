@@ -44,7 +44,7 @@ class ExpertWeights:
         self.shape = torch.Size((num_experts, out_features, in_features))
         self.dtype = dtype
         self.device = device
-        self.form: Form = "fp8" if rounds else "plain"  # of the rows that were filled
+        self.form: Form = "fp8" if rounds else "plain"  # The rows that were filled have this form.
         self._numbers: Tensor | None = None
         self._scales: Tensor | None = None
         self._keeps, self._rounds = keeps, rounds

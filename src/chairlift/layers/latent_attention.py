@@ -24,12 +24,12 @@ class LatentShape:
 
     q_rank: int | None  # None: queries are projected directly
     rank: int
-    nope_dim: int  # of a head's queries and keys, without rotation
-    rope_dim: int  # further ones with rotation; all heads share the key's
+    nope_dim: int  # These dimensions of a head's queries and keys have no rotation.
+    rope_dim: int  # These follow and have rotation; all heads share the key's.
     value_dim: int
-    bias: bool  # of the products from the hidden state to latents, and of the output
+    bias: bool  # The products from the hidden state to latents have one, and so has the output.
     interleaved_rope: bool  # the checkpoint pairs neighbouring dimensions instead of halves
-    eps: float = 1e-6  # of the latents' norms, whatever that of the layer is
+    eps: float = 1e-6  # The latents' norms have it, whatever that of the layer is.
 
     def num_parameters(self, hidden_size: int, num_heads: int) -> int:
         queries = num_heads * (self.nope_dim + self.rope_dim)

@@ -24,7 +24,7 @@ CHUNK = 4 * RUN  # columns
 # The scales that are stored are those of the checkpoint times 2 ** -65, as the exponent of a bfloat16: with the
 # smallest number of 4 bits, whose bits are those of 2 ** -127, they stay within its range.
 EXPONENT = 62
-_PLACES = ((15, 6), (12, 3), (14, 9), (13, 0))  # of the sign and of the other bits of each number
+_PLACES = ((15, 6), (12, 3), (14, 9), (13, 0))  # The sign and the other bits of each number are shifted by these.
 
 
 def can_pack(rows: int, columns: int) -> bool:

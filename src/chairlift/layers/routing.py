@@ -40,9 +40,9 @@ class Routing:
     normalize_eps: float = 1e-20  # added to the sum that divides
     scale: float = 1.0  # multiplies the weights
     correction_bias: bool = False  # numbers per expert added to the scores for the choice, not for the weights
-    num_groups: int = 1  # the experts form groups of equal size,
-    top_groups: int = 1  # of which a token uses this many,
-    group_best: int = 1  # those whose best scores, this many of each, have the largest sums
+    num_groups: int = 1  # The experts form groups of equal size.
+    top_groups: int = 1  # A token uses this many groups.
+    group_best: int = 1  # A token's groups have the largest sums of this many of their best scores.
     router_bias: bool = False  # the product has a bias
     float32: bool = False  # the product is computed in float32
     weights_inputs: bool = False  # the weights multiply the experts' inputs instead of their outputs

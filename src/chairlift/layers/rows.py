@@ -36,5 +36,5 @@ def softcapped(logits: Tensor, cap: float, *, batch_invariant: bool) -> Tensor:
         from chairlift.kernels.triton.products.activation import softcap
 
         return softcap(logits, cap)
-    shares = logits.float().div_(cap)  # in place: the logits of a large vocabulary are megabytes per row
+    shares = logits.float().div_(cap)  # The buffer is reused: the logits of a large vocabulary are megabytes per row.
     return (one_by_one(torch.tanh, shares) if batch_invariant else shares.tanh_()) * cap

@@ -19,8 +19,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 class Checkpoint(Protocol):
     path: Path
     format: str  # "safetensors" or "gguf"
-    config: dict[str, Any]  # as in config.json: model_type, architectures, hidden_size, ...
-    generation_config: dict[str, Any]  # as in generation_config.json; empty if there is none
+    config: dict[str, Any]  # It reads as config.json does: model_type, architectures, hidden_size, ...
+    generation_config: dict[str, Any]  # It reads as generation_config.json does; empty if there is none.
     num_bytes: int  # size of the tensors as stored
     quantization: str | None  # what its weights are quantized by, in words; None if they are not
 

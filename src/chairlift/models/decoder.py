@@ -70,7 +70,7 @@ class Decoder:
                 part.make_batch_invariant()
             for rotary in self.rotary.values():
                 rotary.make_batch_invariant()
-        self.mapped_bytes = 0  # of weights that are mapped from a file
+        self.mapped_bytes = 0  # This many bytes of weights are mapped from a file.
         self.taps: tuple[int, ...] = ()  # layers whose input `hidden_states` returns as well
         parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
         self.program = fuse(parts, format, dtype=dtype, device=device, batch_invariant=batch_invariant)

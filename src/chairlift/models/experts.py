@@ -28,11 +28,11 @@ class ExpertNames:
     router: str = "gate"
     correction_bias: str = "gate.e_score_correction_bias"
     correction_bias_is_row: bool = False  # it is stored as a matrix of one row
-    shared: str | None = None  # of the shared expert, which other families do not have
+    shared: str | None = None  # It names the shared expert; other families have none.
     shared_is_outside: bool = False  # it is beside the block instead of inside
     shared_inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: both are one tensor, or there is no gate
     shared_down: str = "down_proj"
-    shared_gate: str | None = None  # of the product whose sigmoid multiplies the shared expert's output
+    shared_gate: str | None = None  # Its product's sigmoid multiplies the shared expert's output.
     stacked_gate_up: str = "experts.gate_up_proj"
     stacked_down: str = "experts.down_proj"
     transposed: bool = False  # the last two dimensions of stacked weights are exchanged, unless they are quantized
@@ -54,7 +54,7 @@ class ExpertsConfig:
     shared_size: int = 0  # inner size of the shared expert; 0: there is none
     bias: bool = False  # the experts' products have biases
     clamped_gate: ClampedGate | None = None  # instead of the model's activation
-    latent_size: int = 0  # of the projection that the experts read; 0: they read the hidden states
+    latent_size: int = 0  # The experts read a projection of this size; 0: they read the hidden states
 
     def num_parameters(self, hidden_size: int, intermediate_size: int) -> int:
         routing, products = self.routing, 1 + len(self.names.inner)

@@ -39,7 +39,7 @@ def rope_parameters(config: Fields, layer_type: str, *, scales_local: bool = Tru
             given[name] = config.raw(name)
     if given.get("partial_rotary_factor") is None and "rotary_dim" in config and "head_dim" in config:
         given["partial_rotary_factor"] = config.integer("rotary_dim") / config.integer("head_dim")
-    if "original_max_position_embeddings" in config:  # where both places name it (Phi-3), the top one counts
+    if "original_max_position_embeddings" in config:  # The top one counts if both places name it (Phi-3).
         given["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
     return given
 

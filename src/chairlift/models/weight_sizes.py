@@ -21,7 +21,7 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
     if isinstance(info, FallbackInfo):
         in_format = [(format, *shape) for shape in info.linear_shapes]
         shared = info.num_shared_parameters
-        if format is PlainWeight:  # as transformers keeps them, a tied head once
+        if format is PlainWeight:  # transformers keeps them so, a tied head once.
             in_format, shared = [], 0
     else:
         in_format, shared = _decoder_linears(config, format, dtype, device)
@@ -55,7 +55,7 @@ def _decoder_linears(
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
         shapes += [(format, experts * out, size) for experts, out, size in products]
-    if format.traits.becomes_blocks(dtype, torch.device(device)):  # of the table, too; a tied head shares it
+    if format.traits.becomes_blocks(dtype, torch.device(device)):  # So does the table; a tied head shares it.
         of_head = head_format(format, dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.traits.stores_head and packs_head:

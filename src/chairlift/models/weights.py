@@ -20,7 +20,7 @@ DERIVED_SUFFIX = "rotary_emb.inv_freq"
 MTP_PREFIX = "mtp"
 
 EMBEDDING = "embed_tokens.weight"
-OTHER_EMBEDDING = "embeddings.weight"  # in families of Mamba 2
+OTHER_EMBEDDING = "embeddings.weight"  # Families of Mamba 2 call it so.
 
 
 def decoder_name(full_name: str) -> str:
@@ -125,7 +125,7 @@ def fill(
         if destination not in filled:
             target.copy_(tensor)
             filled[destination] = name
-            if destination != EMBEDDING:  # which may come again as the head
+            if destination != EMBEDDING:  # The embedding may come again as the head.
                 del targets[destination], target
             if filled_one is not None:
                 filled_one(destination)

@@ -16,7 +16,7 @@ from chairlift.models.families import find_family
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _VISION_SECTIONS = ("vision_config", "vision_tower_config", "vq_config")
 _AUDIO_SECTIONS = ("audio_config", "audio_encoder_config", "speech_config")
-_OMNI = "thinker_config"  # of models that also speak: the part that reads and writes text
+_OMNI = "thinker_config"  # Models that also speak have it, as the part that reads and writes text.
 _KINDS = {
     (): "multimodal model",
     ("vision",): "vision-language model",
@@ -81,7 +81,7 @@ def _defaults(outer_type: str, inner: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:  # some classes have no defaults; what is missing is named where it is read
         return {}
     if inner.get("num_attention_heads") is not None:
-        known.pop("num_key_value_heads", None)  # as many
+        known.pop("num_key_value_heads", None)  # There are as many as heads.
     return {name: known[name] for name in _SIZES if known.get(name) is not None}
 
 

@@ -18,7 +18,7 @@ from chairlift.kernels.compilation.spec import KernelSpec
 log = logging.getLogger("chairlift")
 
 MAX_PROCESSES = 32
-SPARE_PROCESSORS = 2  # for the engine and the front end
+SPARE_PROCESSORS = 2  # These are left to the engine and the front end.
 WORKER = "chairlift.kernels.compilation"
 
 
@@ -39,12 +39,12 @@ class KernelCompiler:
         self._command += [libraries] if libraries else []
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: queue.SimpleQueue[KernelSpec | None] = queue.SimpleQueue()
-        self._sent: list[KernelSpec] = []  # by the number of their line
+        self._sent: list[KernelSpec] = []  # An answer has a spec's index in this list.
         self._pending: set[KernelSpec] = set()
         self._compiled: set[KernelSpec] = set()
         self._changed = threading.Condition()
-        self.problems: dict[KernelSpec, str] = {}  # of kernels that could not be compiled
-        self.num_compiled = 0  # by its processes: those that were not in Triton's cache
+        self.problems: dict[KernelSpec, str] = {}  # These kernels could not be compiled, each for its reason.
+        self.num_compiled = 0  # Kernels that were in Triton's cache do not count.
 
     def request(self, specs: Iterable[KernelSpec]) -> None:
         """Start to compile the kernels that are not compiled yet."""

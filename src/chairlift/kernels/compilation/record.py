@@ -25,7 +25,7 @@ class KernelRecorder:
         self._arch = arch
         self._backend = make_backend(GPUTarget("cuda", arch, WARP_SIZE))
         self._binders: dict[int, Callable[..., Any]] = {}
-        self._specs: dict[tuple[int, str, str], KernelSpec] = {}  # by what Triton tells variants apart by
+        self._specs: dict[tuple[int, str, str], KernelSpec] = {}  # Triton tells variants apart by the key.
 
     def record(self, walk: Callable[[], object], *, launched: Sequence[object] = ()) -> list[KernelSpec]:
         """The variants that `walk` would launch, each once.

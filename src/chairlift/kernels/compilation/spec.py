@@ -17,7 +17,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 WARP_SIZE = 32
-MAX_NAME = 150  # of a kernel in the names of its files, in Triton
+MAX_NAME = 150  # Triton cuts the name of a kernel so in the names of its files.
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _attend_piece(
                 next_base = max(pieces.starts[next_piece], next_low // KEYS * KEYS)
         next_end = min(next_end, next_base + KEYS)
         for kv_head in range(first_kv_head, end_kv_head):
-            share, shares = kv_head - first_kv_head, end_kv_head - first_kv_head  # of what is prefetched
+            share, shares = kv_head - first_kv_head, end_kv_head - first_kv_head  # A head prefetches its share.
             load_scales(cache.keys, cache.tables, sequence, base, count, kv_head, scales, 0)
             load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
             fetch_tile(cache.keys, cache.tables, next_sequence, next_base + count, next_end, share, shares)
@@ -287,7 +287,7 @@ def _score(
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, numbers_of(side), side.shape[1]
     whole, stride = head_dim // LANES * LANES, side.shape[2] * side.shape[3]
     j = 0
-    while j < count:  # by blocks, to divide once per block
+    while j < count:  # Blocks are run through whole, to divide once per block.
         block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size

@@ -35,7 +35,7 @@ from chairlift.kernels.cpu.threads import claim
 from chairlift.loading.weight_cache.cache_file import PackedArray, replacing
 
 PAIR = 2  # adjacent columns of one channel: as many as one dot-product instruction adds
-PANELS, MOST_ROWS = (3, 8) if LANES == 16 else (1, 4)  # of a tile: as many sums as there are registers for
+PANELS, MOST_ROWS = (3, 8) if LANES == 16 else (1, 4)  # A tile has as many sums as there are registers for.
 COLUMNS = PANELS * PANEL
 ROWS_AT_ONCE = 96  # rows per claimed work item: they and a tile of weights fit into the L2 cache
 _FLOATS, _WORDS = ir.VectorType(F32, PANEL), ir.VectorType(I32, PANEL)
@@ -134,7 +134,7 @@ def half_tile(rows: int, panels: int, *, by_pairs: bool) -> Any:
             with cgutils.for_range(b, pairs) as loop:
                 addresses = [b.add(start, b.mul(loop.index, I64(4 * PANEL))) for start in starts]
                 columns = [load(b, address, _WORDS, 4) for address in addresses]
-                if rows > 1:  # with one row a prefetch would come too late
+                if rows > 1:  # A prefetch would come too late with one row.
                     for address in addresses:
                         prefetch_line(b, b.add(address, next_tile))
                 for start, row_totals in zip(lefts, totals, strict=True):

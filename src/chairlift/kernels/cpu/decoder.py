@@ -45,7 +45,7 @@ class Network(NamedTuple):
     parallel: bool  # attention and feed-forward block read the same residual stream
     gated: bool
     eps: np.float32
-    qk_eps: np.float32  # of the norms of queries and keys
+    qk_eps: np.float32  # The norms of queries and keys use it.
     activation: int
     factors: np.ndarray  # [L, 4] float32 of the activation, if it has any
     ropes: np.ndarray  # [L] int64: index of the rotation of each layer, -1: none

@@ -42,7 +42,7 @@ class DraftedTokens(NamedTuple):
     sin: np.ndarray
     slots: np.ndarray  # [P, R] int64
     tables: np.ndarray  # [R, longest] int32
-    work: AttentionWork  # of the last pass
+    work: AttentionWork  # It is the work of the last pass.
     lengths: np.ndarray  # [P, pieces] int64: lengths of the pieces at each position
     pieces: np.ndarray  # [P] int64: number of pieces at each position
     requests: np.ndarray  # [P] int64: number of requests at each position
@@ -242,7 +242,7 @@ def _judge(scores: Any, highest: Any, choices: Choices, row: int, place: int) ->
     for token in range(scores.shape[0]):
         total += exp(scores[token] - highest)
     levels = choices.chances.shape[1]
-    level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # in range for NaN scores, too
+    level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # NaN scores give a level in range, too.
     choices.levels[row, place] = level
     choices.likely[row] *= choices.chances[row, level]
     if choices.kept[row] == place and choices.likely[row] >= choices.least[0, row]:

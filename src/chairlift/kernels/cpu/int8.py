@@ -32,7 +32,7 @@ from chairlift.loading.weight_cache.cache_file import PackedArray, replacing
 
 ISA = find_instruction_set()
 ROWS, PANELS = ISA.rows, ISA.panels
-COLUMNS = PANELS * PANEL  # per tile
+COLUMNS = PANELS * PANEL  # A tile has this many.
 ROW_TYPE = np.int16 if ISA.wide_rows else np.int8
 ROW_BYTES = np.dtype(ROW_TYPE).itemsize
 ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache

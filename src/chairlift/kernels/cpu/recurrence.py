@@ -23,8 +23,8 @@ from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, widen
 from chairlift.kernels.cpu.threads import claim, the_team
 
-COLUMNS = 32  # of S in one work item: 128 rows of them are 16 KB
-CHANNELS = 256  # of a convolution in one work item
+COLUMNS = 32  # A work item computes this many of S: 128 rows of them are 16 KB.
+CHANNELS = 256  # A work item computes this many of a convolution.
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
@@ -42,7 +42,7 @@ class Rule(NamedTuple):
 
     delta: bool
     normalize: bool  # scale queries and keys to length one
-    scale: np.float32  # of queries
+    scale: np.float32  # Queries are multiplied by it.
     eps: np.float32  # added to the squared length
 
 

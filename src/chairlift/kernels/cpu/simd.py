@@ -21,7 +21,7 @@ PANEL = 16  # adjacent columns of a packed weight
 GROUP = 4  # adjacent elements of one column: as many as one dot-product instruction adds
 SPAN = 64  # activations of a row that share a scale
 OFFSET = 128  # weights are stored unsigned, as the dot-product instructions require
-F32_ROWS, F32_COLUMNS = 6, 64  # of a float32 tile
+F32_ROWS, F32_COLUMNS = 6, 64  # A float32 tile has this many.
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 # CPU features of the compilation target: this machine, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or
@@ -179,7 +179,7 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
             group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
             columns = [load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
-            if rows > 1:  # with one row a prefetch would come too late
+            if rows > 1:  # A prefetch would come too late with one row.
                 for address in addresses:
                     prefetch_line(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
             for row in range(rows):

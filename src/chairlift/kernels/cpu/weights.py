@@ -22,10 +22,10 @@ StepRows = Rows | HalfRows | BlockRows
 ROW_TYPES: dict[type[StepWeight], type[StepRows]] = {PackedWeight: Rows, HalfWeight: HalfRows, PanelWeight: BlockRows}
 _ROUND: dict[type[StepRows], Any] = {Rows: round_row, HalfRows: round_half_row, BlockRows: round_block_row}
 NO_BIAS = np.empty(0, dtype=np.float32)
-FEW_ROWS = 64  # at most this many are kept between products: allocating them takes longer than rounding one row
+FEW_ROWS = 64  # No more are kept between products: allocating them takes longer than rounding one row.
 
 
-_few_rows: dict[tuple[type[StepWeight], int], StepRows] = {}  # by depth; the team computes one product at a time
+_few_rows: dict[tuple[type[StepWeight], int], StepRows] = {}  # The key has the depth; the team computes one at a time.
 
 
 def multiplied(

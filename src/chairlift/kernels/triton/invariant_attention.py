@@ -31,9 +31,9 @@ from chairlift.kernels.triton.attention import (
 from chairlift.kernels.triton.launch import next_power_of_2, num_halvings, overlapping, pairwise_sum, tuned
 
 SHORTEST_SPAN = 128  # positions
-PROGRAMS = 256  # of a step with few single tokens; two per context are slower than one with 32 requests and 8 heads
-FEWEST_ROWS = 16  # that tensor cores multiply
-KEYS = 32  # per tile; sums have another order with another number
+PROGRAMS = 256  # Steps of few single tokens have 256; two per context are slower than one with 32 requests and 8 heads.
+FEWEST_ROWS = 16  # Tensor cores multiply no fewer.
+KEYS = 32  # A tile has this many; sums have another order with another number.
 
 
 @triton.jit
@@ -207,7 +207,7 @@ class SpanScratch:
         self.span = SHORTEST_SPAN
         self.spans = num_spans(longest, self.span)
         self._kv_heads = num_kv_heads
-        contexts = max(PROGRAMS // 2, num_kv_heads)  # with more, a program has one of its own
+        contexts = max(PROGRAMS // 2, num_kv_heads)  # Each program has a context of its own if there are more.
         rows = contexts * self.spans * (num_heads // num_kv_heads)
         self.partial = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
         self.best, self.total = torch.empty(2, rows, dtype=torch.float32, device=device)
@@ -275,7 +275,7 @@ def invariant_attention(
         SINKS=sinks is not None,
         PRECISION=precision_for(q.dtype),
         num_warps=4,
-        num_stages=1 if q.dtype == torch.float32 else 3 if dim <= 128 else 2,  # as much as shared memory has room for
+        num_stages=1 if q.dtype == torch.float32 else 3 if dim <= 128 else 2,  # Shared memory has no room for more.
         enable_fp_fusion=False,  # the kernel of single tokens must round the same way
         **overlapping(q.device),
     )

@@ -111,7 +111,7 @@ def invariant_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     SPAN: tl.constexpr,
-    MOST_SPANS: tl.constexpr,  # of a context, which scratch memory has room for
+    MOST_SPANS: tl.constexpr,  # Scratch memory has room for this many of a context.
     SHARED: tl.constexpr,  # several programs share a context
     FRESH: tl.constexpr,  # the new token's key and value are not in the cache yet
     PAIRS: tl.constexpr,  # half of the rotated elements of a head

@@ -206,7 +206,7 @@ def _rotate_and_store_kernel(
     H_TILE: tl.constexpr,
     KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
     NEW: tl.constexpr,  # heads behind the queries for each key head; 1: the value is the key; 0: the cache has both
-    V_NORM: tl.constexpr,  # with HAS_NORM only
+    V_NORM: tl.constexpr,  # It counts only if there is a norm.
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -236,7 +236,7 @@ def _rotate_and_store_kernel(
         third = tl.load(row_at + 2 * half + i[None, :], mask=in_rest, other=0.0).to(tl.float32)
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     is_query = (head < HEADS)[:, None]
-    v_first, v_second = first, second  # with NEW 1, values are the keys before their norm and rotation
+    v_first, v_second = first, second  # Values are the keys before their norm and rotation if NEW is 1.
     if rest > 0:
         v_third = third
     if HAS_NORM:

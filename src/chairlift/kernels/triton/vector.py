@@ -34,7 +34,7 @@ def _pair(words, kind: tl.constexpr):
 @triton.jit
 def _four_floats(words, ASM: tl.constexpr):
     """The e4m3 numbers of an int32 as float32."""
-    if ASM:  # by way of float16, which has all of them
+    if ASM:  # They become float16 first, which has all of them.
         a, b, c, d = tl.inline_asm_elementwise(
             """
             {
@@ -57,7 +57,7 @@ def _four_floats(words, ASM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    else:  # for the interpreter only: GPUs with 8-bit floats have the instruction
+    else:  # Only the interpreter comes here: GPUs with 8-bit floats have the instruction.
         a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -39,7 +39,7 @@ class Fusion(NamedTuple):
     squares: Tensor | None = None  # [T, parts]: the norm divides each row of x by these partial sums of squares
     eps: float = 0.0
     gated: bool = False  # the result is activation(its first half) * its second half
-    activation: str = "silu"  # as the kernels call it; of a gate, or in front of `times`
+    activation: str = "silu"  # The gate has it, or the product that `times` multiplies; the name is the kernels' own.
     times: Tensor | None = None  # [T, out_features]: the result is activation(product) * times
     add_to: Tensor | None = None  # [T, out_features]: the result is added to it in place
     next_norm: Tensor | None = None  # [out_features]: the sum is wanted times this weight as well
@@ -72,12 +72,12 @@ class FormatTraits:
     stores_experts: bool = False  # models with experts can use it
     rounds_experts: bool = False  # the experts' weights become 8-bit floats; without it they stay plain
     keeps_stored: bool = False  # weights stay as a quantized checkpoint stores them, where possible
-    keeps_blocks: bool = False  # on a CPU, weights may become blocks, which the fused kernels multiply, too
-    devices: tuple[str, ...] = ("cpu", "cuda")  # where it can be used
-    kv_dtype: torch.dtype | None = None  # of the KV cache by default; None: the model's own
-    table_dtype: torch.dtype | None = None  # of the embedding table; None: the model's own
+    keeps_blocks: bool = False  # Weights on a CPU may become blocks, which the fused kernels multiply, too.
+    devices: tuple[str, ...] = ("cpu", "cuda")  # It can be used on these.
+    kv_dtype: torch.dtype | None = None  # The KV cache has it by default; None: the model's own
+    table_dtype: torch.dtype | None = None  # The embedding table has it; None: the model's own
     tile_type: Callable[[], type[TileWeight]] | None = None  # what fused CPU kernels multiply, in `tiles`
-    fuses: Mapping[Part, int] = field(default_factory=dict)  # up to how many rows
+    fuses: Mapping[Part, int] = field(default_factory=dict)  # Each part is fused up to this many rows.
     fuses_invariantly: bool = False  # if `batch_invariant`, it fuses for any number of rows
 
     def becomes_blocks(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -92,14 +92,14 @@ class WeightStorage:
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         """`shared`: the tensor is also read elsewhere (a tied head and its embedding table)."""
-        self.plain: Tensor | None = weight  # on the meta device until the first rows are filled
+        self.plain: Tensor | None = weight  # It is on the meta device until the first rows are filled.
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.shared = shared
         self.batch_invariant = False  # a row of a product must be the same, bit for bit, whatever other rows there are
         self.looked_up = False  # `rows` is called: the weight is an embedding table
         self.restored = False  # its packed arrays come from a weight cache: what a checkpoint fills is ignored
-        self.tiles: TileWeight | None = None  # with `tile_type`: where it is packed to
+        self.tiles: TileWeight | None = None  # The weight is packed into them if its format has a `tile_type`.
         self.owns_tiles = True  # they are not part of the tiles of all layers
         self.panels: PanelWeight | None = None  # blocks of a GGUF file, as the kernels of a CPU multiply them
 

@@ -19,8 +19,8 @@ from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
-FEW_ROWS = 32  # up to which reading the weights takes so long that the activations need not be rounded
-MANY_ROWS = 256  # from which cuBLAS is faster than our products
+FEW_ROWS = 32  # Reading the weights takes so long up to here that activations need not be rounded.
+MANY_ROWS = 256  # cuBLAS is faster than our products from here on.
 
 
 class ScaledRows(NamedTuple):

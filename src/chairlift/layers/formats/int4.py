@@ -42,7 +42,7 @@ class Int4Weight(WeightFormat):
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self.matrix: Int4Matrix | None = None
-        self._groups: GroupedIntegers | None = None  # that become blocks
+        self._groups: GroupedIntegers | None = None  # These become blocks.
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:

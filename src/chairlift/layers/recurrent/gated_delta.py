@@ -25,7 +25,7 @@ class GatedDeltaShape(RecurrentShape):
     heads: int
     key_dim: int
     value_dim: int
-    width: int  # of the convolution
+    width: int  # The convolution sees this many tokens.
     by_key_head: bool  # the checkpoint has the projections of each key head together, instead of one after the other
 
     @property
@@ -70,7 +70,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         self.shape = shape
         size, heads = shape.value_size, shape.heads
-        self._sizes = [shape.channels, size, heads, heads]  # of q, k and v, of z, and of the rates and steps
+        self._sizes = [shape.channels, size, heads, heads]  # They are those of q, k and v, of z, rates and steps.
         first = sum(self._sizes) if format is PlainWeight else shape.channels + size
         self.inputs = Linear.empty(hidden_size, first, bias=False, dtype=dtype, device=device, format=format)
         self.gates: Linear | None = None

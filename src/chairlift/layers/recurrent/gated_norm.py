@@ -21,7 +21,7 @@ class GateOrder:
     norm: bool = True
     first: bool = False
     activation: Literal["silu", "sigmoid"] = "silu"
-    scale: float = 1.0  # of the result
+    scale: float = 1.0  # It multiplies the result.
 
 
 class GatedNorm:

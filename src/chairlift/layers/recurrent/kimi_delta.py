@@ -22,7 +22,7 @@ from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRu
 class KimiDeltaShape(RecurrentShape):
     heads: int
     head_dim: int
-    width: int  # of the convolution
+    width: int  # The convolution sees this many tokens.
 
     @property
     def size(self) -> int:

@@ -20,17 +20,17 @@ from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRu
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape(RecurrentShape):
-    groups: int  # of heads that share B and C, and are normed together
+    groups: int  # The heads of a group share B and C, and are normed together.
     heads: int
     state_size: int
     head_dim: int
-    width: int  # of the convolution
+    width: int  # The convolution sees this many tokens.
     convolution_bias: bool
     input_bias: bool
     output_bias: bool
     step_limits: tuple[float, float]
     order: GateOrder
-    scales: tuple[float, float, float, float, float] | None = None  # of the projections to z, x, B, C and the step
+    scales: tuple[float, float, float, float, float] | None = None  # They multiply z, x, B, C and the step.
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ Config = dict[str, Any]
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
-_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})  # of gpt-oss, where <|end|> only ends a message of the output
+_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})  # gpt-oss ends so; its <|end|> only ends a message.
 _CONTROL = 3  # token type
 _SAMPLING_KEYS = {
     "temperature": "temp",

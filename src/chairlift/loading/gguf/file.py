@@ -24,9 +24,9 @@ from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 15
-MAX_STRINGS = 1 << 21  # in all arrays together; the largest vocabularies have a million tokens and merges
-MAX_TEXT_BYTES = 1 << 26  # of all strings together
-MAX_NESTED_ARRAYS = 1 << 12  # in all; no known model has any
+MAX_STRINGS = 1 << 21  # All arrays together have no more; the largest vocabularies have a million tokens and merges.
+MAX_TEXT_BYTES = 1 << 26  # All strings together have no more.
+MAX_NESTED_ARRAYS = 1 << 12  # A file has no more; no known model has any.
 MAX_KEY_BYTES = 1 << 16
 MAX_NAME_BYTES = 256
 MAX_DIMENSIONS = 4
@@ -48,7 +48,7 @@ class GGUFTensor:
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as in torch; the file stores the reverse
     type: int  # a gguf.GGMLQuantizationType
-    offset: int  # from the start of the file
+    offset: int  # It counts from the start of the file.
     num_bytes: int
 
 

@@ -170,7 +170,7 @@ class CacheWriter:
         self._partial = path.with_name(f"{path.name}.partial")
         self._weights: dict[str, Any] = {}
         self._end = self._reserved = 0
-        self._file = create_private(self._partial)  # that of a start that was killed is replaced
+        self._file = create_private(self._partial)  # It replaces the file of a start that was killed.
 
     def add(self, name: str, weight: PackedWeightArrays, num_threads: int) -> PackedWeightArrays:
         """Write the arrays of a weight; returns them as mapped from the file."""

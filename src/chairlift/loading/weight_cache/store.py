@@ -30,7 +30,7 @@ log = logging.getLogger("chairlift")
 class WeightStore:
     """Without a cache: weights stay in the memory that they were packed into."""
 
-    mapped_bytes = 0  # of weights that are mapped from a file, whose pages count as free memory
+    mapped_bytes = 0  # The pages of weights that are mapped from a file count as free memory.
 
     def find(self, name: str) -> PackedWeightArrays | None:
         """The arrays of a weight, if the cache has them."""

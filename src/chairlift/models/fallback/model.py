@@ -71,7 +71,7 @@ class FallbackInfo:
     attention_layers: tuple[AttentionLayer, ...]
     num_parameters: int
     linear_shapes: tuple[tuple[int, int], ...]  # (out, in) of the linear maps that a weight format can store
-    num_shared_parameters: int  # of these, those that are also an embedding table
+    num_shared_parameters: int  # This many of them are in an embedding table, too.
     has_experts: bool
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
 
@@ -174,7 +174,7 @@ class TransformersModel:
         self.quantization = format.name
         # Else the linear maps run on torch's threads.
         self.has_own_threads = format.traits.tile_type is not None or format.traits.keeps_blocks
-        self.allows_capture = True  # as CUDA graphs
+        self.allows_capture = True  # CUDA graphs may capture it.
         self.device = device
         self._weight_bytes = num_weight_bytes(plugged.shell)
         self._plugged = plugged

@@ -13,7 +13,7 @@ from chairlift.models.fallback.adapters.base import AttentionAdapter
 from chairlift.models.fallback.probe import AskedMask, CannotPlug, Handler
 
 REGISTERED_NAME = "chairlift_ragged"
-ADAPTED_NAME = "chairlift_adapted"  # of models with an adapter, which does not read the mask
+ADAPTED_NAME = "chairlift_adapted"  # Models with an adapter, which does not read the mask, have it.
 # What computes the attention of the forward pass that is running. Not passed as an argument, because not every model
 # class passes keyword arguments on to its attention.
 _handler: ContextVar[Handler] = ContextVar("handler")

@@ -18,7 +18,7 @@ from chairlift.models.wrappers import text_config
 
 # Fields that only configs of sparse attention have: a small network chooses the keys that a token attends to.
 SPARSE_FIELDS = ("index_topk", "index_topk_blocks")
-RECURRENT_LAYERS = {"linear_attention", "conv", "recurrent", "mamba"}  # as `layer_types` names them
+RECURRENT_LAYERS = {"linear_attention", "conv", "recurrent", "mamba"}  # `layer_types` names them so.
 
 
 def read_transformers_config(config: Mapping[str, Any]) -> Any:

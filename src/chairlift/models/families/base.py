@@ -86,7 +86,7 @@ class Family:
     mlp_bias: str | bool = "mlp_bias"
     head_bias: bool = False
     gated_mlp: bool = True
-    inner_size: Callable[[Fields], int] = intermediate_size  # of dense feed-forward blocks
+    inner_size: Callable[[Fields], int] = intermediate_size  # Dense feed-forward blocks have this size.
     parallel_block: str | bool = False  # then one norm is in front of both blocks
     gated_attention: bool = False
     v_norm: bool = False
@@ -102,7 +102,7 @@ class Family:
     latent: bool = False  # latent attention
     sinks: bool = False  # attention has learned sinks
     chunked: bool = False  # the attention of layers with rotation stays within chunks of attention_chunk_size
-    query_scaling: Callable[[Fields], QueryScaling | None] = no_scaling  # of layers without rotation
+    query_scaling: Callable[[Fields], QueryScaling | None] = no_scaling  # Layers without rotation have it.
     experts: ExpertsFamily | None = None
     recurrent: RecurrentFamily | None = None
 

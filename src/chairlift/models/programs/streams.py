@@ -25,7 +25,7 @@ class BlockNorms(NamedTuple):
     """The norms around a block whose output is added to the stream."""
 
     before: Norm | None = None
-    after: Norm | None = None  # of the output
+    after: Norm | None = None  # It norms the output.
     following: Norm | None = None  # the one in front of the next block
 
 

@@ -17,9 +17,9 @@ class _ToolUse(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] | str | None = None  # text: of a call that was cut, which some clients keep as it is
+    input: dict[str, Any] | str | None = None  # It is a text if the call was cut: some clients keep that as it is.
     cache_control: CacheControl | None = None
-    caller: Any = None  # of earlier responses: always the model itself
+    caller: Any = None  # Earlier responses have it: it is always the model itself.
     toolset_name: str | None = None
 
 
@@ -126,7 +126,7 @@ class _Turn:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    call_id: str | None = None  # of the call whose result this is
+    call_id: str | None = None  # The message is the result of this call.
 
     def message(self) -> dict[str, Any]:
         found: dict[str, Any] = {"role": self.role, "content": "\n".join(text for text in self.texts if text)}

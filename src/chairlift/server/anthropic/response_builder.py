@@ -35,7 +35,7 @@ _json = msgspec.json.Encoder()
 class ContentBlock:
     """A block of a response: text, thinking or the use of a tool."""
 
-    start: dict[str, Any]  # as it begins, without content
+    start: dict[str, Any]  # The block begins so, without content.
     delta_type: str
     delta_field: str
     pieces: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: Any = None  # of earlier responses
+    citations: Any = None  # Earlier responses have them.
 
 
 class Thinking(StrictModel):

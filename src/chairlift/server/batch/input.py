@@ -46,7 +46,7 @@ class LineRange:
     """Consecutive lines of a file."""
 
     first: int = 1  # number of the first line
-    offset: int = 0  # of its first byte
+    offset: int = 0  # The first line begins at this byte.
     count: int = sys.maxsize
 
 

@@ -71,7 +71,7 @@ class BatchRun:
             self.output.close()
             raise
         self.done_before = len(self.output.done)
-        self.counts = BatchCounts()  # of this run
+        self.counts = BatchCounts()  # They count this run only.
         self._suspects = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._held_bytes = 0

@@ -62,7 +62,7 @@ class _ShardPlan:
 
     def add(self, number: int, offset: int) -> None:
         first = self._open or LineRange(number, offset, 0)
-        self._open = LineRange(first.first, first.offset, number - first.first + 1)  # with empty lines in between
+        self._open = LineRange(first.first, first.offset, number - first.first + 1)  # It includes empty lines.
         self.num_lines += 1
 
     def end_range(self) -> None:

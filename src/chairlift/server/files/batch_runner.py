@@ -33,10 +33,10 @@ log = logging.getLogger("chairlift.server")
 POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
 WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
 FREE_SHARE = 0.25  # This share of the engine's slots stays free for interactive requests.
-PAUSE_SECONDS = 60.0  # before a batch is continued that could not be written
-SWEEP_SECONDS = 600.0  # between removals of what has expired
-MIN_FREE_BYTES = 16 * 2**20  # of the disk, for a batch to begin
-MAX_LINES = 50_000  # of a batch, as in OpenAI's API; they are in memory
+PAUSE_SECONDS = 60.0  # A batch that could not be written is continued after this.
+SWEEP_SECONDS = 600.0  # What has expired is removed after each.
+MIN_FREE_BYTES = 16 * 2**20  # A batch begins only if the disk has as many.
+MAX_LINES = 50_000  # A batch has no more, as in OpenAI's API; they are in memory.
 
 
 class BatchRunner:
@@ -52,7 +52,7 @@ class BatchRunner:
         self._finished: set[tuple[Path, str]] = set()  # batches that need not be read again
         self._paused: dict[tuple[Path, str], float] = {}  # when batches may be continued that could not be written
         self._next_sweep = 0.0
-        self._problem = ""  # with the folder, which was logged
+        self._problem = ""  # It is the problem with the folder that was logged last.
 
     async def run(self) -> None:
         """Run batches until cancelled; what is not finished continues at the next start."""

@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import EngineBody, Integer, StrictModel
 from chairlift.server.openai.types import MAX_MESSAGES, TokenIds, check_unicode
 
-MAX_INPUTS = 2048  # as OpenAI
+MAX_INPUTS = 2048  # OpenAI takes as many.
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 

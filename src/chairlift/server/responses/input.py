@@ -124,7 +124,7 @@ _KINDS: dict[str, type[_Item]] = {
     "reasoning": _Reasoning,
     ADDITIONAL_TOOLS: _AdditionalTools,
 }
-_PARTS = ("input_text", *_REFUSED_PARTS)  # of a user's message, which may also stand alone
+_PARTS = ("input_text", *_REFUSED_PARTS)  # A user's message has these parts, which may also stand alone.
 
 
 class InputMessages:
@@ -134,10 +134,10 @@ class InputMessages:
         self, given: str | list[dict[str, Any]], instructions: str | None = None, tools: OfferedTools | None = None
     ) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._locations: list[list[str]] = []  # of a message, then of its tool calls
+        self._locations: list[list[str]] = []  # They are those of a message, then of its tool calls.
         self._tools = tools or OfferedTools()
         self._call_ids: set[str] = set()
-        self._reasoning = ""  # of the assistant message that follows
+        self._reasoning = ""  # It belongs to the assistant message that follows.
         if instructions is not None:
             self._add("instructions", {"role": "system", "content": instructions})
         if isinstance(given, str):

@@ -173,7 +173,7 @@ class ResponseObjectBuilder:
         self._tokenizer = model.tokenizer
         self._parser = parser
         self._items: list[OutputItem] = []
-        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text the parser holds back
+        self._pending_logprobs: list[dict[str, Any]] = []  # The parser holds back the text of their tokens.
         self._cut = False  # whether the length limit ended the response
         self._sequence = 0
 

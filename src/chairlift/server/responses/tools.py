@@ -39,9 +39,9 @@ class OfferedTool:
     name: str
     namespace: str | None
     custom: bool
-    location: str  # in the request
+    location: str  # The request has the tool there.
     chat_function: dict[str, Any]
-    echo: dict[str, Any]  # for the response
+    echo: dict[str, Any]  # The response repeats it.
 
     def choices(self) -> Iterator[tuple[str, str, str | None]]:
         """Yield what a tool_choice may call this tool: its kind, name and namespace, which may be left out."""

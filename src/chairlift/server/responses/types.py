@@ -86,7 +86,7 @@ class ResponsesRequest(GenerationBody):
     prompt_cache_key: Label = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None  # of Codex CLI
+    client_metadata: dict[str, Any] | None = None  # Codex CLI sends it.
     # Has no effect until the context is full, and then the request is refused or shortened, as `truncation` says.
     context_management: Entries[dict[str, Any]] | None = None
     # Declared to be refused with a reason instead of as unknown parameters.

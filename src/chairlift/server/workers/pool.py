@@ -29,9 +29,9 @@ from chairlift.server.workers.messages import (
 
 log = logging.getLogger("chairlift.server")
 
-MAX_EARLY_DEATHS = 3  # in a row, of workers that did not live for EARLY_SECONDS
+MAX_EARLY_DEATHS = 3  # So many workers in a row may die within EARLY_SECONDS.
 EARLY_SECONDS = 10.0
-STOP_SECONDS = 5.0  # for a worker to exit before it is killed
+STOP_SECONDS = 5.0  # A worker that has not exited by then is killed.
 
 
 class WorkerPool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 PANEL = 16  # channels
 STEP = 4  # columns of one dot-product instruction
-COLUMNS = 32  # of a group
+COLUMNS = 32  # A group has this many.
 STEPS = COLUMNS // STEP
 LINE = 64  # bytes
 
@@ -28,8 +28,8 @@ class BlockKind:
     """A number n of a group stands for (n - offset) * scale + minimum."""
 
     name: str
-    columns: int  # of a block of the file
-    num_bytes: int  # of a block of the file
+    columns: int  # A block of the file has this many.
+    num_bytes: int  # A block of the file has this many.
     bits: int
     offset: int = 0
     has_min: bool = False

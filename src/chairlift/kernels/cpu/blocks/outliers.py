@@ -92,7 +92,7 @@ class _Column:
         self.b, self.kind = b, kind
         self.unit = b.add(panel, b.mul(b.udiv(column, I64(kind.unit)), I64(kind.unit_bytes)))
         self.group = b.urem(b.udiv(column, I64(COLUMNS)), I64(kind.groups))
-        self.place = b.urem(column, I64(COLUMNS))  # in its group
+        self.place = b.urem(column, I64(COLUMNS))  # This is the column's place in its group.
 
     def values(self) -> ir.Value:
         b, kind = self.b, self.kind

@@ -13,7 +13,7 @@ from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
 from chairlift.kernels.cpu.scalar_math import compiled
 
 _UNIT = 256  # the largest block of a file
-_SIGN = 0x8000  # of a float16
+_SIGN = 0x8000  # This is the sign's bit in a float16.
 
 
 @compiled()
@@ -97,8 +97,8 @@ class Layout(NamedTuple):
     signed_scales: bool
     offset: int
     parts: int  # scales per group
-    groups: int  # per unit
-    file_groups: int  # per block of the file
+    groups: int  # groups per unit
+    file_groups: int  # groups per block of the file
     unit_bytes: int
     group_bytes: int
     scale_bytes: int

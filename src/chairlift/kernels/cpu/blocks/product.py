@@ -22,16 +22,16 @@ from chairlift.kernels.cpu.simd import I64, VNNI_512, find_instruction_set
 from chairlift.kernels.cpu.threads import barrier, claim
 
 ISA = find_instruction_set()
-MOST_ROWS = 8 if ISA is VNNI_512 else 3  # of a tile: as many sums as there are registers for
+MOST_ROWS = 8 if ISA is VNNI_512 else 3  # A tile has no more rows, since there are no registers for more sums.
 ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
 # Percent of the panels that the threads claim in one piece each: memory is read faster in long pieces. What is left is
 # claimed in ever smaller ones, so that all finish together.
 FIRST = 92
 # Outliers read single columns, which probably ends the stream that the prefetchers of the CPU follow: for one row of
 # 5632 columns it costs as much as a quarter of a panel. So they come after several panels, which fit into the L2 cache.
-FEW_ROWS = 16  # with more, arithmetic takes most of the time
+FEW_ROWS = 16  # Arithmetic takes most of the time if there are more.
 L2_BYTES = 400_000
-COLUMN_BYTES = 10  # of a panel of Q4_K; at most 17
+COLUMN_BYTES = 10  # A panel of Q4_K has this many bytes per column; no panel has more than 17.
 ADDRESS, FUNCTION, UNITS = range(3)  # columns of `PanelWeight.panels`
 
 

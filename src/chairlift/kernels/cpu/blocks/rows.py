@@ -21,7 +21,7 @@ from chairlift.kernels.cpu.scalar_math import FAST, bits, compiled
 from chairlift.kernels.cpu.simd import F32, I8, I32, I64, load, reduce, splat, store
 
 DEPTH_UNIT = 256  # rows are padded to whole units of all kinds of blocks
-SPAN_BYTES = 16  # of what is known of a span: its scale, scale * sum, and the sums of both halves
+SPAN_BYTES = 16  # It is known of a span: its scale, scale * sum, and the sums of both halves.
 # An outlier is over this many times larger than the mean size of a row's numbers. With 10, 0.3% of the activations of
 # the default model are outliers, and the rounding error of a token's loss is half as large as with none; 9 adds a fifth
 # more of them and lowers it by 7% (docs/results/cpu.json). A row of n numbers has less than n / 10, whatever they are.

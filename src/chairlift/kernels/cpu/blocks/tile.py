@@ -32,7 +32,7 @@ from chairlift.kernels.cpu.simd import (
 )
 
 ISA = find_instruction_set()
-SPAN_BYTES = 16  # of what is known of 32 activations: scale, scale * sum, sums of both halves
+SPAN_BYTES = 16  # It is known of 32 activations: scale, scale * sum, sums of both halves.
 # A panel of a deep weight is larger than the L1 cache, so that every panel reads the rows from L2 again. With rows
 # prefetched this many bytes ahead, products of one row with 5632 columns of Q4_K are a fifth faster; with 64 or 256
 # bytes Q6_K is slower. Kinds of 8 bits read more of the panel for each row and are slower with any.

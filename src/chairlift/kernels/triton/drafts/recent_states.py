@@ -16,8 +16,8 @@ PARTS = 3  # stored by one launch
 @triton.jit
 def _store_states_kernel(
     first_ptr,  # [T, size]
-    second_ptr,  # with COUNT above 1
-    third_ptr,  # with COUNT above 2
+    second_ptr,  # It is read if COUNT is above 1.
+    third_ptr,  # It is read if COUNT is above 2.
     slots_ptr,  # [T] int32
     positions_ptr,  # [T] int32; -1: padding
     out_ptr,  # [slots * LENGTH, width]

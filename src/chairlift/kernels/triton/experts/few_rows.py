@@ -30,7 +30,7 @@ MOST_TOKENS = 8  # one program chooses for one token after the other
 # The experts of all tokens are chosen in sequence. On an H200 that takes 4.4 µs for one token of gpt-oss and 11.4 for
 # eight, with eight experts per token 5.4 and 23.7; without this kernel, routing and sorting take 8 to 10 µs.
 MOST_PAIRS = 32  # without those of shared experts, which are not chosen
-ROWS = 16  # of a tile of the router's product, the fewest that tensor cores multiply
+ROWS = 16  # A tile of the router's product has this many, the fewest that tensor cores multiply.
 BLOCK = 16  # experts of a program
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
 SHORTEST_SPLIT = 256  # columns that a program reads at least

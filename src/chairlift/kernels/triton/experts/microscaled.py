@@ -23,7 +23,7 @@ from chairlift.kernels.triton.experts.tiling import ExpertTiling
 from chairlift.kernels.triton.launch import cdiv, has_asm, next_power_of_2, overlapping
 
 NO_GATE, SILU_GATE, CLAMPED_GATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-PANEL = tl.constexpr(16)  # as in `layers/microscaled.py`
+PANEL = tl.constexpr(16)  # It is the PANEL of `layers/microscaled.py`.
 RUN = tl.constexpr(32)
 UNSCALED = tl.constexpr(2.0**64)  # what the products are multiplied by where they were scaled
 

@@ -110,7 +110,7 @@ def _grouped_kernel(
     x_ptr,  # [tokens, K], or with SCATTER [pairs, K] in sorted order
     weight_ptr,  # [experts, N, K], with a gate [experts, 2 * N, K]
     scales_ptr,  # [experts, rows] float32, with EIGHT_BITS only
-    shared_ptr,  # of the shared experts [SHARED * N, K] (with a gate twice as many rows), with SCATTER [N, SHARED * K]
+    shared_ptr,  # shared experts: [SHARED * N, K] (with a gate twice as many rows), with SCATTER [N, SHARED * K]
     shared_scales_ptr,  # [rows] float32
     x_scales_ptr,  # [rows of x] float32, with ROUNDED only
     bias_ptr,  # [experts, rows], with HAS_BIAS only
@@ -205,7 +205,7 @@ class ExpertMatrix(NamedTuple):
     """The weights of one product of all experts, as they are multiplied."""
 
     numbers: Tensor  # [experts, rows, K] plain or 8-bit floats; of 4-bit floats the words of `layers/microscaled.py`
-    scales: Tensor | None = None  # of 8-bit floats [experts, rows] float32; of 4-bit floats their exponents
+    scales: Tensor | None = None  # 8-bit floats: [experts, rows] float32; 4-bit floats: their exponents
 
     @property
     def is_microscaled(self) -> bool:
@@ -216,7 +216,7 @@ class SharedMatrix(NamedTuple):
     """The weights of one product of the experts that every token uses, in one matrix, as of a dense block."""
 
     numbers: Tensor  # [experts * N, K], with a gate [2 * experts * N, K]; of the second product [N, experts * K]
-    scales: Tensor | None  # of 8-bit floats, of each row
+    scales: Tensor | None  # Each row of 8-bit floats has one.
     num_experts: int
 
 

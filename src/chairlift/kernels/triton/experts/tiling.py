@@ -31,7 +31,7 @@ class ExpertTiling(NamedTuple):
     depth: int  # elements of the sum per iteration; 4-bit floats have a fixed one
     stages: int
     warps: int = 4
-    splits: int = 1  # of 4-bit floats, if the products of each token's experts are added
+    splits: int = 1  # Sums of 4-bit floats are split if the products of each token's experts are added.
 
 
 class ExpertTilings(NamedTuple):

@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = gl.constexpr(128)  # query rows of a tile: tokens times the heads that share a key head
-KEYS = gl.constexpr(128)  # of a tile
+KEYS = gl.constexpr(128)  # A tile has this many.
 STAGES = gl.constexpr(2)  # tiles of a ring
-COLUMNS = gl.constexpr(64)  # of a box that is copied: 128 bytes of 16-bit numbers, the width of the swizzle
+COLUMNS = gl.constexpr(64)  # A box that is copied has this many: 128 bytes of 16-bit numbers, the width of the swizzle.
 SCORE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 
 

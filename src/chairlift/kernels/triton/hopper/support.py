@@ -11,7 +11,7 @@ from chairlift.kernels.gpu import gpu_of
 
 HOPPER = (9, 0)
 TESTED_TRITON = ("3.6.",)  # versions that the kernels ran with on a GPU
-ASSUMED_MULTIPROCESSORS = 132  # of an H200, when kernels are compiled without a GPU
+ASSUMED_MULTIPROCESSORS = 132  # An H200 has this many, which counts when kernels are compiled without a GPU.
 
 
 def hopper_obstacle(device: torch.device) -> str | None:

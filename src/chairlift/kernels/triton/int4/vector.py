@@ -22,7 +22,7 @@ import triton.language as tl
 
 from chairlift.kernels.triton.int4.kernel import PANEL, high_half, low_half
 
-COLUMNS = tl.constexpr(16)  # of an int64 of the weight
+COLUMNS = tl.constexpr(16)  # An int64 of the weight holds this many.
 LARGE = tl.constexpr(2.0**24)  # sums are divided by it
 
 
@@ -74,7 +74,7 @@ def _products_text(groups: int) -> tl.constexpr:
 
 
 PEAK_OF_HALVES = _peak_text("f16x2", "0x7c00", "0")
-PEAK_OF_BFLOATS = _peak_text("bf16x2", "0x7f80", "0x0680")  # of 2^-114 at least, so that the factor is finite
+PEAK_OF_BFLOATS = _peak_text("bf16x2", "0x7f80", "0x0680")  # The peak is 2^-114 at least, so that the factor is finite.
 SUMS_OF_TWO, SUMS_OF_FOUR = _sums_text(2), _sums_text(4)
 PRODUCTS_OF_TWO, PRODUCTS_OF_FOUR = _products_text(2), _products_text(4)
 SCALE_BFLOATS = _text(

@@ -33,9 +33,9 @@ from chairlift.kernels.triton.launch import (
 PROGRAMS = 128  # one per multiprocessor of a Hopper GPU, which has 132: one takes most of the shared memory
 # Positions: one tile. A context of 1,024 tokens in 16 parts takes 10 us on an H200 and in 4 parts of 256 tokens 22.
 MIN_SPLIT = 64
-MANY_SPLITS = 16  # with so many, a part of a usual context is one tile
-FEW_HEADS = 16  # of a program, whose sums four warps hold in registers
-COLUMNS = 128  # of a latent, that one program joins
+MANY_SPLITS = 16  # A part of a usual context is one tile if there are so many.
+FEW_HEADS = 16  # A program has this many, and four warps hold their sums in registers.
+COLUMNS = 128  # A program joins this many of a latent.
 
 
 @triton.jit

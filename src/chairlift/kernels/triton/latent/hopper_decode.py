@@ -16,9 +16,9 @@ from chairlift.kernels.triton.latent.hopper_kernel import BOX, META_PARTS, PANEL
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
 RANK = 512  # latent dimensions: the sums of 16 heads are 128 registers of each thread
-HEADS = 16  # of a program: the fewest columns for which a tile's copy takes longer than its products
+HEADS = 16  # A program has this many, the fewest columns for which a tile's copy takes longer than its products.
 UNIT, UNITS, ROPE_TILES = 256, 5, 3  # columns and number of the units in shared memory; tiles of rotated parts
-REGISTERS = 168  # of each thread: more are not needed, and the warp that copies has them, too
+REGISTERS = 168  # Each thread has this many: more are not needed, and the warp that copies has them, too.
 MOST_ROWS = 2048  # programs times tiles stay below 2 ** 31 with contexts of up to half a million tokens
 
 

@@ -234,7 +234,7 @@ def _add(a, b):
 
 @gluon.jit(do_not_specialize=["rows"])
 def hopper_decode_kernel(
-    desc,  # of the cache, [rows, RANK + PANEL], in boxes [BOX, PANEL]
+    desc,  # cache [rows, RANK + PANEL], in boxes [BOX, PANEL]
     q_ptr,  # [T, HEADS, RANK]
     q_rope_ptr,  # [T, HEADS, PANEL]
     out_ptr,  # [T, HEADS, RANK]
@@ -243,7 +243,7 @@ def hopper_decode_kernel(
     meta_ptr,  # [rows] int32: first program and number of parts
     tables_ptr, slot_ptr, start_ptr, count_ptr,
     rows, q_stride, q_rope_stride, q_rope_head_stride, rows_per_block, table_stride, scale_log2,
-    ROWS: gl.constexpr,  # at least `rows`, a power of two
+    ROWS: gl.constexpr,  # a power of two, no less than `rows`
     HEADS: gl.constexpr,
     BH: gl.constexpr,  # HEADS, padded
     RANK: gl.constexpr,

@@ -16,8 +16,8 @@ from chairlift.kernels.triton.attention import precision_for
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
 
 HEADS_PER_PROGRAM = 16
-FEW_ROWS = 64  # with more, cuBLAS multiplies the queries faster
-COLUMNS = 128  # of a latent, that one program multiplies
+FEW_ROWS = 64  # cuBLAS multiplies the queries faster if there are more.
+COLUMNS = 128  # A program multiplies this many of a latent.
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from torch import Tensor
 from chairlift.kernels.triton.attention import precision_for
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
 
-MOST_ROWS = 32  # of a tile
-COLUMNS = 32  # of a head's values, that one program multiplies
+MOST_ROWS = 32  # A tile has no more.
+COLUMNS = 32  # A program multiplies this many of a head's values.
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
-ACTIVATIONS = ("silu", "gelu_tanh")  # that `activated` computes
+ACTIVATIONS = ("silu", "gelu_tanh")  # `activated` computes these.
 
 
 @triton.jit

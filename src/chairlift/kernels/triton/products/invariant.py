@@ -20,9 +20,9 @@ from chairlift.kernels.triton.products.tiling import MANY_COLUMNS, PROGRAMS, SMA
 
 log = logging.getLogger("chairlift")
 
-ONE_TILE_ROWS = 64  # whose tile serves every number of rows
-COLUMNS, DEPTH = 128, 1024  # of the product that is tried
-MOST_ROWS, COMPARED_ROWS = 128, 16  # of the tiles that are tried, and of each of them
+ONE_TILE_ROWS = 64  # The tile of this many serves every number of rows.
+COLUMNS, DEPTH = 128, 1024  # The product that is tried has these.
+MOST_ROWS, COMPARED_ROWS = 128, 16  # The tiles that are tried have up to 128 rows, and 16 of each are compared.
 NUM_TRIED = 6
 
 

@@ -149,7 +149,7 @@ def product_kernel(
     times_stride,
     per_split,  # columns of a split of the sum, a multiple of BK
     eps,
-    reach,  # by how much normalised rows are scaled before they are replaced by 8-bit numbers
+    reach,  # Normalised rows are scaled by it before they are replaced by 8-bit numbers.
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -185,7 +185,7 @@ def product_kernel(
         height = tl.minimum(tl.cdiv(M, BM) - band * BAND, BAND)
         row_block = band * BAND + inside_band % height
         block = inside_band // height
-    ROWS: tl.constexpr = BM // 2 if PAIRS else BM  # of the result
+    ROWS: tl.constexpr = BM // 2 if PAIRS else BM  # The result has this many.
     m = row_block * ROWS + tl.arange(0, ROWS)
     n = block * BN + tl.arange(0, BN)
     begin = split * per_split

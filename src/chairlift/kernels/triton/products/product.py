@@ -32,8 +32,8 @@ from chairlift.kernels.triton.products.tiling import (
 )
 
 PART_UNIT = 256  # columns: parts of invariant sums are multiples of it, as long as the longest tile
-MOST_EARLY_SQUARES = 512  # per warp, of invariant products: 16 registers of a thread
-PARALLEL_ELEMENTS = 2**21  # of a result up to which the splits of an invariant sum have their own programs
+MOST_EARLY_SQUARES = 512  # A warp keeps no more of an invariant product: they are 16 registers of a thread.
+PARALLEL_ELEMENTS = 2**21  # The splits of an invariant sum have their own programs if the result has no more elements.
 
 
 def product(
@@ -141,7 +141,7 @@ def product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=num_stages(tiling, gated, x.dtype, weight.dtype, x.device),
-        enable_fp_fusion=not invariant,  # which products are fused with sums depends on the tile
+        enable_fp_fusion=not invariant,  # The tile decides which products are fused with sums.
         **overlapping(x.device),
     )
     return out, squares_out

@@ -12,7 +12,7 @@ from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory
 SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
 SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
 MANY_COLUMNS = 32768  # more than any layer has, fewer than a vocabulary
-MOST_SPLITS = 8  # of a sum: one program adds the parts
+MOST_SPLITS = 8  # A sum has no more, since one program adds the parts.
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
 
 
@@ -79,7 +79,7 @@ def _fills_chip(columns: int) -> bool:
 def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
     """The best of about thirty tilings per kind of product on an H200, most of them measured within whole steps, where
     the best is not always the one that is fastest alone."""
-    few_tiles = gated and columns <= 64 * PROGRAMS // 2  # of 64 columns; as for shared experts
+    few_tiles = gated and columns <= 64 * PROGRAMS // 2  # The tiles have 64 columns, as for shared experts.
     if few_tiles or columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:

@@ -23,10 +23,10 @@ from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, 
 from chairlift.kernels.triton.recurrent.recurrence import StateRule
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
 
-ROWS = 64  # of a tile
+ROWS = 64  # A tile has this many.
 LEAST_SHARED_MEMORY = 131_072  # bytes that tiles of so many rows need; with less, they have half as many
-BLOCK = 16  # of rows whose inverse is a product of powers: more would lose digits
-COLUMNS = 64  # of the state in one program
+BLOCK = 16  # The inverse of so many rows is a product of powers: more would lose digits.
+COLUMNS = 64  # A program computes this many of the state.
 
 
 @triton.jit

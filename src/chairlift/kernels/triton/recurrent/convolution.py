@@ -9,9 +9,9 @@ from torch import Tensor
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
 
-ROWS = 32  # of a tile, more than any filter is wide
+ROWS = 32  # A tile has this many, more than any filter is wide.
 FEW = 8  # rows of a tile where no sequence has more: decodes, with or without drafts
-CHANNELS = 128  # of a tile
+CHANNELS = 128  # A tile has this many.
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -45,7 +45,7 @@ def _convolve_kernel(
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
-    place = offset + tl.arange(0, ROWS)  # in the sequence's rows of this step
+    place = offset + tl.arange(0, ROWS)  # It counts from the sequence's first row of this step.
     row = (begin + place).to(tl.int64)
     present = begin + place < end
     slot = tl.load(read_ptr + sequence).to(tl.int64)

@@ -37,7 +37,7 @@ class RawGates(NamedTuple):
     rate: Tensor | None  # [T, heads], as x; None: the rate is the step
     log_rate: Tensor  # [heads] float32
     bias: Tensor  # [heads * width] float32
-    limits: tuple[float, float]  # of the step
+    limits: tuple[float, float]  # The step stays within them.
 
     @property
     def width(self) -> int:

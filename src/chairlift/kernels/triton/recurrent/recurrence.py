@@ -12,7 +12,7 @@ from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, o
 from chairlift.kernels.triton.recurrent.gates import RawGates, step_gates, step_of
 from chairlift.kernels.triton.recurrent.tiles import SlotBatch
 
-COLUMNS = 32  # of the state in one program
+COLUMNS = 32  # A program computes this many of the state.
 FEW = 16  # rows of a sequence up to which token by token is faster than in chunks
 ANY = 2**31 - 1  # rows
 

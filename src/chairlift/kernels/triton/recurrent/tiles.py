@@ -47,7 +47,7 @@ def find_tile(
     starts_ptr,
     tile,
     num_sequences,
-    ROWS: tl.constexpr,  # of a tile
+    ROWS: tl.constexpr,  # A tile has this many.
     ONE_EACH: tl.constexpr,  # no sequence has more than one tile: tile i is that of sequence i
     SEQUENCES: tl.constexpr,
 ):

@@ -31,7 +31,7 @@ class AttentionAdapter(ABC):
 
     attention_class: ClassVar[str]
     takes_positions: ClassVar[bool] = True  # the model's forward pass has `position_ids`
-    length_fields: ClassVar[tuple[str, ...]] = ()  # where its config may have the longest sequence
+    length_fields: ClassVar[tuple[str, ...]] = ()  # The config may have the longest sequence in these.
     default_length: ClassVar[int | None] = None  # the longest sequence if the config does not state it
 
     positions: Tensor

@@ -17,7 +17,7 @@ class BloomAdapter(AttentionAdapter):
     attention_class = "BloomAttention"
     takes_positions = False
     length_fields = ("seq_length", "n_positions")
-    default_length = 2048  # of the published models; ALiBi has no limit of its own
+    default_length = 2048  # The published models have it; ALiBi has no limit of its own.
 
     def replace(self, module: Any, index: int) -> None:
         slopes = alibi_slopes(module.num_heads)

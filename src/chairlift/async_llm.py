@@ -159,7 +159,7 @@ class AsyncLLM:
                 await asyncio.wrap_future(submitting)
                 yield request
             finally:
-                if not request.done or request.error is not None:  # after an error, other completions may be running
+                if not request.done or request.error is not None:  # Other completions may be running after an error.
                     self._thread.call(lambda: self._router.cancel(request))
 
     async def _parse(self, prompt: Prompt) -> PromptInput:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 log = logging.getLogger("chairlift")
 
-LOG_SECONDS = 10.0  # between two lines of a long load, where there is no terminal
+LOG_SECONDS = 10.0  # Lines of a long load are this far apart where there is no terminal.
 
 Advance = Callable[[int, int], None]
 """Called with the number of open requests and of tokens generated so far."""

@@ -171,7 +171,7 @@ def _answer_on_ray(
     from chairlift.cluster.batch.driver import RayBatch, choose_resources
     from chairlift.cluster.ray_runtime import cluster_nodes, connect, disconnect
 
-    config = _server_config(engine, name, quiet=True)  # not the startup details of every worker
+    config = _server_config(engine, name, quiet=True)  # The startup details of every worker are left out.
     started_here = connect(log_to_driver=not engine.quiet)
     signal.signal(signal.SIGTERM, _exit)  # end the workers, as on Ctrl-C
     try:

@@ -104,7 +104,7 @@ def _remote_chat(
 
 
 def _typed_lines() -> Iterator[str]:
-    with suppress(ImportError):  # not part of every Python build
+    with suppress(ImportError):  # Not every Python build has it.
         import readline  # noqa: F401 (importing it gives `input` editing and history)
 
     while True:
@@ -174,7 +174,7 @@ class ChatSession:
             raise
         finally:
             answer.close()
-            if pieces:  # without any text, the message is dropped too
+            if pieces:  # The message is dropped too if there is no text.
                 self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
         if self._show_figures:
             note(self._backend.summary())

@@ -53,7 +53,7 @@ def compile(
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise InvalidParameter("device", "TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
     out.mkdir(parents=True, exist_ok=True)
-    os.environ[CACHE_VARIABLE] = str(out.resolve())  # before Triton reads it
+    os.environ[CACHE_VARIABLE] = str(out.resolve())  # Triton reads it later.
 
     from chairlift.engine.kernel_cache import fill_kernel_cache, kernels_of_model
     from chairlift.progress import watch

@@ -11,7 +11,7 @@ from typing import Any
 from chairlift.client.http import Address, bearer
 from chairlift.errors import ChairliftError
 
-TIMEOUT_SECONDS = 600.0  # between two pieces of data from the server
+TIMEOUT_SECONDS = 600.0  # Two pieces of data from the server are no further apart.
 
 
 class ServerError(ChairliftError):

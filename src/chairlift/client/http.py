@@ -100,7 +100,7 @@ class HttpClient:
         try:
             reader = await connection.exchange(message, on_body)
         except BaseException:
-            connection.close()  # also on cancellation, so that the server stops
+            connection.close()  # The server stops then, also on cancellation.
             raise
         if reader.reusable:
             self._idle.append(connection)

@@ -30,7 +30,7 @@ _SWEEPS = 4
 _OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error gets a proportionally lower weight
 _SMALLEST_ERROR = 0.02  # relative errors below this are never outliers
 _RECENT, _ONE_IN = 200, 50  # the tail is the 98th percentile of the last 200 steps
-_FIRST_TAIL = 1.25  # before _ONE_IN steps are measured
+_FIRST_TAIL = 1.25  # It counts until _ONE_IN steps are measured.
 _SPEED_GAIN, _SPEED_STEP = (
     0.2,
     0.3,

@@ -39,7 +39,7 @@ class RequestPreempted:
     swapped: bool = False  # its blocks are in host memory; otherwise its tokens are recomputed
 
 
-@dataclass(slots=True)  # not frozen, because creating a frozen one takes longer and there is one per token
+@dataclass(slots=True)  # It is not frozen: creating a frozen one takes longer, and there is one per token.
 class TokenProduced:
     time: float
     request_id: str

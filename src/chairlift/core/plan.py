@@ -88,8 +88,8 @@ class StepPlan:
     step: int
     chunks: tuple[Chunk, ...]
     idle_rows: int = 0  # padding rows for finished requests of a static batch
-    swap_outs: tuple[BlockSwap, ...] = ()  # before everything else: this step may overwrite these blocks
-    swap_ins: tuple[BlockSwap, ...] = ()  # next, before the copies of the chunks
+    swap_outs: tuple[BlockSwap, ...] = ()  # They come before everything else: this step may overwrite these blocks.
+    swap_ins: tuple[BlockSwap, ...] = ()  # They come next, before the copies of the chunks.
     reads: bool = False  # whether any chunk reads prompt positions
     states: tuple[ChunkStates, ...] = ()  # one for each chunk, if the model has recurrent layers
 

@@ -26,7 +26,7 @@ class SchedulerSnapshot:
     policy: str
     waiting: Sequence[tuple[str, WaitReason]]  # the front of the queue
     wait_reasons: Mapping[WaitReason, int]  # Counts over the whole queue.
-    evictions: int  # since the start
+    evictions: int  # It counts since the start.
     tables: Mapping[str, Sequence[int]]  # the block table of each observed request
     rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
     blocks: Sequence[BlockState]  # blocks that may have changed since the last snapshot

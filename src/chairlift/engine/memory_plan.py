@@ -26,7 +26,7 @@ from chairlift.runner.memory import free_memory
 
 log = logging.getLogger("chairlift")
 
-SMALLER_FORMATS = ("int8", "int4")  # to suggest, if they are smaller
+SMALLER_FORMATS = ("int8", "int4")  # They are suggested if they are smaller.
 CPU = torch.device("cpu")
 SHARE_OF_FREE_MEMORY, SHARE_OF_GPU_MEMORY = 0.25, 0.9
 SHARE_OF_HOST_MEMORY = 0.25  # The blocks of preempted requests get this much.

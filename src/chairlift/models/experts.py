@@ -86,7 +86,7 @@ class ExpertsFamily:
 
     names: ExpertNames = ExpertNames()
     scores: Scores = "softmax"
-    correction_bias: str | bool = False  # or the config's flag for it
+    correction_bias: str | bool = False  # A text names the config's flag for it.
     normalize_eps: float = 1e-20
     router_bias: bool = False
     group_best: int = 1

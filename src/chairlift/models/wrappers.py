@@ -116,7 +116,7 @@ class TextPart:
 
     def __init__(self, names: Iterable[str]) -> None:
         """`names`: the canonical names of the text model's tensors."""
-        self._first = {name.partition(".")[0] for name in (*names, HEAD)}  # also where the head is tied
+        self._first = {name.partition(".")[0] for name in (*names, HEAD)}  # The head counts even where it is tied.
 
     def has(self, full_name: str) -> bool:
         """Whether a tensor of the checkpoint belongs to it, or has a name that claims so."""

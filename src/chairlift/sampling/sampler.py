@@ -166,7 +166,7 @@ class Sampler:
         if not rows:  # the step has only unfinished prefills
             return SampledBatch([], [])
         scored = [index for index, row in enumerate(rows) if row.request.params.logprobs is not None]
-        raw = _copy_rows(logits, scored) if scored else None  # before the logits are edited
+        raw = _copy_rows(logits, scored) if scored else None  # The logits are edited below.
 
         if masks is not None:
             apply_masks(logits, masks)

@@ -154,7 +154,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
             problem = "send the body as JSON, with the header 'Content-Type: application/json'"
             return APIError(415, problem, code="unsupported_media_type").response()
-        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "body"
+        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # The first part is "body".
         if errors[0]["type"] == "json_invalid":
             return APIError(400, "the body is not valid JSON", code="invalid_json").response()
         return as_api_error(invalid_field(errors, error.body)).response()

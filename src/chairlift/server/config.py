@@ -39,7 +39,7 @@ class ServerConfig:
     keys: KeySources = field(default_factory=KeySources)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
-    allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
+    allowed_hosts: Sequence[str] = ()  # A server without keys answers to these host names, too.
     files_dir: Path | None = None  # Uploaded files and batches are there; None: there are none
     files_quota: int = 10 * 2**30  # bytes of the files of one key
     drain_timeout: float = 30.0

@@ -57,7 +57,7 @@ async def serve_forever(
     if config.traces_endpoint is not None:
         check_traces_endpoint(config.traces_endpoint)
     listener = listen(config.host, config.port, config.uds)
-    signals = _Signals()  # before the engine's process exists, so that a signal never leaves it behind
+    signals = _Signals()  # The engine's process does not exist yet, so that a signal never leaves it behind.
     front_end = await _start_front_end(config, template)
     _reload_on_hangup(config, front_end)
     serving = asyncio.create_task(front_end.serve(listener))

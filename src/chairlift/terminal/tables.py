@@ -21,7 +21,7 @@ class Column:
     value: str | Callable[[Any], Any]
     form: str = ""  # a format specification
     factor: float = 1  # Converts the unit of the rows to that of the heading.
-    unit: str = ""  # after the figure
+    unit: str = ""  # It stands after the figure.
     missing: str = "-"  # shown for None
 
     def cell(self, row: Any) -> str:

@@ -44,8 +44,8 @@ class ChatTemplate:
                 node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
             )
             fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
-            self.names = self.strings | fields  # under which messages may be read
-        except Exception as error:  # also what Python raises when it compiles the generated code
+            self.names = self.strings | fields  # Messages may be read under these.
+        except Exception as error:  # Compiling the generated code may raise others, too.
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 
     @property

@@ -43,12 +43,12 @@ from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import MeasuredCost, StepCost
 
 FLEET = "chairlift-bench"
-LONE_REQUESTS = 13  # before the run, of one shared prefix: what a request takes that the simulator does not know
+LONE_REQUESTS = 13  # They run first and share a prefix: the simulator does not know what a request takes.
 LONE_GAP = 1.0  # seconds between them, longer than any of them takes
 LONE_TIMES = [LONE_GAP * index for index in range(LONE_REQUESTS)]
 HOT_CONCURRENCY = 4  # requests in flight for each replica, in the run with one prefix
 TOKENS = range(100, 250)  # ids that every vocabulary has
-REPORT_SECONDS = 3.0  # until the replicas have reported their counts
+REPORT_SECONDS = 3.0  # The replicas have reported their counts by then.
 TIMEOUT = 600.0
 PREDICTIONS = ("predicted_cached_share", "predicted_ttft_p50_ms", "outside_engine_ms")
 DEFAULTS = ReplicaSettings(num_blocks=1)

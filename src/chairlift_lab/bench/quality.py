@@ -119,7 +119,7 @@ def measure_quality(
                 "kv_bytes_per_token": started.memory.bytes_per_token,
             }
         )
-        del loaded, started  # before the next model is loaded
+        del loaded, started  # The next model is loaded later.
         gc.collect()
     return rows
 

@@ -37,7 +37,7 @@ class ShapeRun:
 
     rows: list[dict[str, Any]]
     ceilings: Ceilings
-    ready_seconds: float  # until the first token, after importing torch
+    ready_seconds: float  # It is counted from the import of torch to the first token.
     vocabulary: int  # number of token ids that prompts are drawn from
 
 

@@ -78,7 +78,7 @@ class StreamTotals:
 
     events: int
     seconds: float  # Counted from the first request to the last byte.
-    first_seconds: Sequence[float]  # to the first event of each stream
+    first_seconds: Sequence[float]  # Each stream's first event came after this.
 
 
 def read_in_processes(endpoints: Sequence[tuple[str, str]], streams: int, tokens: int) -> StreamTotals:

@@ -205,7 +205,7 @@ def greedy_gaps(
     from chairlift.runner.memory import allocate_states, allocate_storage
 
     chunks: list[Chunk] = []
-    rows: list[int] = []  # whose next token is an output token
+    rows: list[int] = []  # The next token of each is an output token.
     used = row = 0
     for index, (prompt, output) in enumerate(sequences):
         tokens = [*prompt, *output[:-1]]

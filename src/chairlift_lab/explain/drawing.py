@@ -11,7 +11,7 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift_lab.report.plots import require_matplotlib
 
-GAP = 0.06  # between two cells, so that they can be counted by eye
+GAP = 0.06  # Two cells are this far apart, so that they can be counted by eye.
 DPI = 110
 
 # Distinguishable for colour-blind readers, after Okabe and Ito.

@@ -359,7 +359,7 @@ def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
     """[T] bool: the rows whose output depends on the value of that position of that sequence."""
     layout, storage, index = call.layout, call.storage, call.layer.index
     start = layout.starts[sequence]
-    if position >= start:  # computed in this step
+    if position >= start:  # This step computes it.
         v = call.v.clone()
         v[layout.offsets[sequence] + position - start] += PUSH
         changed = call.attention.attend(call.layer, call.q, call.k, v)

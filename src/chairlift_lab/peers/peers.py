@@ -21,7 +21,7 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.common.engines import Measurement, TokenProgress
 from chairlift_lab.common.workload import Workload
 
-CHECK_SECONDS = 60.0  # to say which version of its package a Python has
+CHECK_SECONDS = 60.0  # A Python has so long to say which version of its package it has.
 PROGRAMS = Path(__file__).parent / "programs"
 QUOTED = 400  # characters of standard error in the message of a failure
 LAST_LINES = 100  # lines of standard error that a failure keeps
@@ -63,7 +63,7 @@ class PeerProcess:
                     stderr=errors,
                     text=True,
                     env=self._environment(),
-                    start_new_session=True,  # so that its children can be ended too
+                    start_new_session=True,  # Its children can be ended, too.
                 )
             except OSError as error:
                 raise PeerFailed(f"cannot start {self.python} ({error.strerror})") from None

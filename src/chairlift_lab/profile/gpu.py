@@ -42,7 +42,7 @@ _KINDS = (
     (
         ATTENTION,
         re.compile(
-            r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn"  # and those of latents
+            r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn"  # The next ones are those of latents.
             r"|_absorbed_kernel|_absorb_kernel|_join_kernel|_expanded_kernel|_prepare_kernel|_values_kernel",
             re.IGNORECASE,
         ),
@@ -60,7 +60,7 @@ _KINDS = (
         ),
     ),
 )
-ENGINE_TRACK = 1_000_000  # not the id of any thread
+ENGINE_TRACK = 1_000_000  # No thread has this id.
 
 
 def kind_of(kernel: str) -> str:

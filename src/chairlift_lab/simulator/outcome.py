@@ -86,7 +86,7 @@ class Gaps:
 @dataclass(slots=True)
 class SimulationOutcome:
     records: list[RequestRecord] = field(default_factory=list)
-    seconds: float = 0.0  # until the last request ended
+    seconds: float = 0.0  # The last request ended after this.
     steps: int = 0
     busy_seconds: float = 0.0  # the sum over all replicas
     preemptions: int = 0

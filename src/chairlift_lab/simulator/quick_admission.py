@@ -25,7 +25,7 @@ class _Decision:
     """The requests that the next step admits."""
 
     admitted: list[SimulatedRequest] = field(default_factory=list)
-    passed_over: list[tuple[SimulatedRequest, int]] = field(default_factory=list)  # and the number admitted before it
+    passed_over: list[tuple[SimulatedRequest, int]] = field(default_factory=list)  # The number counts those before it.
     blocks: int = 0  # taken by the admitted
     least_missed: int = NO_LIMIT  # the fewest blocks that a request without enough needs
     reached_end: bool = True  # the whole queue was tried
@@ -66,7 +66,7 @@ class QuickAdmission:
             return True
         if self._aside.size >= self._scheduler.max_batch_requests:
             return True
-        return self._none_fits  # and there are never more blocks until then
+        return self._none_fits  # There are never more blocks until then.
 
     def admit(self) -> list[SimulatedRequest]:
         """Admit requests whose whole prompts fit into the next step. If there are none, the scheduler must plan the

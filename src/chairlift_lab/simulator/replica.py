@@ -54,7 +54,7 @@ class Replica:
         # forward.
         self._busy = False
         self._plan: StepPlan | None = None
-        self._admitted: list[SimulatedRequest] = []  # whose whole prompts the step computes
+        self._admitted: list[SimulatedRequest] = []  # The step computes their whole prompts.
         self._forward_steps: list[float] = []  # duration of each step
         self._forward_ends: list[float] = []  # its start, and the end of each of its steps
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
@@ -188,7 +188,7 @@ class Replica:
         scheduler, aside = self.scheduler, self._aside
         if not scheduler.running:
             return
-        if self._quick_admission:  # unless memory is short, since they would be returned at once
+        if self._quick_admission:  # They would be returned at once if memory is short.
             if aside.leaves_room():
                 aside.take()
         elif (not scheduler.waiting or self._batch_is_closed()) and all(

@@ -13,8 +13,8 @@ from chairlift.cluster.routing.router import Route, Router
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
 
-REPORT_SECONDS = 1.0  # between two reports of the replicas to all ingresses, as in the cluster
-DECISION_SECONDS = 5.0  # between two decisions of the autoscaler
+REPORT_SECONDS = 1.0  # The replicas report this often to all ingresses, as in the cluster.
+DECISION_SECONDS = 5.0  # The autoscaler decides this often.
 
 
 def simulate(

@@ -42,7 +42,7 @@ class Device:
     flops_per_second: float  # dense, in the type the weights are computed in
     memory_bytes: float
     step_seconds: float  # fixed time of a step: kernel launches and waits
-    host_bytes_per_second: float = 25e9  # to host memory or back, for swapping
+    host_bytes_per_second: float = 25e9  # Swapping copies so fast to host memory or back.
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_second", "flops_per_second", "memory_bytes", "host_bytes_per_second"):

@@ -38,9 +38,9 @@ _MARKS = ("FIRST-QUESTION", "FIRST-ANSWER", "SECOND-QUESTION")
 class TurnMarkers:
     """The tokens of the chat template around questions and answers."""
 
-    begin: list[int]  # before the first question
-    answer: list[int]  # before an answer
-    ask: list[int]  # between an answer and the next question
+    begin: list[int]  # They stand before the first question.
+    answer: list[int]  # They stand before an answer.
+    ask: list[int]  # They stand between an answer and the next question.
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> TurnMarkers | None:
@@ -123,7 +123,7 @@ class Conversations:
             opening = self._encode(questions.opening()) if opened else []
             self._write(row, column, before + opening, min(MAX_QUESTION_LENGTH, self.tokens.shape[1] // 4))
             self._asking[row] = True
-        elif self._turns is None:  # without a chat template, a text begins with random tokens
+        elif self._turns is None:  # A text begins with random tokens if there is no chat template.
             self._answer(row, column, self._random_tokens())
         else:
             question = self._encode(questions.first() if first else questions.next())

@@ -40,7 +40,7 @@ class TrainingTexts:
         return len(self.tokens)
 
     def save(self, path: Path) -> None:
-        unfinished = path.with_suffix(".new")  # so that an interruption leaves no partial file
+        unfinished = path.with_suffix(".new")  # An interruption leaves no partial file.
         save_file({"tokens": self.tokens, "written": self.written, "held_out": self.held_out}, unfinished)
         unfinished.replace(path)
 

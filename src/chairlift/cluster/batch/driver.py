@@ -188,7 +188,7 @@ class RayBatch:
         self._config = config
         self._concurrency = concurrency
         self._source, self._target = run.source.resolve(), run.output.path.resolve()
-        self._name = uuid.uuid4().hex[:8]  # so that a worker of an earlier run never writes the file of a new shard
+        self._name = uuid.uuid4().hex[:8]  # A worker of an earlier run never writes the file of a new shard.
         left = run.total - run.done_before
         self._num_workers = min(resources.num_workers, left)
         num_lines = -(-left // (SHARDS_IN_ALL * max(1, self._num_workers)))

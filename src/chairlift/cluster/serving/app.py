@@ -18,10 +18,10 @@ from chairlift.server.config import ServerConfig, encode_config
 
 INGRESS = "ingress"  # name of the deployment
 SCALING_CLASS = "chairlift.cluster.serving.control:FleetScaling"
-SCALING_SECONDS = 2.0  # between reports to the autoscaler
+SCALING_SECONDS = 2.0  # The autoscaler gets a report this often.
 ROUTER_CLASS = "chairlift.cluster.serving.request_router:FleetRequestRouter"
-STATS_SECONDS = 1.0  # between reports of a replica's load
-HEALTH_SECONDS = 2.0  # between health checks, which also find out about killed actors
+STATS_SECONDS = 1.0  # A replica reports its load this often.
+HEALTH_SECONDS = 2.0  # Health is checked this often, which also finds out about killed actors.
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node
 INGRESS_HEADERS, INGRESS_HEADER_BYTES = 16, 8 * 2**10  # what an ingress may add to the headers of a client
 UNLIMITED = 1_000_000  # requests do not pass through Ray, so that its limits mean nothing

@@ -171,7 +171,7 @@ class Ingress:
         for listening in server.servers:
             listening.close()
         for connection in list(server.server_state.connections):
-            connection.shutdown()  # after the response in flight, since its client would send more requests
+            connection.shutdown()  # The response in flight ends first: its client would send more requests.
         deadline = asyncio.get_running_loop().time() + self._config.drain_timeout
         while self._relay.num_open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS)

@@ -62,7 +62,7 @@ _OWN_HEADERS = frozenset(
     ).split()
 ) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, REPORT_HEADER}
 _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split()) | {USAGE_HEADER}
-_GENERATION = re.compile(r"/(completions|responses|messages)$")  # also of paths that servers accept for these
+_GENERATION = re.compile(r"/(completions|responses|messages)$")  # Servers accept other paths with these ends, too.
 
 EVENT_STREAM = "text/event-stream"
 
@@ -125,7 +125,7 @@ class Relay:
                 answer.result()
         finally:
             gone.cancel()
-            left = answer.cancel()  # before there was a whole response
+            left = answer.cancel()  # It is true if there was no whole response yet.
             await asyncio.wait({answer})
             if exchanges:
                 scope["state"]["usage"] = await self._usage(exchanges[-1], left=left)  # The limits of the key count it.
@@ -391,7 +391,7 @@ def _probing_socket(address: Any) -> socket.socket:
         ("TCP_KEEPCNT", MAX_PROBES),
         ("TCP_USER_TIMEOUT", 1000 * PROBE_SECONDS * MAX_PROBES),
     ):
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # Not every system has it.
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return found
 

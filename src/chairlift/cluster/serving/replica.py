@@ -21,8 +21,8 @@ log = logging.getLogger("chairlift.cluster")
 
 SERVER_MODULE = "chairlift.cluster.serving.server_process"
 STATS_TIMEOUT = 5.0  # seconds for the metrics of the own server
-UNREACHABLE_SECONDS = 60.0  # after which a server that does not answer is replaced
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # not through a proxy of the environment
+UNREACHABLE_SECONDS = 60.0  # A server that does not answer this long is replaced.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # A proxy of the environment is not used.
 
 
 class ReplicaActor:

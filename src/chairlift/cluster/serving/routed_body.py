@@ -45,7 +45,7 @@ def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> Rou
         ValueError,
         OverflowError,
         RecursionError,
-    ):  # also values that cannot be written again
+    ):  # Values that cannot be written again are possible, too.
         return RoutedRequest(0)
 
 

@@ -51,7 +51,7 @@ class ReplicaLoad:
     waiting: int = 0
     pending_tokens: int = 0  # tokens still to compute, with `OUTPUT_COST` for generated ones; an estimate
     held_tokens: int = 0  # Tokens in the KV blocks of open requests.
-    prompt_tokens: int = 0  # since its start
+    prompt_tokens: int = 0  # It counts since its start.
     cached_tokens: int = 0  # Prompt tokens that were in the prefix cache.
     output_tokens: int = 0
     wait: float = 0.0  # seconds that requests wait for their first token lately

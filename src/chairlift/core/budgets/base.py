@@ -78,7 +78,7 @@ def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms:
 
 
 _LEAST_CHUNK = 4  # the minimum for prompts, so that they do not starve
-_FIRST_CHUNK = 32  # before anything is measured; at most doubles with each observed step
+_FIRST_CHUNK = 32  # It counts until something is measured; each observed step at most doubles it.
 _KNEE = 0.95  # A share of the highest throughput.
 
 
@@ -120,7 +120,7 @@ class AdaptiveBudget(TokenBudget):
         self._last = replace(most, reason=LimitReason.LEARNING)
 
     def limits(self, load: BatchLoad) -> StepLimits:
-        if load.prefilling or load.waiting:  # without prompts the last decision stays
+        if load.prefilling or load.waiting:  # The last decision stays if there are no prompts.
             self._last = self._decide(load)
         return self._last
 

@@ -14,7 +14,7 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 
 _ROOM_FOR_PROMPTS = 16  # prompt tokens that must fit beside the decodes of all slots within the target
-_FIRST_SLOTS = 4  # before anything is measured; at most doubles with each observed step
+_FIRST_SLOTS = 4  # It counts until something is measured; each observed step at most doubles it.
 _TAIL_ALLOWANCE = 1.02  # share of the target that a late step may take; the few later ones stay within about 1.2
 _MOST_CAUTION = 0.5  # lowest share of the target to plan for, however often steps are late
 _LOOK_AHEAD = 64  # waiting requests that are checked against target_ttft_ms

@@ -130,7 +130,7 @@ class _StepAdmission:
             self.promised[resource] += sign * resource.to_come(request)
 
     def _plan_first_tokens(self, request: Request) -> WaitReason | None:
-        promised = dict(self.promised)  # before running prompts take some of it below
+        promised = dict(self.promised)  # Running prompts take some of it below.
         # Running prompts that are more urgent get their part of the prefill budget first.
         share_rest_among_prompts(self.state, self.builder, before=self.state.urgency(request, self.builder))
         if not self.builder.room_for(request):

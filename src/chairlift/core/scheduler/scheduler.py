@@ -257,7 +257,7 @@ class Scheduler:
             return
         try:
             self.speculation.add_drafts(self.state, builder)
-        except BaseException:  # also Ctrl-C while a draft model runs: the planned block copies will not be made
+        except BaseException:  # Ctrl-C may come while a draft model runs: the planned block copies will not be made.
             self.abandon(self._seal(builder), now)
             raise
 

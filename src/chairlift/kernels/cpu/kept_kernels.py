@@ -24,7 +24,7 @@ from chairlift.machine.files import private_folder, require_private_content
 
 log = logging.getLogger("chairlift")
 
-LOG_SECONDS = 5.0  # between two lines about functions that are compiled
+LOG_SECONDS = 5.0  # Lines about functions that are compiled are no closer than this.
 
 
 def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:

@@ -47,7 +47,7 @@ def likeliest_kernel(
         score = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         total += tl.exp(score - highest)
     chance = 1.0 / tl.sum(total, 0)
-    chance = tl.where(chance <= 1.0, chance, 0.0)  # without a number, any token with no confidence
+    chance = tl.where(chance <= 1.0, chance, 0.0)  # NaN scores give any token, with no confidence.
     level = tl.minimum((chance * LEVELS).to(tl.int32), LEVELS - 1)
     token = best
     if HAS_IDS:

@@ -37,7 +37,7 @@ def turned_queries(q, scale_log2):
     """The even and the odd elements [D / 2, M] of queries [M, D] in float16, and the factors [M] of their scores."""
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23  # its exponent
-    largest = tl.minimum(tl.maximum(largest, 1), 253)  # so that the power of two and its inverse are normal numbers
+    largest = tl.minimum(tl.maximum(largest, 1), 253)  # The power of two and its inverse stay normal numbers.
     inverse = ((254 - largest) << 23).to(tl.float32, bitcast=True)
     q = (q * inverse[:, None]).to(tl.float16)
     even, odd = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))

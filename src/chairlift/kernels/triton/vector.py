@@ -203,7 +203,7 @@ def vector_kernel(
     if SQUARES > 0:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     if SPLITS > 1:
-        if GATED:  # written before the first sum's arrival is counted
+        if GATED:  # These are written before the first sum's arrival is counted.
             tl.store(partial_ptr + (tl.num_programs(0) + block) * SPLITS * BN + split * BN + tl.arange(0, BN), up)
         total, is_last = _combined(total, partial_ptr, arrived_ptr, block, split, BN, SPLITS)
         if not is_last:

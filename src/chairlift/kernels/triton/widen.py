@@ -36,7 +36,7 @@ def widened(x, kind: tl.constexpr, FAST: tl.constexpr):
         )
     elif FAST and kind == tl.float16:
         x = x.to(tl.float16)
-    else:  # before Hopper, e4m3 converts to bfloat16 only via another type
+    else:  # GPUs before Hopper convert e4m3 to bfloat16 only via another type.
         x = x.to(tl.float32).to(kind)
     return x
 

@@ -66,8 +66,8 @@ class Product(NamedTuple):
 class FormatTraits:
     """What is true of all weights in a format."""
 
-    stores_head: bool = True  # the language-model head and draft heads are stored in it, too,
-    heads: tuple[str, ...] = ("none",)  # or in the first of these formats that the device can have
+    stores_head: bool = True  # The language-model head and draft heads are stored in it, too.
+    heads: tuple[str, ...] = ("none",)  # Else they are stored in the first of these that the device can have.
     rounded_head: str | None = None  # the format of a head that has to be rounded; None: this one
     stores_experts: bool = False  # models with experts can use it
     rounds_experts: bool = False  # the experts' weights become 8-bit floats; without it they stay plain
@@ -236,7 +236,7 @@ def restored_weight(weight: WeightFormat, packed: PackedWeightArrays) -> WeightF
     try:
         restored = empty_in_place_of(weight, FORMATS.get(packed.format))
         restored.use_arrays(packed.arrays)
-    except ValueError as error:  # also for an unknown format
+    except ValueError as error:  # An unknown format raises it, too.
         raise UnusableCache(str(error)) from None
     restored.restored = True
     return restored

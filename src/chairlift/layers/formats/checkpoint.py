@@ -39,7 +39,7 @@ class CheckpointWeight(WeightFormat):
     def scale_columns(self, factors: Tensor) -> bool:
         plain = {first: part for first, part in self._parts.items() if isinstance(part, Tensor)}
         if len(plain) < len(self._parts):
-            return False  # stored numbers would have to be rounded once more
+            return False  # Stored numbers would have to be rounded once more.
         for first, part in plain.items():
             self._parts[first] = part.to(factors) * factors
         return True

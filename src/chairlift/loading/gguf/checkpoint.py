@@ -40,7 +40,7 @@ class GGUFCheckpoint:
         return dequantized(self.stored())
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        import torch  # not needed to read config and tokenizer
+        import torch  # Config and tokenizer are read without it.
 
         from chairlift.loading.gguf.blocks import GGUFWeight
 

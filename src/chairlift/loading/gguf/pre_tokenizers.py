@@ -71,7 +71,7 @@ class Rules:
     steps: tuple[PreTokenizer, ...]
     nfc: bool = False
     whole_words: bool = False  # a word in the vocabulary is one token, regardless of merges
-    add_bos: bool = False  # unless the file says otherwise
+    add_bos: bool = False  # The file may say otherwise.
 
 
 # llama.cpp's for files without a name. It is no model's: converters of today write a name.

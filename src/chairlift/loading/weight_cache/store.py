@@ -95,7 +95,7 @@ class WeightRecorder(WeightStore):
 
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-WEIGHT_FILES = ("*.safetensors", "*.index.json", "*quant*.json")  # and those that say how to read them
+WEIGHT_FILES = ("*.safetensors", "*.index.json", "*quant*.json")  # The latter two say how to read the weights.
 PACKAGE = Path(__file__).parents[2]
 # All code between the files of a checkpoint and the packed numbers: readers, families, layers, formats and kernels.
 SOURCES = ("kernels/cpu", "layers", "loading", "models")

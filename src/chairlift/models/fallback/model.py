@@ -243,7 +243,7 @@ def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
     rope = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in by_layer_type or [rope]:
-        if parameters.get("rope_type") in VARYING_ROPES:  # so no sequence may be longer
+        if parameters.get("rope_type") in VARYING_ROPES:  # No sequence may be longer.
             limit = min(limit, parameters.get("original_max_position_embeddings", limit))
     return int(limit)
 

@@ -38,9 +38,9 @@ class Stream:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        self._delta: Tensor | None = None  # still to be added,
-        self._after: Norm | None = None  # behind this norm,
-        self._scalar: Tensor | None = None  # before the sum is multiplied by this factor
+        self._delta: Tensor | None = None  # It is still to be added to x.
+        self._after: Norm | None = None  # It norms what is to be added.
+        self._scalar: Tensor | None = None  # It multiplies the sum.
         self._squares: Tensor | None = None  # partial sums of squares of the rows of x, if a kernel has computed them
         self._picked: Tensor | None = None  # the only rows that are needed
 

@@ -63,7 +63,7 @@ class MessagesGeneration(GenerationRequest):
 @dataclass(frozen=True, slots=True)
 class TokenizedMessages:
     prompt: ChatPrompt
-    original_tokens: int  # before the edits of context_management
+    original_tokens: int  # They are counted before the edits of context_management.
     edits: list[dict[str, Any]] | None  # what they have changed, if there are any
 
 

@@ -101,7 +101,7 @@ class BatchOutput:
                     self.done.add(*_identity_of(fields))
                     response = fields["response"] or {}
                     counts.add(response.get("status_code"), output_tokens(response.get("body")))
-        self.sync()  # before the only other copy is deleted
+        self.sync()  # The only other copy is deleted below.
         part.path.unlink()
         part.close()
         return counts

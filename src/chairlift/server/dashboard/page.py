@@ -94,7 +94,7 @@ class RunSummary:
     requests: int
     seconds: float
     lost: int  # frames dropped because the client read too slowly
-    has_keyframe: bool  # without one, nothing can be drawn
+    has_keyframe: bool  # Nothing can be drawn without one.
 
     @classmethod
     def of(cls, lines: Iterable[bytes]) -> RunSummary:

@@ -360,12 +360,12 @@ class TenantNumbers:
 
 log = logging.getLogger("chairlift")
 
-FRAME_SECONDS = 0.1  # between frames: short enough to look live
-IDLE_FRAME_SECONDS = 1.0  # between frames while no steps run
+FRAME_SECONDS = 0.1  # Frames are this far apart, so that they look live.
+IDLE_FRAME_SECONDS = 1.0  # Frames are this far apart while no steps run.
 MAX_FRAME_SHARE = 0.003  # Share of the engine's time; large frames are sent less often, down to one per second
-MIN_KEYFRAME_SECONDS = 0.5  # between keyframes
+MIN_KEYFRAME_SECONDS = 0.5  # Keyframes are this far apart.
 MAX_KEYFRAME_SHARE = 0.01  # Share of the engine's time; large keyframes are sent less often
-MAX_FAULTS = 3  # within FAULT_SECONDS; then the recorder is switched off
+MAX_FAULTS = 3  # The recorder is switched off after more within FAULT_SECONDS.
 FAULT_SECONDS = 60.0
 
 _encoder = msgspec.json.Encoder()

@@ -30,11 +30,11 @@ from chairlift.server.process.engine_client import EngineState
 
 log = logging.getLogger("chairlift.server")
 
-POLL_SECONDS = 0.5  # between looks at the folder, which other processes may have changed
-WAIT_SECONDS = 0.02  # between looks at the engine while it has no room
+POLL_SECONDS = 0.5  # The folder is read this often, since other processes may have changed it.
+WAIT_SECONDS = 0.02  # The engine is asked this often while it has no room.
 FREE_SHARE = 0.25  # This share of the engine's slots stays free for interactive requests.
 PAUSE_SECONDS = 60.0  # A batch that could not be written is continued after this.
-SWEEP_SECONDS = 600.0  # What has expired is removed after each.
+SWEEP_SECONDS = 600.0  # What has expired is removed this often.
 MIN_FREE_BYTES = 16 * 2**20  # A batch begins only if the disk has as many.
 MAX_LINES = 50_000  # A batch has no more, as in OpenAI's API; they are in memory.
 
@@ -158,7 +158,7 @@ class BatchRunner:
         if not source.exists():
             raise ChairliftError("the input file was deleted")
         if shutil.disk_usage(source.parent).free < MIN_FREE_BYTES:
-            raise StorageFull("no responses can be written")  # before any are computed
+            raise StorageFull("no responses can be written")  # This is noticed before any are computed.
         if owner.files.used() > owner.quota:  # output may exceed it, but then no further batch begins
             raise ChairliftError(f"all files exceed the limit of {owner.quota} bytes; delete some")
         run = await asyncio.to_thread(self._open, source, target, await self._most_lines(), batch.endpoint)

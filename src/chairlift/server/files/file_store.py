@@ -24,7 +24,7 @@ PIECE = 2**20
 STEP = 8 * 2**20  # bytes that an upload of unknown length reserves at a time
 MAX_FILES = 10_000  # One owner's; each list reads all descriptions.
 MAX_UPLOADS = 16  # One owner's, at a time.
-OUTPUT_SECONDS = 30 * 86_400  # after which a finished batch and its output files are deleted, as in OpenAI's API
+OUTPUT_SECONDS = 30 * 86_400  # A finished batch and its output files are deleted after this, as in OpenAI's API.
 LEFTOVER_SECONDS = 3600.0
 _CONTENT, _UPLOAD = ".content", ".upload-"
 

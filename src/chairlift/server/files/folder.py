@@ -87,7 +87,7 @@ def _error(problem: str) -> dict[str, Any]:
 
 
 PUBLIC = "public"  # the owner of what clients without a key create
-_OWNER = re.compile(rf"{PUBLIC}|[0-9a-f]+")  # or the digest of a key
+_OWNER = re.compile(rf"{PUBLIC}|[0-9a-f]+")  # It may be the digest of a key.
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
 from chairlift.server.wire.messages import Submit
 
-RETRY_SECONDS = 0.05  # between attempts to submit the rest of a request while the queue is full
+RETRY_SECONDS = 0.05  # The rest of a request is submitted again after this while the queue is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Admitted:
     """A request for which capacity is reserved until its first prompts are submitted."""
 
     parsed: Parsed
-    num_prompts: int  # to submit at first
+    num_prompts: int  # This many are submitted at first.
     limits: RequestLimits
     deadline: float | None  # A time of the monotonic clock.
 

@@ -228,7 +228,7 @@ def check_traces_endpoint(endpoint: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # Not even the package around it is there.
         return False
 
 

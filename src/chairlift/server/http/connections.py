@@ -34,9 +34,9 @@ from chairlift.server.wire.limits import Limits
 log = logging.getLogger("chairlift.server")
 
 BACKLOG = 2048  # connections that wait in the kernel to be accepted
-ACCEPTS_AT_ONCE = 64  # between which no other event is handled
+ACCEPTS_AT_ONCE = 64  # No other event is handled between them.
 SHARED_ACCEPTS_AT_ONCE = 1  # leaves the other connections to other processes
-RETRY_SECONDS = 1.0  # until the next attempt to accept when no file descriptor can be freed
+RETRY_SECONDS = 1.0  # The next attempt to accept waits so long if no file descriptor can be freed.
 ADDRESS_SHARE = 0.75  # One address may have this share of the connections.
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -56,7 +56,7 @@ class Connection:
     def __init__(self, address: str, on_phase: Callable[[Connection, ConnectionPhase], None]) -> None:
         self.address = address
         self.is_open = True
-        self.phase = ConnectionPhase.BUSY  # until `abort` is known
+        self.phase = ConnectionPhase.BUSY  # It stays so until `abort` is known.
         self.abort: Callable[[], object] = lambda: None
         self._on_phase = on_phase
 
@@ -302,7 +302,7 @@ class LingeringTransport:
             self._transport.close()
             return
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._transport.abort)
-        if self._transport.can_write_eof():  # not with TLS
+        if self._transport.can_write_eof():  # TLS cannot.
             self._transport.write_eof()
         with suppress(RuntimeError):  # it was not paused
             self._transport.resume_reading()

@@ -37,7 +37,7 @@ from chairlift.server.wire.unknown_fields import (
     ignored_fields,
 )
 
-PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # without a key and for any host name: they reveal nothing else
+PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # They reveal nothing, so need no key and take any host name.
 METRICS_PATH = "/metrics"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UPLOAD_PATH = "/v1/files"

@@ -151,7 +151,7 @@ async def _run_text_job(service: Service, http: Request, size: int, work: Callab
         usage = Usage(1 + size // CHARACTERS_PER_TOKEN)
         if http.state.allowance is not None:
             await http.state.allowance.charge(usage.prompt_tokens)
-        http.state.usage = usage  # also if the client leaves
+        http.state.usage = usage  # It counts even if the client leaves.
         content, usage.prompt_tokens = await service.tokenizer_pool.run_text_job(tenant, size, work)
         return Response(content, media_type="application/json")
 

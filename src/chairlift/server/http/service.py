@@ -121,7 +121,7 @@ MAX_SUBSCRIBERS_OF_KEY = 8
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording this long after the last RecordSteps message
-SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # within this time it still records, even if the message was delayed
+SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # It still records within this time, even if the message was delayed.
 
 Text = dict[str, str | bool]
 FindText = Callable[[str, bytes | None], Awaitable[Text | None]]

@@ -286,7 +286,7 @@ class CompletionResponseBuilder:
             for choice in self._choices.values()
         ]
         body = {**self._head, "object": self._format.object, "choices": choices, "usage": self.usage.body()}
-        top = self._prompt_logprobs  # without it the field is null, as in vLLM
+        top = self._prompt_logprobs  # The field is null without it, as in vLLM.
         scored = [choice.prompt_logprobs for choice in self._choices.values()]
         self._format.add_prompt_logprobs(
             body, [None if top is None else prompt_logprobs(one, top, self._tokenizer) for one in scored]

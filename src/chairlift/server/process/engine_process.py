@@ -67,14 +67,14 @@ from chairlift.server.wire.messages import (
 )
 
 IDLE_POLL_MS = 200
-QUIET_MS = 10  # without a message, before something is prepared for later steps
+QUIET_MS = 10  # Something is prepared for later steps after this long without a message.
 HEARTBEAT_SECONDS = 0.5
 
 
 class EngineProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.parent: int = settings["parent"]  # not os.getppid(): the parent may have exited already
+        self.parent: int = settings["parent"]  # os.getppid() would be wrong if the parent has exited already.
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.outbox = self.context.socket(zmq.PUSH)
@@ -265,7 +265,7 @@ def main() -> None:
     try:
         sys.exit(process.main())
     finally:
-        process.context.destroy(linger=1000)  # to send queued messages
+        process.context.destroy(linger=1000)  # Queued messages are sent first.
 
 
 OUTPUT_EVENTS = (TokenProduced, TextProduced)  # the most frequent events

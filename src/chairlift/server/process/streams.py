@@ -209,7 +209,7 @@ class OpenRequests:
 
 
 MAX_DEATHS = 2
-FORGET_SECONDS = 600.0  # since the last death
+FORGET_SECONDS = 600.0  # It counts from the last death.
 MAX_SUSPECTS = 10_000
 
 

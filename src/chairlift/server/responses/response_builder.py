@@ -27,7 +27,7 @@ from chairlift.text.assistant_parts import (
     ReasoningDelta,
 )
 
-ResponseEvent = dict[str, Any]  # without the sequence number, which `_encode` adds
+ResponseEvent = dict[str, Any]  # `_encode` adds the sequence number.
 
 _json = msgspec.json.Encoder()
 

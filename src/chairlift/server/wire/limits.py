@@ -22,7 +22,7 @@ class Limits:
     max_held_bytes: int = 512 * 2**20  # bodies of all requests in flight; more are answered with 429
     max_connections: int | None = None  # A process's; None: as many as its limit on open files allows.
     max_headers: int = 128
-    max_header_bytes: int = 32 * 2**10  # including the path and the query
+    max_header_bytes: int = 32 * 2**10  # They include the path and the query.
     header_seconds: float = 10.0  # time limit for the headers of a request
     body_seconds: float = 60.0  # time limit for the body of a request
     linger_seconds: float = 30.0  # how long a refused client may go on sending before it is disconnected

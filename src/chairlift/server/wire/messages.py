@@ -93,7 +93,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     """The outcome of one step: updates for clients, and numbers for the metrics."""
 
     updates: list[Update]
-    running: int  # after the step
+    running: int  # They are counted after the step.
     waiting: int
     used_blocks: int
     total_blocks: int

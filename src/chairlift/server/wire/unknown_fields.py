@@ -24,7 +24,7 @@ HEADER = "x-chairlift-ignored-fields"
 MAX_HEADER = 1000  # characters of its value
 MAX_NAME = 100  # characters of a field's path in it
 MAX_IGNORED = 256  # different fields of one request; others that only differ by an index count as the same
-MAX_CLIENTS = 1024  # whose fields were logged; the oldest one is forgotten
+MAX_CLIENTS = 1024  # Their fields were logged; the oldest one is forgotten.
 MAX_KNOWN_NAME = 64  # characters; no parameter is longer, so longer names resemble none
 
 UnknownFieldsRule = Literal["ignore", "refuse"]

@@ -45,7 +45,7 @@ from chairlift.server.workers.messages import (
 )
 
 SAMPLES_SECONDS = 1.0  # time limit for the metrics of a busy worker; then its last ones count
-TOTALS_SECONDS = 1.0  # between two Totals for the dashboard
+TOTALS_SECONDS = 1.0  # The dashboard gets Totals this often.
 
 
 class Hub:

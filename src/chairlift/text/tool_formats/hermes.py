@@ -31,7 +31,7 @@ class HermesParser(CallParser):
 
 @TOOL_FORMATS.register("hermes")
 class HermesFormat(ToolFormat):
-    order = 10  # after families with other calls between the same tags
+    order = 10  # Families with other calls between the same tags come first.
     parser = HermesParser
     markers = (OPENING, CLOSING)
 

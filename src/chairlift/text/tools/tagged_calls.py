@@ -22,9 +22,9 @@ class Tags:
     """The tags of one call, as the model writes them. White space at their ends is optional when they are read, except
     that a value ends one `line` before its end tag."""
 
-    name: str  # before the function's name
+    name: str  # It stands before the function's name.
     name_end: str
-    key: str  # before a parameter's name
+    key: str  # It stands before a parameter's name.
     key_end: str
     value_end: str
     end: str

@@ -38,9 +38,9 @@ class AttentionData:
     k: Matrix
     v: Matrix
     scores: Matrix  # [tokens, tokens]: q·k·scale
-    weights: Matrix  # after mask and softmax
+    weights: Matrix  # They are taken after mask and softmax.
     output: Matrix  # [tokens, head_dim]: weights·v
-    difference: float  # to what the engine's own kernel had for this head, at most
+    difference: float  # The engine's own kernel differs by no more for this head.
     asks: tuple[int, int]  # the row and column by which the head was chosen
     run: Run
 

@@ -16,7 +16,7 @@ from chairlift_lab.explain.guide import Topic
 from chairlift_lab.explain.recording import AttentionCall, Run, TimedRequest, TopicEngines
 
 TOKENS = 252
-ROW = 230  # whose walk over the tiles is shown
+ROW = 230  # Its walk over the tiles is shown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class FlashData:
     stores: dict[str, int]  # numbers that were written
     row: int
     walk: tuple[Stop, ...]
-    difference: float  # between the slow motion and what the compiled kernel had in the run
+    difference: float  # The slow motion differs by this from what the compiled kernel had in the run.
     run: Run
 
 

@@ -117,7 +117,7 @@ def _draw(weight: Any, name: str = "") -> None:
     elif weight.is_floating_point():
         if weight.dim() < 2 or "scale" in name:  # norms, biases and scales
             weight.data.fill_(1.0)
-        else:  # through 16 bits, since 8-bit floats cannot be drawn
+        else:  # 8-bit floats cannot be drawn, but 16 bits can.
             drawn = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
             weight.data.copy_(drawn.normal_(0.0, SPREAD))
 

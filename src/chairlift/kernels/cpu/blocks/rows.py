@@ -26,7 +26,7 @@ SPAN_BYTES = 16  # It is known of a span: its scale, scale * sum, and the sums o
 # the default model are outliers, and the rounding error of a token's loss is half as large as with none; 9 adds a fifth
 # more of them and lowers it by 7% (docs/results/cpu.json). A row of n numbers has less than n / 10, whatever they are.
 OUTLIER = 10
-SMALLEST_OUTLIER = np.float32(1e-30)  # below, the mean may be rounded to zero
+SMALLEST_OUTLIER = np.float32(1e-30)  # The mean may be rounded to zero if it is smaller.
 FLOATS, WORDS = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
 
 

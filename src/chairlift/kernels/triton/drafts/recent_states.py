@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import next_power_of_2, overlapping
 
-PARTS = 3  # stored by one launch
+PARTS = 3  # One launch stores this many.
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from chairlift.kernels.triton.launch import (
 MOST_TOKENS = 8  # one program chooses for one token after the other
 # The experts of all tokens are chosen in sequence. On an H200 that takes 4.4 µs for one token of gpt-oss and 11.4 for
 # eight, with eight experts per token 5.4 and 23.7; without this kernel, routing and sorting take 8 to 10 µs.
-MOST_PAIRS = 32  # without those of shared experts, which are not chosen
+MOST_PAIRS = 32  # Shared experts, which are not chosen, do not count.
 ROWS = 16  # A tile of the router's product has this many, the fewest that tensor cores multiply.
 BLOCK = 16  # experts of a program
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU

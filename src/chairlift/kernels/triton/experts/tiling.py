@@ -18,7 +18,7 @@ MOST_SHARED_ROWS = 64
 # on an H200 (docs/gpu.md has the figures); more were not measured.
 MOST_FOLDED_TOKENS = 256
 LARGE_TILES = 128 * 2**10  # bytes of shared memory that tiles of 128 rows need
-WIDE_TILES = 192 * 2**10  # and that those of 128 rows and 256 columns need
+WIDE_TILES = 192 * 2**10  # bytes that those of 128 rows and 256 columns need
 
 Form = Literal["plain", "fp8", "mxfp4"]
 

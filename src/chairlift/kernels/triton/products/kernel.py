@@ -158,7 +158,7 @@ def product_kernel(
     BAND: tl.constexpr,  # tiles of rows whose programs run together, so that L2 holds what they read; 0: all
     SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
-    LATE: tl.constexpr,  # read them after the sums: they would take too many registers meanwhile
+    LATE: tl.constexpr,  # The squares are read after the sums: they would take too many registers meanwhile.
     EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
     ROUNDED: tl.constexpr,  # x is, too
     PAIRS: tl.constexpr,  # x is e5m2 [2 * M, K], two rows for each row

@@ -43,7 +43,7 @@ class Starts:
         """Run the kernel, and return whether its machine code was read from a cache."""
         self._patch.setattr(numba.config, "CACHE_DIR", "" if numba_cache is None else str(numba_cache))
         self._patch.setenv("CHAIRLIFT_CACHE", cache)
-        self._patch.setattr(kept_kernels._compilation_log, "_begun", 0.0)
+        self._patch.setattr(kept_kernels._compilation_log, "_start", 0.0)
         kept_kernels._folder.cache_clear()
         spec = spec_from_file_location("kernel", self._file)
         assert spec is not None

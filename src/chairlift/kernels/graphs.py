@@ -94,17 +94,17 @@ class StepKernels(Generic[Shape]):
     def wait_for_walk(self, walk: Callable[[], object]) -> None:
         """Compile the kernels that `walk` launches and wait for them; then it launches them without a compilation."""
         if self._enabled:
-            _compiler().wait(self._recorded(walk))
+            _compiler().wait(self._record_launches(walk))
 
     def kernels_of(self, shapes: Iterable[Shape], *, generic: bool = False) -> list[KernelSpec]:
         """The kernels that steps of these shapes launch."""
         kernels: dict[KernelSpec, None] = {}
         with kernels_for(tuned=not generic):
             for shape in shapes:
-                kernels |= dict.fromkeys(self._recorded(lambda: self._walk(shape)))  # noqa: B023
+                kernels |= dict.fromkeys(self._record_launches(lambda: self._walk(shape)))  # noqa: B023
         return list(kernels)
 
-    def _recorded(self, walk: Callable[[], object]) -> list[KernelSpec]:
+    def _record_launches(self, walk: Callable[[], object]) -> list[KernelSpec]:
         """The kernels that `walk` launches."""
         from chairlift.kernels.compilation.record import KernelRecorder
         from chairlift.kernels.triton.layers import begin_step_kernel
@@ -251,7 +251,7 @@ class Graphs(Generic[Shape, Computed]):
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with _gc_disabled(), torch.cuda.graph(graph, pool=self._pool):
+            with _without_gc(), torch.cuda.graph(graph, pool=self._pool):
                 step = self._forward(shape)
         finally:
             torch.cuda.set_stream(stream)  # torch does not restore it if a capture fails at its end
@@ -259,7 +259,7 @@ class Graphs(Generic[Shape, Computed]):
 
 
 @contextmanager
-def _gc_disabled() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """No garbage collection: it could free graphs of an engine that is gone, which would spoil a capture.
 
     For one thread at a time, as all of capturing is.

@@ -24,9 +24,9 @@ class Embedding:
         """[T] -> [T, hidden]."""
         if on_gpu(tokens.device) and self.table.dtype is self._dtype:
             return self.with_squares(tokens)[0]
-        return self._scaled(tokens)
+        return self._scale_rows(tokens)
 
-    def _scaled(self, tokens: Tensor) -> Tensor:
+    def _scale_rows(self, tokens: Tensor) -> Tensor:
         x = self._rows(tokens).to(self._dtype)
         return x if self.scale == 1.0 else x * self.scale
 
@@ -53,7 +53,7 @@ class StoredEmbedding(Embedding):
         weight.looked_up = True
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return self._scaled(tokens)
+        return self._scale_rows(tokens)
 
     def _rows(self, tokens: Tensor) -> Tensor:
         assert self.weight is not None

@@ -107,7 +107,7 @@ class ExpertWeights:
             assert stored is not None
             self._put_packed(expert, first, *packed(stored.to(self.device)))
         elif self.form == "fp8":
-            self._put(expert, rows, *_rounded(source, self.device))
+            self._put(expert, rows, *_round(source, self.device))
         else:
             self.plain[expert, rows].copy_(source if isinstance(source, Tensor) else source.dequantized())
 
@@ -198,7 +198,7 @@ def _values(form: Form, numbers: Tensor, scales: Tensor, columns: int) -> Tensor
     return numbers.float() * scales[:, None]
 
 
-def _rounded(source: Tensor | StoredWeight, device: torch.device) -> tuple[Tensor, Tensor]:
+def _round(source: Tensor | StoredWeight, device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows in 8-bit floats, and the scale of each."""
     if isinstance(source, ScaledFloats) and source.numbers.dtype is FP8 and source.row_scales is not None:
         return source.numbers, source.row_scales

@@ -39,7 +39,7 @@ def _best_grid(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     best_scale, best_offset = torch.zeros_like(low), torch.zeros_like(low)
     for share in SHARES:
         trim = (high - low) * ((1.0 - share) / 2)
-        scale, offset = _refined(groups, (high - low - 2 * trim) / LARGEST, low + trim)
+        scale, offset = _refine(groups, (high - low - 2 * trim) / LARGEST, low + trim)
         scale, offset = scale.to(dtype).float(), offset.to(dtype).float()
         error = (_levels(groups, scale, offset) * scale + offset - groups).square_().sum(dim=2, keepdim=True)
         better = error < best_error
@@ -55,7 +55,7 @@ def _levels(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return ((groups - offset) * inverse).round_().clamp_(0, LARGEST)
 
 
-def _refined(groups: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+def _refine(groups: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and offset with the least squared error for the levels of the given ones (linear regression)."""
     levels = _levels(groups, scale, offset)
     mean, level_mean = groups.mean(dim=2, keepdim=True), levels.mean(dim=2, keepdim=True)

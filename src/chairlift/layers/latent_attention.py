@@ -98,7 +98,7 @@ class LatentAttention:
         device: torch.device,
         format: type[WeightFormat],
     ) -> None:
-        kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
         norm: dict[str, Any] = {"unit_offset": False, "dtype": dtype, "device": device}
         self.layer = layer
         self.shape = shape
@@ -107,15 +107,15 @@ class LatentAttention:
         # One product for everything that is computed from the hidden state: the queries or their latent, and the latent
         # of keys and values.
         self._sizes = [queries if shape.q_rank is None else shape.q_rank, shape.rank + shape.rope_dim]
-        self.down = Linear.empty(hidden_size, sum(self._sizes), bias=shape.bias, **kind)
+        self.down = Linear.empty(hidden_size, sum(self._sizes), bias=shape.bias, **options)
         self.q_norm: RMSNorm | None = None
         self.q_up: Linear | None = None
         if shape.q_rank is not None:
             self.q_norm = RMSNorm(shape.q_rank, shape.eps, **norm)
-            self.q_up = Linear.empty(shape.q_rank, queries, bias=False, **kind)
+            self.q_up = Linear.empty(shape.q_rank, queries, bias=False, **options)
         self.kv_norm = RMSNorm(shape.rank, shape.eps, **norm)
         self.up = HeadUpProjection(layer.num_heads, shape, dtype=dtype, device=device)
-        self.output = Linear.empty(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias, **kind)
+        self.output = Linear.empty(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias, **options)
 
     def targets(self) -> Targets:
         direct, shape = self.q_up is None, self.shape
@@ -126,16 +126,16 @@ class LatentAttention:
             elif name.startswith("q_a_proj."):
                 yield name, target
             else:
-                yield name, self._unpaired(target, shape.nope_dim if name.startswith("q_proj.") else shape.rank)
+                yield name, self._unpair(target, shape.nope_dim if name.startswith("q_proj.") else shape.rank)
         if self.q_up is not None and self.q_norm is not None:
             yield from self.q_norm.targets("q_a_layernorm")
             for name, target in self.q_up.targets(["q_b_proj"]):
-                yield name, self._unpaired(target, shape.nope_dim)
+                yield name, self._unpair(target, shape.nope_dim)
         yield from self.kv_norm.targets("kv_a_layernorm")
         yield from self.up.targets("kv_b_proj")
         yield from self.output.targets(["o_proj"])
 
-    def _unpaired(self, target: Target, unrotated: int) -> Target:
+    def _unpair(self, target: Target, unrotated: int) -> Target:
         """Reorder the rotated dimensions, behind `unrotated` ones, so that rotated pairs are in separate halves."""
         if not self.shape.interleaved_rope:
             return target

@@ -124,9 +124,9 @@ class DenseMLP:
         multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """`multipliers`: of the activation's input, and of the block's output."""
-        kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
-        self.first = Linear.empty(hidden_size, self.width * intermediate_size, **kind)
-        self.down = Linear.empty(intermediate_size, hidden_size, **kind)
+        options: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
+        self.first = Linear.empty(hidden_size, self.width * intermediate_size, **options)
+        self.down = Linear.empty(intermediate_size, hidden_size, **options)
         self._activation = make_activation(activation, dtype, device)
         if multipliers != (1.0, 1.0):
             self._activation = ScaledActivation(self._activation, *multipliers)
@@ -166,10 +166,10 @@ class DenseMLP:
 
     def inner(self, x: Tensor) -> Tensor:
         """Everything but the down projection."""
-        found = self.first(x)
+        inner = self.first(x)
         if self._batch_invariant and not on_gpu(x.device):
-            return one_by_one(self.activate, found)
-        return self.activate(found)
+            return one_by_one(self.activate, inner)
+        return self.activate(inner)
 
     def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions`: those of the rows, which mixtures of experts need."""

@@ -90,16 +90,16 @@ class SharedExpert:
         if self.gate is None and down.fuses("add", len(inner)):
             down.weight.product(inner, Fusion(add_to=total))
             return total
-        found = down(inner)
+        product = down(inner)
         if self.gate is None:
-            return total.add_(found)
+            return total.add_(product)
         if on_gpu(x.device):
             from chairlift.kernels.triton.layers import add_gated_
 
             assert self.gate.weight.plain is not None
-            return add_gated_(total, found, x, self.gate.weight.plain)
+            return add_gated_(total, product, x, self.gate.weight.plain)
         gate = self.gate(x)
-        return total.add_(found * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid()))
+        return total.add_(product * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid()))
 
 
 class MixtureOfExperts:
@@ -124,17 +124,17 @@ class MixtureOfExperts:
         `format`: of the model's linear maps, which decides in which form the experts' weights are kept."""
         num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
         self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
-        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.traits.rounds_experts}
 
         def weights(out_features: int, in_features: int) -> ExpertWeights:
             if not forms["keeps"] and keeps_blocks(format, dtype, device):
                 return BlockExperts(num_experts, out_features, in_features, dtype=dtype, device=device)
-            return ExpertWeights(num_experts, out_features, in_features, **kind, **forms)
+            return ExpertWeights(num_experts, out_features, in_features, **options, **forms)
 
         self.gate_up, self.down = weights((1 + has_gates) * inner, size), weights(size, inner)
-        self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **kind) if bias else None
-        self.down_bias = torch.empty(self.down.shape[:2], **kind) if bias else None
+        self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **options) if bias else None
+        self.down_bias = torch.empty(self.down.shape[:2], **options) if bias else None
         self.latent: tuple[Linear, Linear] | None = None
         if latent_size:
             into = Linear.empty(hidden_size, latent_size, bias=False, dtype=dtype, device=device)
@@ -217,11 +217,11 @@ class MixtureOfExperts:
 
     def _shared_matrices(self) -> tuple[SharedMatrix, SharedMatrix] | None:
         """Both products of the shared experts, if they have the form of the others."""
-        found = None if self.shared is None else self.shared.matrices(self._num_shared)
-        if found is None:
+        matrices = None if self.shared is None else self.shared.matrices(self._num_shared)
+        if matrices is None:
             return None
-        forms = tuple("plain" if each.scales is None else "fp8" for each in found)
-        return found if forms == (self.gate_up.form, self.down.form) else None
+        forms = tuple("plain" if each.scales is None else "fp8" for each in matrices)
+        return matrices if forms == (self.gate_up.form, self.down.form) else None
 
     def _one_after_the_other(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.

@@ -29,13 +29,13 @@ class PermutedHeads:
         self._axis = axis
         self.shape = target.shape
         heads = torch.arange(0, self.shape[axis], len(order))
-        self._places = (heads[:, None] + order).flatten()
+        self._order = (heads[:, None] + order).flatten()
 
     def copy_(self, source: Tensor | StoredWeight, /) -> None:
         if isinstance(source, StoredWeight):
-            self._target.copy_(source.select_rows(self._places))
+            self._target.copy_(source.select_rows(self._order))
         else:
-            self._target.copy_(source.index_select(self._axis, self._places.to(source.device)))
+            self._target.copy_(source.index_select(self._axis, self._order.to(source.device)))
 
 
 Targets = Iterator[tuple[str, Target]]

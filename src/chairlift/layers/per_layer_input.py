@@ -33,8 +33,8 @@ class PerLayerEmbedding:
         format: type[WeightFormat],
     ) -> None:
         self.table = torch.empty(vocab_size, num_layers * size, dtype=dtype, device=device)
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
-        self.projection = Linear.empty(hidden_size, num_layers * size, **kind)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
+        self.projection = Linear.empty(hidden_size, num_layers * size, **options)
         self.norm = RMSNorm(size, eps, unit_offset=False, dtype=dtype, device=device)
         self._shape = (num_layers, size)
         self._scale = hidden_size**-0.5
@@ -87,9 +87,9 @@ class PerLayerInput:
         device: torch.device,
         format: type[WeightFormat],
     ) -> None:
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
-        self.gate = Linear.empty(hidden_size, size, **kind)
-        self.projection = Linear.empty(size, hidden_size, **kind)
+        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
+        self.gate = Linear.empty(hidden_size, size, **options)
+        self.projection = Linear.empty(size, hidden_size, **options)
         self.norm = RMSNorm(hidden_size, eps, unit_offset=False, dtype=dtype, device=device)
         self._activation = ACTIVATIONS[activation]
         self._batch_invariant = False

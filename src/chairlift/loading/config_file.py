@@ -94,8 +94,8 @@ class ConfigCheckpoint:
     @property
     def has_4_bit_layers(self) -> bool:
         """Whether the linear maps of all layers are 4-bit integers in symmetric groups of neighbours."""
-        wanted = {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": False}
-        return {key: self._settings.get(key) for key in wanted} == wanted and type(self.group_size) is int
+        expected = {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": False}
+        return {key: self._settings.get(key) for key in expected} == expected and type(self.group_size) is int
 
     @property
     def group_size(self) -> Any:

@@ -38,8 +38,8 @@ class EmbeddingConfig:
 
 def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> EmbeddingConfig:
     """Read the files of sentence-transformers or the metadata of a GGUF file, and `classifier_from_token`."""
-    found = _read_pooling(checkpoint, _answers(checkpoint.config.get("classifier_from_token")))
-    return replace(found, generates=not lacks_head(checkpoint.config.get("architectures")))
+    pooling = _read_pooling(checkpoint, _answers(checkpoint.config.get("classifier_from_token")))
+    return replace(pooling, generates=not lacks_head(checkpoint.config.get("architectures")))
 
 
 def lacks_head(architectures: Any) -> bool:
@@ -61,12 +61,12 @@ def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str,
     modules = checkpoint.path / "modules.json"
     if not modules.exists():
         return EmbeddingConfig(answers=answers)
-    found = _modules(modules)
-    others = sorted({name for name, _ in found} - {"Transformer", "Pooling", "Normalize"})
+    entries = _modules(modules)
+    others = sorted({name for name, _ in entries} - {"Transformer", "Pooling", "Normalize"})
     if others:
         problem = f"its embeddings need modules that are not supported: {', '.join(others)}"
         return EmbeddingConfig(answers=answers, problem=problem)
-    paths = [path for name, path in found if name == "Pooling"]
+    paths = [path for name, path in entries if name == "Pooling"]
     if not paths or Path(paths[0]).name != paths[0]:
         raise CorruptCheckpoint(f"{modules}: names no folder with the settings of its pooling")
     settings = read_json_object(checkpoint.path / paths[0] / "config.json")
@@ -89,7 +89,7 @@ def module_folders(folder: Path) -> list[str]:
 
 def _modules(file: Path) -> list[tuple[str, str]]:
     """The kinds and paths of the modules."""
-    return [(str(one.get("type")).rsplit(".", 1)[-1], str(one.get("path", ""))) for one in _read_list(file)]
+    return [(str(module.get("type")).rsplit(".", 1)[-1], str(module.get("path", ""))) for module in _read_list(file)]
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
@@ -120,9 +120,9 @@ def _read_list(file: Path) -> list[dict[str, Any]]:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_JSON_BYTES + 1)
-        found = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
+        entries = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: cannot be read as JSON ({error}): fetch it again") from None
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CorruptCheckpoint(f"{file}: must hold a JSON list of objects")
-    return found
+    return entries

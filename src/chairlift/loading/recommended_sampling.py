@@ -29,9 +29,9 @@ def default_sampling(model: Path, generation_config: Mapping[str, Any], source: 
         return {}
     if source != AUTO:
         return _read("generation_config", source)
-    for known in known_models():
-        if known.path == model:
-            return dict(known.sampling)
+    for entry in known_models():
+        if entry.path == model:
+            return dict(entry.sampling)
     recommended = _parameters(generation_config)
     for name, value in list(recommended.items()):
         try:
@@ -52,23 +52,23 @@ def _read(parameter: str, source: str) -> dict[str, float]:
     path = Path(source).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        found = _parameters(read_json_object(path))
+        parameters = _parameters(read_json_object(path))
     except CorruptCheckpoint as problem:
         raise InvalidParameter(parameter, f"must be auto, none, or a file of parameters: {problem}") from None
     try:
-        SamplingParams(**found)
+        SamplingParams(**parameters)
     except InvalidParameter as problem:
         raise InvalidParameter(parameter, f"{path}: {problem}") from None
-    return found
+    return parameters
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters in a generation config. Where it does not sample, only the penalty has an effect."""
-    found = {name: config[name] for name in NAMES if config.get(name) is not None}
+    parameters = {name: config[name] for name in NAMES if config.get(name) is not None}
     if config.get("do_sample") is not False:
-        return found
+        return parameters
     greedy = {"temperature": 0.0}
-    return greedy | {name: found[name] for name in found if name == "repetition_penalty"}
+    return greedy | {name: parameters[name] for name in parameters if name == "repetition_penalty"}
 
 
 def describe_sampling(sampling: Mapping[str, float]) -> str:

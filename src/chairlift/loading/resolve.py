@@ -38,9 +38,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def unknown_model(name: str) -> ModelNotFound:
-    known = ", ".join(model.name for model in known_models())
+    names = ", ".join(model.name for model in known_models())
     return ModelNotFound(
-        f"no model {name!r}: give a known name ({known}), the path of a .gguf file or of a folder with "
+        f"no model {name!r}: give a known name ({names}), the path of a .gguf file or of a folder with "
         "config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 

@@ -62,13 +62,13 @@ def _shards(folder: Path) -> dict[str, list[str]]:
         return _indexed_shards(folder)
     file = SINGLE
     if not (folder / SINGLE).exists():
-        found = sorted(path.name for path in folder.glob("*.safetensors"))
-        if len(found) != 1:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if len(names) != 1:
             raise CorruptCheckpoint(
-                f"{folder}: has {len(found)} .safetensors files and no {INDEX} to say how they belong "
+                f"{folder}: has {len(names)} .safetensors files and no {INDEX} to say how they belong "
                 "together: fetch the checkpoint again, with all of its files"
             )
-        file = found[0]
+        file = names[0]
     return {file: _stored_names(folder / file)}
 
 

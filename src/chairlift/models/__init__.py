@@ -82,9 +82,9 @@ def build_model(
             batch_invariant=batch_invariant,
         )
     except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU
-        count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
+        count, type_name = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
         raise UnsupportedModel(
-            f"no memory for the {count} weights of the model in {kind} ({str(error).splitlines()[0]}); "
+            f"no memory for the {count} weights of the model in {type_name} ({str(error).splitlines()[0]}); "
             "choose a smaller model or dtype"
         ) from error
     if description.num_mtp_layers:

@@ -81,8 +81,8 @@ class Decoder:
             return Linear(self.embedding.weight)
         if config.tied_head:
             return Linear(self.embedding.table, shared=True, format=format)
-        kind: dict[str, Any] = {"bias": config.head_bias, "dtype": self.dtype, "device": self.device}
-        return Linear.empty(config.hidden_size, config.vocab_size, format=format, **kind)
+        options: dict[str, Any] = {"bias": config.head_bias, "dtype": self.dtype, "device": self.device}
+        return Linear.empty(config.hidden_size, config.vocab_size, format=format, **options)
 
     @property
     def quantization(self) -> str:
@@ -102,7 +102,7 @@ class Decoder:
     @property
     def kv_dtype(self) -> torch.dtype:
         linears = (linear for layer in self.layers for linear in layer.linears())
-        return next((found for linear in linears if (found := linear.weight.traits.kv_dtype)), self.dtype)
+        return next((dtype for linear in linears if (dtype := linear.weight.traits.kv_dtype)), self.dtype)
 
     @property
     def has_own_threads(self) -> bool:

@@ -67,14 +67,14 @@ class DecoderLayer:
         device: torch.device,
         format: type[WeightFormat] = PlainWeight,
     ) -> None:
-        kind: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
         self.rope = layer.rope
         self.names = config.names
         self._experts, self._states = layer.experts, layer.recurrent
         self.heads: SelfAttention | None = None
         self.latent: LatentAttention | None = None
         if layer.attention is not None and layer.latent is not None:
-            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, **kind)
+            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, **options)
         elif layer.attention is not None:
             self.heads = SelfAttention(config, layer, dtype, device, format)
         self.recurrent = None
@@ -84,9 +84,9 @@ class DecoderLayer:
         self.dense: DenseMLP | None = None
         self.mixture: MixtureOfExperts | None = None
         if layer.experts is not None and layer.intermediate_size:
-            self.mixture = _make_mixture(config, layer.intermediate_size, layer.experts, **kind)
+            self.mixture = _make_mixture(config, layer.intermediate_size, layer.experts, **options)
         elif layer.intermediate_size:
-            self.dense = _make_dense(config, layer.intermediate_size, **kind)
+            self.dense = _make_dense(config, layer.intermediate_size, **options)
         self.mlp: DenseMLP | MixtureOfExperts | None = self.mixture or self.dense
         names = config.layer_norms(layer)
         self.norms = {
@@ -101,7 +101,7 @@ class DecoderLayer:
         self.per_layer_input: PerLayerInput | None = None
         if config.per_layer_input_size:
             sizes = config.hidden_size, config.per_layer_input_size, config.norm_eps
-            self.per_layer_input = PerLayerInput(*sizes, activation=config.activation, **kind)
+            self.per_layer_input = PerLayerInput(*sizes, activation=config.activation, **options)
         self.scalar = torch.empty(1, dtype=dtype, device=device) if config.layer_scalars else None
 
     def __call__(self, x: Tensor, step: LayerStep, rows: Tensor | None = None) -> Tensor:
@@ -109,18 +109,18 @@ class DecoderLayer:
 
         This is what a layer computes. Programs of fused operations (`fuse_cpu`, `fuse_gpu`) compute the same.
         """
-        step.mixed = self.mix(_normed(x, self.before_attention), step)
+        step.mixed = self.mix(_norm(x, self.before_attention), step)
         if rows is not None:
             x = pick_rows(x, rows)
             step.pick(rows)
             if not len(rows):  # a step may sample no row
                 return x
-        step.beside = _normed(x, self.before_mlp) if self.parallel else None
+        step.beside = _norm(x, self.before_mlp) if self.parallel else None
         for mixer, inner in zip(self.mixers, step.mixed, strict=True):
-            x += _normed(mixer.output(inner), self.after_attention)
+            x += _norm(mixer.output(inner), self.after_attention)
         if self.mlp is not None:
-            normed = _normed(x, self.before_mlp) if step.beside is None else step.beside
-            x += _normed(self.mlp(normed, step.positions), self.after_mlp)
+            normed = _norm(x, self.before_mlp) if step.beside is None else step.beside
+            x += _norm(self.mlp(normed, step.positions), self.after_mlp)
         if self.per_layer_input is not None and step.inputs is not None:
             x += self.per_layer_input.norm(self.per_layer_input(x, step.inputs))
         return x if self.scalar is None else x.mul_(self.scalar)
@@ -183,7 +183,7 @@ class DecoderLayer:
         yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
 
 
-def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+def _norm(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else norm(x)
 
 
@@ -196,19 +196,19 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     return picked_rows(x, rows)
 
 
-def _make_dense(config: DecoderConfig, inner_size: int, **kind: Any) -> DenseMLP:
+def _make_dense(config: DecoderConfig, inner_size: int, **options: Any) -> DenseMLP:
     block = GatedMLP if config.gated_mlp else UngatedMLP
     more: dict[str, Any] = {"bias": config.mlp_bias, "multipliers": config.mlp_multipliers}
-    return block(config.hidden_size, inner_size, activation=config.activation, **more, **kind)
+    return block(config.hidden_size, inner_size, activation=config.activation, **more, **options)
 
 
-def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, **kind: Any) -> MixtureOfExperts:
-    kind["has_gates"] = experts.names.gate is not None
+def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, **options: Any) -> MixtureOfExperts:
+    options["has_gates"] = experts.names.gate is not None
     shared = None
     if experts.shared_size:
         is_gated = experts.names.shared_gate is not None
         sizes = config.hidden_size, experts.shared_size
-        shared = SharedExpert(*sizes, is_gated=is_gated, activation=config.activation, **kind)
+        shared = SharedExpert(*sizes, is_gated=is_gated, activation=config.activation, **options)
     return MixtureOfExperts(
         config.hidden_size,
         inner_size,
@@ -217,7 +217,7 @@ def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig
         bias=experts.bias,
         latent_size=experts.latent_size,
         activation=experts.clamped_gate or config.activation,
-        **kind,
+        **options,
     )
 
 

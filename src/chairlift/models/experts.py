@@ -143,12 +143,12 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
 
 
 def _scores(family: ExpertsFamily, fields: Fields) -> Scores:
-    given = fields.raw("scoring_func")
-    if given == "noaux_tc":  # dots.llm1 names its way of choosing experts
+    scoring = fields.raw("scoring_func")
+    if scoring == "noaux_tc":  # dots.llm1 names its way of choosing experts
         return "sigmoid"
-    if given not in (None, "softmax", "sigmoid"):
-        raise UnsupportedModel(f"scoring_func {given!r} is not supported; supported: softmax, sigmoid")
-    return given or family.scores
+    if scoring not in (None, "softmax", "sigmoid"):
+        raise UnsupportedModel(f"scoring_func {scoring!r} is not supported; supported: softmax, sigmoid")
+    return scoring or family.scores
 
 
 def expert_size(fields: Fields) -> int:
@@ -167,7 +167,7 @@ def _num_experts(fields: Fields) -> int:
 def _shared_size(fields: Fields) -> int:
     """The inner size of the shared expert: given, or that of several routed ones."""
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    given = next((fields.integer(name, low=0) for name in names if name in fields), None)
+    stated = next((fields.integer(name, low=0) for name in names if name in fields), None)
     name = "n_shared_experts" if "n_shared_experts" in fields else "moe_num_shared_experts"
     count = fields.optional_integer(name, low=0)
-    return (count or 0) * expert_size(fields) if given is None else given
+    return (count or 0) * expert_size(fields) if stated is None else stated

@@ -32,7 +32,7 @@ class Fields:
         return self.raw(name) is not None
 
     def integer(self, name: str, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        value = self._required(name)
+        value = self._require(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._bad(name, f"an integer between {low} and {high}")
         return value
@@ -42,7 +42,7 @@ class Fields:
 
     def number(self, name: str) -> float:
         """A finite number above zero, as everything must be that a model scales or divides by."""
-        value = self._required(name)
+        value = self._require(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not SMALLEST <= value <= LARGEST:
             raise self._bad(name, f"a finite number between {SMALLEST:g} and {LARGEST:g}")
         return float(value)
@@ -57,7 +57,7 @@ class Fields:
         return bool(value)
 
     def text(self, name: str) -> str:
-        value = self._required(name)
+        value = self._require(name)
         if not isinstance(value, str):
             raise self._bad(name, "a string")
         return value
@@ -81,11 +81,11 @@ class Fields:
             raise self._bad(name, "an object")
         return value
 
-    def _required(self, name: str) -> Any:
+    def _require(self, name: str) -> Any:
         value = self.raw(name)
         if value is None:
             raise CorruptCheckpoint(f"{self._where}: {name} is missing")
         return value
 
-    def _bad(self, name: str, wanted: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self._where}: {name} must be {wanted}, got {self.raw(name)!r:.100}")
+    def _bad(self, name: str, expected: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{self._where}: {name} must be {expected}, got {self.raw(name)!r:.100}")

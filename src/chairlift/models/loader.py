@@ -97,12 +97,12 @@ class DecoderLoader:
         model = self._model
         for index, layer in enumerate(model.layers):
             for number, linear in enumerate(layer.linears()):
-                linear.weight = self._restored(f"layers.{index}.{number}", linear.weight)
+                linear.weight = self._restore_weight(f"layers.{index}.{number}", linear.weight)
         if model.embedding.weight is not None:
-            model.embedding.weight = self._restored(EMBEDDING, model.embedding.weight)
+            model.embedding.weight = self._restore_weight(EMBEDDING, model.embedding.weight)
             self._tie_head()
         if not model.shares_table:
-            model.head.weight = self._restored(HEAD, model.head.weight)
+            model.head.weight = self._restore_weight(HEAD, model.head.weight)
         model.program.restore(self._store)
 
     def _tie_head(self) -> None:
@@ -110,7 +110,7 @@ class DecoderLoader:
         if self._model.shares_table and self._model.embedding.weight is not None:
             self._model.head = Linear(self._model.embedding.weight)
 
-    def _restored(self, name: str, weight: WeightFormat) -> WeightFormat:
+    def _restore_weight(self, name: str, weight: WeightFormat) -> WeightFormat:
         arrays = self._store.find(name)
         return weight if arrays is None else restored_weight(weight, arrays)
 

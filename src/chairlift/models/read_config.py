@@ -41,7 +41,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
     hidden_size = fields.integer("hidden_size")
     longest = _max_len(fields, max_len)
-    parallel = _switched(fields, family.parallel_block)
+    parallel = _is_on(fields, family.parallel_block)
     norms = replace(family.norms, before_mlp=family.norms.before_attention) if parallel else family.norms
     return DecoderConfig(
         family=inner["model_type"],
@@ -54,9 +54,9 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         norm_eps=fields.number(family.eps_key),
         norm_unit_offset=family.norm_unit_offset,
         qk_norm=family.qk_norm if family.qk_norm_switch is None or fields.flag(family.qk_norm_switch) else None,
-        qkv_bias=_switched(fields, family.qkv_bias),
-        output_bias=_switched(fields, family.output_bias),
-        mlp_bias=_switched(fields, family.mlp_bias),
+        qkv_bias=_is_on(fields, family.qkv_bias),
+        output_bias=_is_on(fields, family.output_bias),
+        mlp_bias=_is_on(fields, family.mlp_bias),
         tied_head=fields.flag("tie_word_embeddings"),
         embedding_scale=hidden_size**0.5
         if family.scaled_embeddings
@@ -84,7 +84,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     )
 
 
-def _switched(fields: Fields, switch: str | bool) -> bool:
+def _is_on(fields: Fields, switch: str | bool) -> bool:
     """A property of a family: always there or never, or by a flag of the config."""
     return switch if isinstance(switch, bool) else fields.flag(switch)
 
@@ -135,10 +135,10 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
         source = sources[index]
         own = _layer_fields(fields, index, layer_type)
-        place = stored[source] if source is not None else len(stored)
-        attention = _attention(family, own, latent, place, layer_type) if block.attention else None
+        storage_index = stored[source] if source is not None else len(stored)
+        attention = _attention(family, own, latent, storage_index, layer_type) if block.attention else None
         if block.attention and source is None:
-            stored[index] = place
+            stored[index] = storage_index
         rotated = attention is not None and family.rotated(fields, index, layer_type)
         layers.append(
             LayerConfig(
@@ -266,10 +266,10 @@ def _layer_types(family: Family, fields: Fields, num_layers: int) -> list[str]:
     return _listed_types(fields, num_layers, ("full_attention", "sliding_attention"))
 
 
-def _listed_types(fields: Fields, num_layers: int, known: tuple[str, ...]) -> list[str]:
+def _listed_types(fields: Fields, num_layers: int, supported: tuple[str, ...]) -> list[str]:
     types = fields.items("layer_types", str, length=num_layers)
     for layer_type in types:
-        if layer_type not in known:
+        if layer_type not in supported:
             raise UnsupportedModel(f"layer type {layer_type!r} is not supported in this family")
     return types
 

@@ -95,13 +95,13 @@ def nemotron_blocks(fields: Fields) -> list[str]:
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
     names = {"mamba": "linear_attention", "attention": "full_attention"} | {name: name for name in letters.values()}
     if "layers_block_type" in fields:
-        given, known = fields.items("layers_block_type", str), names
+        blocks, types = fields.items("layers_block_type", str), names
     else:
-        given, known = list(fields.text("hybrid_override_pattern")), letters
-    for block in given:
-        if block not in known:
+        blocks, types = list(fields.text("hybrid_override_pattern")), letters
+    for block in blocks:
+        if block not in types:
             raise UnsupportedModel(f"layer type {block!r} is not supported in this family")
-    return [known[block] for block in given]
+    return [types[block] for block in blocks]
 
 
 def gated_delta(*, by_key_head: bool) -> Callable[[Fields], RecurrentShape]:
@@ -264,8 +264,8 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
 
 
 def _head_dim(fields: Fields, heads: int, size: int) -> int:
-    given = fields.raw("mamba_d_head")
-    head_dim = size // heads if given in (None, "auto") else fields.integer("mamba_d_head")
+    stated = fields.raw("mamba_d_head")
+    head_dim = size // heads if stated in (None, "auto") else fields.integer("mamba_d_head")
     if head_dim * heads != size:
         raise CorruptCheckpoint(f"{_WHERE}: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not {size}")
     return head_dim

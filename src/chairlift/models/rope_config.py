@@ -27,21 +27,21 @@ def rope_parameters(config: Fields, layer_type: str, *, scales_local: bool = Tru
     possibly one per layer type. Gemma 3's old style has a second base for its local layers, which ignore the
     scaling. Without `scales_local`, other families' local layers ignore it, too.
     """
-    given = dict(config.section("rope_parameters"))
-    if any(isinstance(value, Mapping) for value in given.values()):
-        given = dict(Fields(given, {}, ROPE_SETTINGS).section(layer_type))
+    settings = dict(config.section("rope_parameters"))
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        settings = dict(Fields(settings, {}, ROPE_SETTINGS).section(layer_type))
     elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
-        given = {"rope_theta": config.raw("rope_local_base_freq")}
+        settings = {"rope_theta": config.raw("rope_local_base_freq")}
     elif scales_local or layer_type != "sliding_attention":
-        given |= config.section("rope_scaling")
+        settings |= config.section("rope_scaling")
     for name in ("rope_theta", "partial_rotary_factor"):
-        if given.get(name) is None and name in config:
-            given[name] = config.raw(name)
-    if given.get("partial_rotary_factor") is None and "rotary_dim" in config and "head_dim" in config:
-        given["partial_rotary_factor"] = config.integer("rotary_dim") / config.integer("head_dim")
+        if settings.get(name) is None and name in config:
+            settings[name] = config.raw(name)
+    if settings.get("partial_rotary_factor") is None and "rotary_dim" in config and "head_dim" in config:
+        settings["partial_rotary_factor"] = config.integer("rotary_dim") / config.integer("head_dim")
     if "original_max_position_embeddings" in config:  # The top one counts if both places name it (Phi-3).
-        given["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
-    return given
+        settings["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
+    return settings
 
 
 def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: int, max_len: int) -> Rope:
@@ -90,11 +90,11 @@ def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
 
 
 def _rope_type(fields: Fields) -> str:
-    given = str(fields.raw("rope_type") or fields.raw("type") or "default")
-    if given == "mrope":  # positions in several directions, which are the same in text
+    rope_type = str(fields.raw("rope_type") or fields.raw("type") or "default")
+    if rope_type == "mrope":  # positions in several directions, which are the same in text
         return "default"
     # The first Phi-3 configs called longrope "su", and later ones "yarn".
-    return "longrope" if given == "su" or (given == "yarn" and "short_factor" in fields) else given
+    return "longrope" if rope_type == "su" or (rope_type == "yarn" and "short_factor" in fields) else rope_type
 
 
 def _original_len(fields: Fields) -> int:
@@ -178,9 +178,9 @@ def _yarn_scale(fields: Fields, factor: float) -> float:
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given = fields.optional_number("attention_factor")
-    if given is not None:
-        return given
+    stated = fields.optional_number("attention_factor")
+    if stated is not None:
+        return stated
     if fields.raw("mscale") and fields.raw("mscale_all_dim"):
         return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
     return magnitude(1.0)

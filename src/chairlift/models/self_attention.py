@@ -63,10 +63,10 @@ class SelfAttention:
         self.k_norm: Norm | None = None
         self._norms_have_weights = config.qk_norm != "unweighted"
         if config.qk_norm is not None and (self._norms_have_weights or (rope is not None and rope.inv_freq)):
-            kind: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "device": device}
-            self.q_norm = make_norm(config, _norm_shape(config, layer.num_heads, layer.head_dim), **kind)
+            options: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "device": device}
+            self.q_norm = make_norm(config, _norm_shape(config, layer.num_heads, layer.head_dim), **options)
             if not self._shares_kv:
-                self.k_norm = make_norm(config, _norm_shape(config, layer.num_kv_heads, layer.head_dim), **kind)
+                self.k_norm = make_norm(config, _norm_shape(config, layer.num_kv_heads, layer.head_dim), **options)
         if not self._norms_have_weights:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:
@@ -96,15 +96,15 @@ class SelfAttention:
             qkv = self.qkv.targets(names.qkv, [sum(sizes)])
         if self.gate is not None:
             qkv = self.gate.split_targets(qkv)
-        yield from (self._unpaired(qkv, axis=0) if self._interleaved else qkv)
+        yield from (self._unpair(qkv, axis=0) if self._interleaved else qkv)
         yield from self.output.targets([names.output])
         if self.sinks is not None:
             yield "sinks", self.sinks
         if self._norms_have_weights:
             norms = chain(_norm_targets(names.q_norm, self.q_norm), _norm_targets(names.k_norm, self.k_norm))
-            yield from (self._unpaired(norms, axis=-1) if self._interleaved else norms)
+            yield from (self._unpair(norms, axis=-1) if self._interleaved else norms)
 
-    def _unpaired(self, targets: Targets, axis: int) -> Targets:
+    def _unpair(self, targets: Targets, axis: int) -> Targets:
         """Reorder the dimensions of queries and keys so that rotated pairs are in separate halves.
 
         Scores do not depend on the order of a head's dimensions. So all kernels need only one kind of rotation.
@@ -153,7 +153,7 @@ class SelfAttention:
         if self._num_values < self._num_keys:
             v = qk[:, layer.num_heads :].clone()
         if self.q_norm is not None and not self._norms_after_rope:
-            qk = self._normalised(qk)
+            qk = self._normalise(qk)
         if self._clip is not None:
             qk, v = qk.clamp(-self._clip, self._clip), v.clamp(-self._clip, self._clip)
         if self._v_norm_eps is not None and v.shape[1]:
@@ -163,7 +163,7 @@ class SelfAttention:
             if rotation.query_scale is not None:
                 qk[:, : layer.num_heads].mul_(rotation.query_scale[..., None])
         if self.q_norm is not None and self._norms_after_rope:
-            qk = self._normalised(qk)
+            qk = self._normalise(qk)
         q, k = qk.split((layer.num_heads, self._num_keys), dim=1)
         if self._keeps_kv and kept is not None:
             kept[layer.index] = k, v
@@ -194,7 +194,7 @@ class SelfAttention:
             v_norm=self._v_norm_eps is not None and not self._shares_kv,
         )
 
-    def _normalised(self, qk: Tensor) -> Tensor:
+    def _normalise(self, qk: Tensor) -> Tensor:
         heads = qk.split((self.layer.num_heads, self._num_keys), dim=1)
         pairs = zip(heads, (self.q_norm, self.k_norm), strict=True)
         if self._norms_all_heads:
@@ -205,11 +205,11 @@ class SelfAttention:
 def make_norm(
     config: DecoderConfig, size: int | tuple[int, int], eps: float, dtype: torch.dtype, device: torch.device
 ) -> Norm:
-    kind: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
+    options: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
     if config.norm_kind == "layer":
-        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **kind)
+        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **options)
     assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
-    return RMSNorm(size, eps, **kind)
+    return RMSNorm(size, eps, **options)
 
 
 def _norm_targets(name: str, norm: Norm | None) -> Targets:

@@ -55,7 +55,7 @@ def _decoder_linears(
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         products = (product.shape for each in mixtures for product in (each.gate_up, each.down))
         shapes += [(format, experts * out, size) for experts, out, size in products]
-    if format.traits.becomes_blocks(dtype, torch.device(device)):  # So does the table; a tied head shares it.
+    if format.traits.becomes_blocks(dtype, torch.device(device)):  # The table does, too; a tied head shares it.
         of_head = head_format(format, dtype, torch.device(device), quantize=False)
         return shapes + [(of_head, decoder.vocab_size, decoder.hidden_size)] * (1 if tied else 2), 0
     if format.traits.stores_head and packs_head:

@@ -43,17 +43,17 @@ def unstacked(
             stacks[f"{block}.{names.stacked_down}"] = (names, experts, (names.down,), (1, size))
     for full_name, tensor in tensors:
         name = decoder_name(full_name)
-        kind, dimensions = ("bias", 2) if name.endswith("_bias") else ("weight", 3)
-        found = stacks.get(name.removesuffix("_bias"))
-        if found is None or len(tensor.shape) != dimensions:
+        suffix, dimensions = ("bias", 2) if name.endswith("_bias") else ("weight", 3)
+        stack = stacks.get(name.removesuffix("_bias"))
+        if stack is None or len(tensor.shape) != dimensions:
             yield full_name, tensor
             continue
-        names, experts, inner, side = found
+        names, experts, inner, side = stack
         for expert, matrix in enumerate(tensor.matrices() if isinstance(tensor, StoredWeight) else tensor):
             if names.transposed and isinstance(matrix, Tensor) and not _is_upright(matrix, *side):
                 matrix = matrix.t()
             for part, rows in zip(inner, _parts(matrix, len(inner), names), strict=True):
-                yield f"{experts}.{expert}.{part}.{kind}", rows
+                yield f"{experts}.{expert}.{part}.{suffix}", rows
 
 
 def _is_upright(matrix: Tensor, dimension: int, size: int) -> bool:

@@ -77,12 +77,12 @@ def _defaults(outer_type: str, inner: Mapping[str, Any]) -> dict[str, Any]:
     if known_type is None:
         return {}
     try:
-        known = CONFIG_MAPPING[known_type]().get_text_config().to_dict()
+        defaults = CONFIG_MAPPING[known_type]().get_text_config().to_dict()
     except Exception:  # some classes have no defaults; what is missing is named where it is read
         return {}
     if inner.get("num_attention_heads") is not None:
-        known.pop("num_key_value_heads", None)  # There are as many as heads.
-    return {name: known[name] for name in _SIZES if known.get(name) is not None}
+        defaults.pop("num_key_value_heads", None)  # There are as many as heads.
+    return {name: defaults[name] for name in _SIZES if defaults.get(name) is not None}
 
 
 def kind(config: Mapping[str, Any]) -> str | None:

@@ -39,7 +39,7 @@ class KernelCompiler:
         self._command += [libraries] if libraries else []
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: queue.SimpleQueue[KernelSpec | None] = queue.SimpleQueue()
-        self._sent: list[KernelSpec] = []  # An answer has a spec's index in this list.
+        self._requests: list[KernelSpec] = []  # An answer has a spec's index in this list.
         self._pending: set[KernelSpec] = set()
         self._compiled: set[KernelSpec] = set()
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class KernelCompiler:
                 if self._process is None:
                     self._start()
                 self._pending.add(spec)
-                self._sent.append(spec)
+                self._requests.append(spec)
                 self._outbox.put(spec)
 
     def has_compiled(self, specs: Iterable[KernelSpec]) -> bool:
@@ -70,10 +70,10 @@ class KernelCompiler:
 
     def wait(self, specs: Iterable[KernelSpec]) -> None:
         """Compile these kernels and wait for them."""
-        wanted = set(specs)
-        self.request(wanted)
+        unique_specs = set(specs)
+        self.request(unique_specs)
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending & wanted)
+            self._changed.wait_for(lambda: not self._pending & unique_specs)
 
     @property
     def busy(self) -> bool:
@@ -84,7 +84,7 @@ class KernelCompiler:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        self._outbox, self._sent = queue.SimpleQueue(), []
+        self._outbox, self._requests = queue.SimpleQueue(), []
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # Writing may block: the process reads nothing before it has imported Triton.
@@ -94,7 +94,7 @@ class KernelCompiler:
     def _read(self, outbox: queue.SimpleQueue[KernelSpec | None], pipe: IO[bytes]) -> None:
         for line in pipe:
             number, said = line.decode().rstrip("\n").split(" ", 1)
-            spec = self._sent[int(number)]
+            spec = self._requests[int(number)]
             if said != "ok":
                 log.debug(f"{spec.name} could not be compiled beside the engine: {said}")
                 self.problems[spec] = said

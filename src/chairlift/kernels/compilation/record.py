@@ -33,23 +33,23 @@ class KernelRecorder:
         Only the kernels in `launched` run. The others write nothing, so `walk` must not depend on their results.
         Launches of other threads are not affected.
         """
-        found: dict[KernelSpec, None] = {}
-        with self._recording(found, launched):
+        specs: dict[KernelSpec, None] = {}
+        with self._recording(specs, launched):
             walk()
-        return list(found)
+        return list(specs)
 
     @contextmanager
-    def _recording(self, found: dict[KernelSpec, None], launched: Sequence[object]) -> Iterator[None]:
+    def _recording(self, specs: dict[KernelSpec, None], launched: Sequence[object]) -> Iterator[None]:
         run, walker = JITFunction.run, threading.get_ident()
 
         def run_recorded(kernel: Any, *args: Any, **options: Any) -> Any:
             if threading.get_ident() != walker:
                 return run(kernel, *args, **options)
             try:
-                found[self._spec(kernel, args, options)] = None
+                specs[self._spec(kernel, args, options)] = None
             except (TypeError, ValueError) as error:  # a constant that JSON does not have
                 log.debug(f"{kernel} is compiled at its first launch: {error}")
-            return run(kernel, *args, **options) if any(kernel is one for one in launched) else None
+            return run(kernel, *args, **options) if any(kernel is other for other in launched) else None
 
         JITFunction.run = run_recorded
         try:

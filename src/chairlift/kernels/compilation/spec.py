@@ -36,7 +36,7 @@ class KernelSpec:
         options: Mapping[str, Any],
         arch: int,
     ) -> KernelSpec:
-        found = {
+        fields = {
             "module": kernel.fn.__module__,
             "name": kernel.fn.__name__,
             "signature": dict(signature),
@@ -45,7 +45,7 @@ class KernelSpec:
             "options": dict(options),
             "arch": arch,
         }
-        return cls(json.dumps(found))
+        return cls(json.dumps(fields))
 
     @property
     def name(self) -> str:
@@ -80,8 +80,8 @@ class KernelSpec:
 
     @cached_property
     def _data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.text)
-        return found
+        fields: dict[str, Any] = json.loads(self.text)
+        return fields
 
 
 def _plain(value: Any) -> Any:

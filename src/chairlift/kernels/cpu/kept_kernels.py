@@ -31,17 +31,17 @@ def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[.
     """Like `compiled`, kept on disk where that is possible: for functions called from Python."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        return _kept(lambda keep: compiled(fastmath, cache=keep)(function))
+        return _compile_kept(lambda keep: compiled(fastmath, cache=keep)(function))
 
     return decorate
 
 
 def kept_c_function(signature: Any, function: Callable[..., Any]) -> Any:
     """Compile a C function with sums in the given order, to be called by its address; kept where that is possible."""
-    return _kept(lambda keep: numba.cfunc(signature, cache=keep, error_model="numpy")(function))
+    return _compile_kept(lambda keep: numba.cfunc(signature, cache=keep, error_model="numpy")(function))
 
 
-def _kept(compile: Callable[[bool], Any]) -> Any:
+def _compile_kept(compile: Callable[[bool], Any]) -> Any:
     """Call `compile` with whether numba can keep the machine code, while its folder is set."""
     folder = _folder()
     if folder is None:
@@ -79,11 +79,11 @@ class _CompilationLog(event.Listener):
 
     def __init__(self) -> None:
         self._count = 0
-        self._begun = self._said = 0.0
+        self._start = self._last_log = 0.0
 
     def on_start(self, event: Any) -> None:
-        if not self._begun:
-            self._begun = self._said = time.monotonic()
+        if not self._start:
+            self._start = self._last_log = time.monotonic()
             folder = _folder()
             kept = "not kept for later starts" if folder is None else f"kept for later starts in {folder}"
             log.info(f"kernels    compiling them for this CPU, {kept}")
@@ -91,9 +91,9 @@ class _CompilationLog(event.Listener):
     def on_end(self, event: Any) -> None:
         self._count += 1
         now = time.monotonic()
-        if now - self._said > LOG_SECONDS:
-            self._said = now
-            log.info(f"kernels    {self._count} functions compiled in {now - self._begun:.0f} s")
+        if now - self._last_log > LOG_SECONDS:
+            self._last_log = now
+            log.info(f"kernels    {self._count} functions compiled in {now - self._start:.0f} s")
 
 
 _compilation_log = _CompilationLog()

@@ -263,14 +263,14 @@ def head_format(
 
 def cpu_kernel_obstacles(dtype: torch.dtype, device: torch.device) -> list[str]:
     """Why weights cannot be multiplied by the compiled CPU kernels."""
-    found = []
+    obstacles = []
     if device.type != "cpu":
-        found.append(f"it is for the CPU, not for {device.type}")
+        obstacles.append(f"it is for the CPU, not for {device.type}")
     if dtype is not torch.float32:
-        found.append(f"activations are float32 with it, not {dtype}")
+        obstacles.append(f"activations are float32 with it, not {dtype}")
     if importlib.util.find_spec("numba") is None:
-        found.append("numba is not installed")
-    return found
+        obstacles.append("numba is not installed")
+    return obstacles
 
 
 def count_formats(weights: Sequence[WeightFormat]) -> str:

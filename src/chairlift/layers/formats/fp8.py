@@ -51,10 +51,10 @@ class FP8Weight(WeightFormat):
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
-        found = fp8_obstacles(device)
+        obstacles = fp8_obstacles(device)
         if dtype not in (torch.bfloat16, torch.float16):
-            found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
-        return found
+            obstacles.append(f"activations are bfloat16 or float16 with it, not {dtype}")
+        return obstacles
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:
@@ -67,16 +67,16 @@ class FP8Weight(WeightFormat):
 
     def load(self, parts: Sequence[StoredWeight]) -> None:
         """Scales per tensor and per channel are kept; weights with scales per block are rounded again, per channel."""
-        found = []
+        all_rows = []
         for part in parts:
             assert isinstance(part, ScaledFloats)
             scales = part.row_scales
             if scales is None:
-                found.append(round_rows(part.dequantized().to(self.device)))
+                all_rows.append(round_rows(part.dequantized().to(self.device)))
             else:
-                found.append(ScaledRows(part.numbers.to(self.device), scales.to(self.device)))
-        numbers = torch.cat([rows.numbers.view(torch.uint8) for rows in found]).view(FP8)
-        self._rows = ScaledRows(numbers, torch.cat([rows.scales for rows in found]))
+                all_rows.append(ScaledRows(part.numbers.to(self.device), scales.to(self.device)))
+        numbers = torch.cat([rows.numbers.view(torch.uint8) for rows in all_rows]).view(FP8)
+        self._rows = ScaledRows(numbers, torch.cat([rows.scales for rows in all_rows]))
         self.plain = None
 
     def pack(self) -> None:
@@ -139,11 +139,11 @@ class FP8Weight(WeightFormat):
     def _product_of_rounded(self, rows: ScaledRows, fusion: Fusion) -> Product:
         assert self._rows is not None
         if self.fuses("rounded add", len(rows.numbers)):
-            found = self._product(rows.numbers, fusion, x_scales=rows.scales)
-            return _rounded(round_rows(found.rows)) if fusion.gated else found
+            result = self._product(rows.numbers, fusion, x_scales=rows.scales)
+            return _as_product(round_rows(result.rows)) if fusion.gated else result
         assert fusion.add_to is None
         product = multiply(rows, self._rows, fusion.bias, self.dtype, own_kernel=False)
-        return _rounded(silu_mul_rounded(product)) if fusion.gated else Product(product)
+        return _as_product(silu_mul_rounded(product)) if fusion.gated else Product(product)
 
     def _product(self, x: Tensor, fusion: Fusion, **options: Any) -> Product:
         from chairlift.kernels.triton.products.product import product
@@ -154,7 +154,7 @@ class FP8Weight(WeightFormat):
         return Product(*product(x, weight, weight_scales=scales, out_dtype=self.dtype, gated=fusion.gated, **options))
 
 
-def _rounded(rows: ScaledRows) -> Product:
+def _as_product(rows: ScaledRows) -> Product:
     return Product(rows.numbers, scales=rows.scales)
 
 

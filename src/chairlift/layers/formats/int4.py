@@ -59,7 +59,7 @@ class Int4Weight(WeightFormat):
 
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
-        return not cls.obstacles(dtype, device) and _merged(parts) is not None
+        return not cls.obstacles(dtype, device) and _merge(parts) is not None
 
     def finalized(self) -> WeightFormat:
         if BlockWeight.obstacles(self.dtype, self.device) or (self._groups is None and self.plain is None):
@@ -68,12 +68,12 @@ class Int4Weight(WeightFormat):
         if self._groups is None and self.plain is not None and (self.looked_up or self.in_features % GROUP):
             weight.plain = self.plain  # rounded to 8 bits
         else:
-            weight.load_groups(self._groups or GroupedIntegers(4, *self._rounded(torch.float16)))
+            weight.load_groups(self._groups or GroupedIntegers(4, *self._round(torch.float16)))
         self.plain = self._groups = None
         return weight.finalized()
 
     def load(self, parts: Sequence[StoredWeight]) -> None:
-        merged = _merged(parts)
+        merged = _merge(parts)
         assert merged is not None
         if not BlockWeight.obstacles(self.dtype, self.device):
             self._groups = merged
@@ -89,10 +89,10 @@ class Int4Weight(WeightFormat):
     def pack(self) -> None:
         if self.plain is None or self.looked_up or not can_store(self.out_features, self.in_features, GROUP):
             return
-        self.matrix = store(*self._rounded(_scale_dtype(self.dtype)), GROUP)
+        self.matrix = store(*self._round(_scale_dtype(self.dtype)), GROUP)
         self.plain = None
 
-    def _rounded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _round(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         assert self.plain is not None
         return round_groups(self.plain, GROUP, dtype)
 
@@ -118,7 +118,7 @@ class Int4Weight(WeightFormat):
         if self.matrix is not None and in_kernel:
             from chairlift.kernels.triton.int4.product import int4_product
 
-            found = int4_product(
+            result = int4_product(
                 x.contiguous(),
                 self.matrix,
                 squares=fusion.squares,
@@ -129,7 +129,7 @@ class Int4Weight(WeightFormat):
                 next_norm=fusion.next_norm,
                 invariant=self.batch_invariant,
             )
-            return Product(*found)
+            return Product(*result)
         weight = self._in_full(x.dtype)
         if self.batch_invariant:
             return Product(in_tiles(lambda rows: F.linear(rows, weight, fusion.bias), x))
@@ -155,22 +155,22 @@ def _group(integers: GroupedIntegers) -> int:
     return next((group for group in GROUPS if integers.group_size % group == 0), 0)
 
 
-def _merged(parts: Sequence[StoredWeight]) -> GroupedIntegers | None:
+def _merge(parts: Sequence[StoredWeight]) -> GroupedIntegers | None:
     """The weights one below the other with one group size, if the kernels can multiply them."""
     integers = [part.as_integers() for part in parts]
-    found = [each for each in integers if each is not None and each.bits == 4 and each.group_of is None]
-    if len(found) != len(parts) or 0 in (sizes := [_group(each) for each in found]):
+    weights = [each for each in integers if each is not None and each.bits == 4 and each.group_of is None]
+    if len(weights) != len(parts) or 0 in (sizes := [_group(each) for each in weights]):
         return None
     group = min(sizes)
-    if not can_store(sum(each.shape[0] for each in found), found[0].shape[1], group):
+    if not can_store(sum(each.shape[0] for each in weights), weights[0].shape[1], group):
         return None
-    scales = [_fine(each.scales, each.group_size // group) for each in found]
+    scales = [_fine(each.scales, each.group_size // group) for each in weights]
     if len({each.dtype for each in scales}) > 1:
         scales = [each.to(torch.bfloat16) for each in scales]
     offsets = None
-    if any(each.offsets is not None for each in found):
-        offsets = torch.cat([_fine(_offsets(each), each.group_size // group) for each in found]).to(scales[0].dtype)
-    return GroupedIntegers(4, torch.cat([each.numbers for each in found]), torch.cat(scales), offsets)
+    if any(each.offsets is not None for each in weights):
+        offsets = torch.cat([_fine(_offsets(each), each.group_size // group) for each in weights]).to(scales[0].dtype)
+    return GroupedIntegers(4, torch.cat([each.numbers for each in weights]), torch.cat(scales), offsets)
 
 
 def _offsets(integers: GroupedIntegers) -> Tensor:

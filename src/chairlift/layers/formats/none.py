@@ -108,7 +108,7 @@ class PlainWeight(WeightFormat):
         assert self.plain is not None
         if self.batch_invariant and on_gpu(x.device) and not self._has_own_kernel:
             return Product(invariant_linear(x, self.plain, fusion.bias, add_to=fusion.add_to))
-        found = product(
+        result = product(
             x.contiguous(),
             self.plain,
             squares=fusion.squares,
@@ -120,7 +120,7 @@ class PlainWeight(WeightFormat):
             add_to=fusion.add_to,
             invariant=self.batch_invariant,
         )
-        return Product(*found)
+        return Product(*result)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -58,10 +58,10 @@ class GatedNorm:
             return gated_norm(x, gate, self.weight, self.group, self.eps, self.order)
         if self._batch_invariant:
             both = torch.cat((x.float(), gate.float()), dim=1)
-            return one_by_one(lambda rows: self._normed(*rows.chunk(2, dim=1)), both).to(gate.dtype)
-        return self._normed(x.float(), gate.float()).to(gate.dtype)
+            return one_by_one(lambda rows: self._norm_and_gate(*rows.chunk(2, dim=1)), both).to(gate.dtype)
+        return self._norm_and_gate(x.float(), gate.float()).to(gate.dtype)
 
-    def _normed(self, x: Tensor, gate: Tensor) -> Tensor:
+    def _norm_and_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         factor = F.silu(gate) if self.order.activation == "silu" else torch.sigmoid(gate)
         if self.weight is None:
             return x.mul(factor).mul_(self.order.scale)

@@ -126,11 +126,11 @@ class StepGate:
         return self._step(x, rate)
 
     def _step(self, x: Tensor, rate: Tensor | None) -> tuple[Tensor, Tensor]:
-        step = self._each(F.softplus, x.float() + self.bias)
+        step = self._apply(F.softplus, x.float() + self.bias)
         if self.limits is not None:
             step = step.clamp(*self.limits)
         decay = step.unflatten(1, (self.heads, -1)) * -self.log_rate.exp()[:, None]
-        return decay, step if rate is None else self._each(torch.sigmoid, rate.float())
+        return decay, step if rate is None else self._apply(torch.sigmoid, rate.float())
 
-    def _each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _apply(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return one_by_one(function, x) if self._batch_invariant else function(x)

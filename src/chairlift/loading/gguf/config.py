@@ -64,8 +64,8 @@ def hf_generation_config(file: GGUFFile) -> Config:
         ends += [special[token] for token in (_ENDS | _HARMONY_ENDS if is_harmony else _ENDS) if token in special]
         ends = [end for end in ends if not (is_harmony and end == special.get("<|end|>"))]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
-    found = _token_ids(metadata) | {"eos_token_id": eos or None} | _sampling(metadata.below("general.sampling."))
-    return {name: value for name, value in found.items() if value is not None}
+    values = _token_ids(metadata) | {"eos_token_id": eos or None} | _sampling(metadata.below("general.sampling."))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _sampling(metadata: Metadata) -> Config:

@@ -77,9 +77,9 @@ class Metadata:
     def _get(self, key: str) -> Any:
         return self.file.metadata.get(self.prefix + key)
 
-    def _refuse(self, key: str, value: Any, wanted: str) -> Never:
+    def _refuse(self, key: str, value: Any, expected: str) -> Never:
         shown = "missing" if value is None else f"{value!r:.60}"
-        corrupt(self.file.path, f"{self.prefix}{key} is {shown}, not {wanted}")
+        corrupt(self.file.path, f"{self.prefix}{key} is {shown}, not {expected}")
 
     def _same_in_every_layer(self, key: str, values: NDArray[Any]) -> int:
         if (values != values[0]).any():

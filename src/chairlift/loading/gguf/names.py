@@ -45,11 +45,11 @@ class Source:
 
 def sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, Source]:
     """Every Hugging Face tensor of the model and its source, in file order."""
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for tensor in file.tensors.values():
         if tensor.name not in _FOR_THE_CONFIG:
-            found.update(_sources_of(tensor, file, config))
-    return found
+            by_name.update(_sources_of(tensor, file, config))
+    return by_name
 
 
 _FOR_THE_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})

@@ -47,8 +47,8 @@ def gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
                 [AddedToken(text, normalized=False, special=special) for text in vocabulary.of_type(kind)]
             )
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: token_id(metadata, kind) for name, kind in names.items()}
-    special_tokens = {name: vocabulary.tokens[i] for name, i in found.items() if i is not None}
+    ids = {name: token_id(metadata, kind) for name, kind in names.items()}
+    special_tokens = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
     add_bos, add_eos = settings.boolean("add_bos_token", add_bos), settings.boolean("add_eos_token", False)
     add_special_tokens(
         tokenizer,

@@ -53,11 +53,11 @@ class QuantizedReader(ABC):
 def by_suffix(names: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, dict[str, str]]:
     """Group `module.suffix` names by module; modules without all required suffixes are not quantized."""
     required = tuple(required)
-    known = {*required, *optional}
+    suffixes = {*required, *optional}
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         module, _, suffix = name.rpartition(".")
-        if suffix in known:
+        if suffix in suffixes:
             modules.setdefault(module, {})[suffix] = name
     return {
         f"{module}.weight": parts for module, parts in modules.items() if all(suffix in parts for suffix in required)

@@ -37,14 +37,14 @@ class BitsAndBytesReader(QuantizedReader):
     def weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         if not self._four:
             return by_suffix(names, ("weight", "SCB"), ("weight_format",))
-        found: dict[str, dict[str, str]] = {}
+        weights: dict[str, dict[str, str]] = {}
         for name in names:
             for part in _PARTS:
                 if name.endswith(f".weight.{part}"):
-                    found.setdefault(name.removesuffix(f".{part}"), {})[part] = name
-        for weight, parts in found.items():
+                    weights.setdefault(name.removesuffix(f".{part}"), {})[part] = name
+        for weight, parts in weights.items():
             parts["weight"] = weight
-        return found
+        return weights
 
     def read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
         from chairlift.loading.stored_weight import PlainValues, ScaledFloats

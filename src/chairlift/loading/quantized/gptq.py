@@ -53,10 +53,10 @@ class GPTQReader(QuantizedReader):
         levels = zeros.float() + self._zero_shift
         symmetric = levels.shape == scales.shape and bool((levels == 2 ** (self._bits - 1)).all())
         offsets = None if symmetric else -(levels * scales.float())
-        return GroupedIntegers(self._bits, numbers, scales, offsets, _unsorted(parts.get("g_idx"), scales.shape[1]))
+        return GroupedIntegers(self._bits, numbers, scales, offsets, _groups(parts.get("g_idx"), scales.shape[1]))
 
 
-def _unsorted(group_of: Tensor | None, groups: int) -> Tensor | None:
+def _groups(group_of: Tensor | None, groups: int) -> Tensor | None:
     """The group of each column; None if groups are runs of neighbours."""
     if group_of is None:
         return None

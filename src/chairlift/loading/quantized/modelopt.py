@@ -28,8 +28,8 @@ class ModelOptReader(FP8Reader):
         super().__init__({"quant_method": self.name})
         self._algorithm = str(config.get("quant_algo")).upper()
         if self._algorithm not in _ALGORITHMS:
-            known = next((meaning for name, meaning in _NOT_READ.items() if self._algorithm.startswith(name)), None)
-            meaning = f" ({known})" if known else ""
+            reason = next((meaning for name, meaning in _NOT_READ.items() if self._algorithm.startswith(name)), None)
+            meaning = f" ({reason})" if reason else ""
             raise self.refuse(f"{self._algorithm:.60}{meaning} is not read, only {', '.join(_ALGORITHMS)}")
 
     def description(self) -> str:

@@ -27,12 +27,12 @@ class MXFP4Reader(QuantizedReader):
         return "mxfp4, 4-bit floats with a scale per 32"
 
     def weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+        weights: dict[str, dict[str, str]] = {}
         for name in names:
             for suffix, part in _PARTS.items():
                 if name.endswith(suffix):
-                    found.setdefault(name.removesuffix(suffix), {})[part] = name
-        return {weight: parts for weight, parts in found.items() if len(parts) == len(_PARTS)}
+                    weights.setdefault(name.removesuffix(suffix), {})[part] = name
+        return {weight: parts for weight, parts in weights.items() if len(parts) == len(_PARTS)}
 
     def read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
         from chairlift.loading.stored_weight import MicroscaledFloats

@@ -91,7 +91,7 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
     """Map the weights of a file and check every byte of them."""
     try:
         with open(open_private(path), "rb") as file:
-            data = np.frombuffer(_mapped(file.fileno(), 0, 0), np.uint8)
+            data = np.frombuffer(_map_file(file.fileno(), 0, 0), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise UnusableCache(str(error)) from None
     index, end = _read_index(data)
@@ -99,17 +99,17 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
         raise UnusableCache("it was made from another file or by another version")
     entries = _read_entries(index.get("weights"), end)
     weights = {
-        name: PackedWeightArrays(format, [PackedArray(entry.label, _view(data, entry)) for entry in found])
-        for name, (format, found) in entries.items()
+        name: PackedWeightArrays(format, [PackedArray(entry.label, _view(data, entry)) for entry in arrays_of_file])
+        for name, (format, arrays_of_file) in entries.items()
     }
-    expected = [entry.checksum for _, found in entries.values() for entry in found]
+    expected = [entry.checksum for _, arrays_of_file in entries.values() for entry in arrays_of_file]
     arrays = [array.values for weight in weights.values() for array in weight.arrays]
     if checksums(arrays, num_threads) != expected:
         raise UnusableCache("its content does not match its checksums")
     return weights
 
 
-def _mapped(file: int, offset: int, num_bytes: int) -> mmap.mmap:
+def _map_file(file: int, offset: int, num_bytes: int) -> mmap.mmap:
     """Map a part of a file, zero bytes being all of it, and request huge pages before any page is read."""
     # Copy on write: pages are shared as long as they are only read, and arrays have the type of other arrays.
     mapped = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY, offset=offset)
@@ -194,10 +194,10 @@ class CacheWriter:
         begin = entry.offset // HUGE_PAGE * HUGE_PAGE
         end = (entry.offset + entry.num_bytes) // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE
         self._reserve(end)
-        data = np.frombuffer(_mapped(self._file, begin, end - begin), np.uint8)
+        data = np.frombuffer(_map_file(self._file, begin, end - begin), np.uint8)
         data[::HUGE_PAGE].max()  # read every huge page
-        at = entry.offset - begin
-        return data[at : at + entry.num_bytes].view(entry.dtype).reshape(entry.shape)
+        start = entry.offset - begin
+        return data[start : start + entry.num_bytes].view(entry.dtype).reshape(entry.shape)
 
     def _reserve(self, end: int) -> None:
         """Make the file this long; raises OSError if the disk is full, where reading a page of a hole may be fatal."""
@@ -233,9 +233,9 @@ def checksums(arrays: Sequence[NDArray[Any]], num_threads: int) -> list[str]:
     slices = [(index, start) for index, data in enumerate(flat) for start in range(0, len(data), SLICE)]
     digests = [hashlib.sha256() for _ in flat]
     with ThreadPoolExecutor(num_threads) as pool:
-        sums = pool.map(lambda place: _chunk_sums(flat[place[0]][place[1] : place[1] + SLICE]), slices)
-        for (index, _), found in zip(slices, sums, strict=True):
-            digests[index].update(found)
+        sums = pool.map(lambda piece: _chunk_sums(flat[piece[0]][piece[1] : piece[1] + SLICE]), slices)
+        for (index, _), chunk_sums in zip(slices, sums, strict=True):
+            digests[index].update(chunk_sums)
     return [digest.hexdigest() for digest in digests]
 
 

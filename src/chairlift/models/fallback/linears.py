@@ -64,11 +64,11 @@ def convert_linears(shell: Any, format: type[WeightFormat]) -> None:
     converted: dict[int, FormattedLinear] = {}
     for parent, name, module in linear_maps(shell):
         if id(module) not in converted:
-            converted[id(module)] = _converted(module, format, shared=id(module.weight) in tables)
+            converted[id(module)] = _convert(module, format, shared=id(module.weight) in tables)
         setattr(parent, name, converted[id(module)])
 
 
-def _converted(module: Any, format: type[WeightFormat], *, shared: bool) -> FormattedLinear:
+def _convert(module: Any, format: type[WeightFormat], *, shared: bool) -> FormattedLinear:
     weight = module.weight.data if isinstance(module, nn.Linear) else module.weight.data.T.contiguous()
     bias = None if module.bias is None else module.bias.data
     linear = Linear(weight, bias, format=format, shared=shared)

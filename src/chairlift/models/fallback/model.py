@@ -78,7 +78,7 @@ class FallbackInfo:
 
 def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
     info = _describe(json.dumps(config, sort_keys=True, default=str))
-    return info if max_len is None else replace(info, max_len=_checked_len(info.max_len, max_len))
+    return info if max_len is None else replace(info, max_len=_check_len(info.max_len, max_len))
 
 
 @lru_cache(maxsize=4)  # startup describes a model several times, and building it takes seconds
@@ -192,7 +192,7 @@ class TransformersModel:
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
             layer, value_dim, sinks = layers[module.layer_idx], v.shape[-1], further.get("s_aux")
-            q, k, v = (_widened(states[0].transpose(0, 1), layer.head_dim) for states in (q, k, v))
+            q, k, v = (_widen(states[0].transpose(0, 1), layer.head_dim) for states in (q, k, v))
             output = attention.attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
             return output[None, ..., :value_dim].contiguous()
 
@@ -229,7 +229,7 @@ def _one_thread_for_few(rows: Tensor) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _widened(states: Tensor, head_dim: int) -> Tensor:
+def _widen(states: Tensor, head_dim: int) -> Tensor:
     """Pad heads with zeros, which change no attention: the cache has keys and values of one size."""
     return states if states.shape[-1] == head_dim else F.pad(states, (0, head_dim - states.shape[-1]))
 
@@ -248,7 +248,7 @@ def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
     return int(limit)
 
 
-def _checked_len(limit: int, requested: int) -> int:
+def _check_len(limit: int, requested: int) -> int:
     if not 1 <= requested <= limit:
         raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
     return requested

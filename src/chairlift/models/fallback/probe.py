@@ -60,11 +60,11 @@ class AskedMask:
         for query in (0, 1, size - 1, size, size + 1, 2 * size, 3 * size - 1):
             edges = (0, query // 2, query - size, query, query + size)
             keys = torch.tensor([edge + step for edge in edges for step in (-1, 0, 1)]).clamp(min=0)
-            wanted = keys <= query
+            expected = keys <= query
             if self.window is not None:
-                wanted &= keys > query - size
-            given = self.visible(zero, zero, torch.tensor(query), keys)
-            if not torch.equal(given.expand_as(wanted), wanted):
+                expected &= keys > query - size
+            actual = self.visible(zero, zero, torch.tensor(query), keys)
+            if not torch.equal(actual.expand_as(expected), expected):
                 raise CannotPlug("its attention mask is neither causal nor a causal sliding window")
         return self.window
 
@@ -142,11 +142,11 @@ class AttentionRecorder:
         return tuple(self._layers[index] for index in range(expected))
 
 
-def _scale(given: float | None, head_dim: int) -> float:
-    return head_dim**-0.5 if given is None else float(given)
+def _scale(scale: float | None, head_dim: int) -> float:
+    return head_dim**-0.5 if scale is None else float(scale)
 
 
-def _has_sinks(given: Tensor | None, heads: int) -> bool:
-    if given is not None and given.shape != (heads,):
-        raise CannotPlug(f"its attention has sinks of the shape {list(given.shape)} for {heads} heads")
-    return given is not None
+def _has_sinks(sinks: Tensor | None, heads: int) -> bool:
+    if sinks is not None and sinks.shape != (heads,):
+        raise CannotPlug(f"its attention has sinks of the shape {list(sinks.shape)} for {heads} heads")
+    return sinks is not None

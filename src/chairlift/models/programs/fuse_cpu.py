@@ -132,11 +132,11 @@ class LayerTiles:
         count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
         self._layers, self._format = layers, format
         assert format.traits.tile_type is not None
-        kind = format.traits.tile_type()
-        self.qkv: TileWeight = kind.empty(count, queries + both, hidden)
-        self.output: TileWeight = kind.empty(count, hidden, queries)
-        self.gate_up: TileWeight = kind.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
-        self.down: TileWeight = kind.empty(count, hidden, inner)
+        tile_type = format.traits.tile_type()
+        self.qkv: TileWeight = tile_type.empty(count, queries + both, hidden)
+        self.output: TileWeight = tile_type.empty(count, hidden, queries)
+        self.gate_up: TileWeight = tile_type.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
+        self.down: TileWeight = tile_type.empty(count, hidden, inner)
         self._assign()
 
     def _assign(self) -> None:
@@ -146,11 +146,11 @@ class LayerTiles:
 
     def restore(self, store: WeightStore) -> None:
         """Use the tiles of the store, if it has them; raises UnusableCache if they do not fit."""
-        found = {name: store.find(f"layers.{name}") for name in self.NAMES}
-        if None in found.values():
+        weights = {name: store.find(f"layers.{name}") for name in self.NAMES}
+        if None in weights.values():
             return
         try:
-            for name, weight in found.items():
+            for name, weight in weights.items():
                 assert weight is not None
                 setattr(self, name, getattr(self, name).replaced(weight.arrays))
         except ValueError as error:
@@ -272,7 +272,7 @@ class FusedCPULayers:
             tables=work.layout.tables.numpy(),
             work=work.pieces,
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
-            rows=np.arange(len(x)) if rows is None else _checked(rows.long().numpy(), len(x)),
+            rows=np.arange(len(x)) if rows is None else _check_rows(rows.long().numpy(), len(x)),
             out=out.numpy(),
         )
         if taps != self._taps:
@@ -304,7 +304,7 @@ class FusedCPULayers:
         return self._buffers
 
 
-def _checked(rows: np.ndarray, count: int) -> np.ndarray:
+def _check_rows(rows: np.ndarray, count: int) -> np.ndarray:
     """Check what the kernel does not: two threads would write the same row if it came twice."""
     if len(rows) and not (rows.min() >= 0 and rows.max() < count and len(np.unique(rows)) == len(rows)):
         raise IndexError(f"rows must be different ones of {count}, got {rows.tolist()}")

@@ -42,7 +42,7 @@ class Stream:
         self._after: Norm | None = None  # It norms what is to be added.
         self._scalar: Tensor | None = None  # It multiplies the sum.
         self._squares: Tensor | None = None  # partial sums of squares of the rows of x, if a kernel has computed them
-        self._picked: Tensor | None = None  # the only rows that are needed
+        self._rows: Tensor | None = None  # the only rows that are needed
 
     def copy(self) -> Tensor:
         """A copy of the stream."""
@@ -112,7 +112,7 @@ class Stream:
 
         Experts are weights that only few rows read, so that dropping many rows before them pays."""
         if len(self.x) <= MANY_ROWS and (2 * len(rows) >= len(self.x) or not has_experts):
-            self._picked = rows
+            self._rows = rows
         else:
             self.x = pick_rows(self.x, rows)
             step.pick(rows)
@@ -120,7 +120,7 @@ class Stream:
     def final(self, norm: Norm) -> Tensor:
         """The normed stream at the end, its needed rows only."""
         normed = self.normed(norm)
-        return normed if self._picked is None else pick_rows(normed, self._picked)
+        return normed if self._rows is None else pick_rows(normed, self._rows)
 
 
 class FusedStream(Stream):
@@ -163,7 +163,7 @@ class FusedStream(Stream):
 
     def pick(self, rows: Tensor, step: LayerStep, *, has_experts: bool) -> None:
         if len(self.x) <= MANY_ROWS:
-            self._picked = rows
+            self._rows = rows
             return
         self.x = pick_rows(self.x, rows)
         step.mixed = [pick_rows(each, rows) for each in step.mixed]
@@ -171,7 +171,7 @@ class FusedStream(Stream):
             step.positions = pick_rows(step.positions, rows)
 
     def final(self, norm: Norm) -> Tensor:
-        return norm(self.x if self._picked is None else pick_rows(self.x, self._picked))
+        return norm(self.x if self._rows is None else pick_rows(self.x, self._rows))
 
     def _unnormed(self) -> Tensor:
         """What a product multiplies whose kernel divides each row by its size."""
@@ -182,8 +182,8 @@ class FusedStream(Stream):
         if linear.weight.fuses("norm and gate" if gated else "norm", len(self.x)):
             x = self._unnormed() if self._normed is None else self._normed
             return linear.weight.product(x, Fusion(linear.bias, self._squares, norm.eps, gated)).rows
-        found = linear(norm(self.x) if self._normed is None else self._normed)
-        return gate(found, F.silu) if gated else found
+        product = linear(norm(self.x) if self._normed is None else self._normed)
+        return gate(product, F.silu) if gated else product
 
 
 class ScaledStream(FusedStream):
@@ -256,7 +256,7 @@ class RoundedStream(Stream):
 
     def pick(self, rows: Tensor, step: LayerStep, *, has_experts: bool) -> None:
         if len(self.x) <= MANY_ROWS:
-            self._picked = rows
+            self._rows = rows
             return
         self.x, self._delta = pick_rows(self._sum(), rows), None
         step.mixed = [pick_rows(each, rows) for each in step.mixed]
@@ -264,8 +264,8 @@ class RoundedStream(Stream):
             step.positions = pick_rows(step.positions, rows)
 
     def final(self, norm: Norm) -> Tensor:
-        if self._picked is not None:
-            return norm(pick_rows(self._sum(), self._picked))
+        if self._rows is not None:
+            return norm(pick_rows(self._sum(), self._rows))
         return self.normed(norm)
 
     def _sum(self) -> Tensor:

@@ -39,8 +39,8 @@ class AttentionAdapter(ABC):
 
     def attach(self, shell: Any) -> None:
         """Replace the attention of every layer."""
-        found = [module for module in shell.modules() if type(module).__name__ == self.attention_class]
-        for index, module in enumerate(found):
+        modules = [module for module in shell.modules() if type(module).__name__ == self.attention_class]
+        for index, module in enumerate(modules):
             self.replace(module, index)
 
     @abstractmethod

@@ -10,7 +10,9 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,20 @@ def test_a_request_that_never_arrives_is_closed_for_others_and_busy_ones_refuse_
     with front.connect() as refused:
         assert status(refused) == 503
     assert not any(map(is_closed, busy))
+
+
+def test_strangers_that_read_no_responses_are_closed_for_others() -> None:
+    """The page of the dashboard needs no key."""
+    sent = b"GET /dashboard HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+    with front_end(limits=Limits(max_connections=8), api_keys=["secret"]) as front, ExitStack() as strangers:
+        for _ in range(6):
+            stranger = strangers.enter_context(front.connect())
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+            stranger.sendall(sent)
+        time.sleep(1)  # until no buffer has room
+        for _ in range(3):
+            with front.connect() as client:
+                assert status(client) == 200
 
 
 def test_clients_that_begin_no_tls_are_closed_for_others(tmp_path: Path) -> None:

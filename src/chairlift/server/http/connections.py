@@ -1,8 +1,8 @@
 """The open connections of a server: fewer than its limit on open files allows, and a share of them for each address.
 
 When the limit is reached, a new connection takes the place of the one that has been idle for longest, or else of the
-one whose request has been arriving for longest. A connection whose request is being answered is never closed for
-another: if all are, the new one is refused.
+one whose request has been arriving for longest, or else of the one whose client has left its buffer full for longest.
+A connection whose request is being answered is otherwise never closed for another: if all are, the new one is refused.
 
 To uvicorn's protocol this adds: time limits on headers, on the rest of a body after its response, and on clients that
 stop reading; detection of a disconnect while further requests are queued behind the one in flight; OpenAI's error
@@ -47,7 +47,8 @@ class ConnectionPhase(IntEnum):
 
     IDLE = 0  # a request
     RECEIVING = 1  # the rest of a request
-    BUSY = 2  # a response
+    SENDING = 2  # that the client reads what fills the buffer
+    BUSY = 3  # a response
 
 
 class Connection:
@@ -70,7 +71,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.size = 0
-        self._waiting: tuple[dict[Connection, None], dict[Connection, None]] = ({}, {})
+        self._waiting: tuple[dict[Connection, None], ...] = ({}, {}, {})  # those of each phase before BUSY
 
     def move(self, connection: Connection, phase: ConnectionPhase) -> None:
         self.drop(connection)
@@ -362,9 +363,11 @@ class GuardedProtocol(H11Protocol):
 
     def _note_phase(self) -> None:
         """Tell what the connection waits for."""
-        if self.cycle is None or (self.cycle.response_complete and not self.flow.write_paused):
+        if self.flow.write_paused:
+            phase = ConnectionPhase.SENDING
+        elif self.cycle is None or self.cycle.response_complete:
             phase = ConnectionPhase.IDLE
-        elif self.cycle.more_body and not self.cycle.response_complete:
+        elif self.cycle.more_body:
             phase = ConnectionPhase.RECEIVING
         else:
             phase = ConnectionPhase.BUSY
@@ -426,6 +429,7 @@ class GuardedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._limit_writing()
+        self._note_phase()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -133,3 +133,6 @@ def test_names_in_errors_are_short() -> None:
     with pytest.raises(InvalidParameter) as raised:
         plain_data("x", {"k" * 1000: [object()]})
     assert raised.value.parameter == f"x.{'k' * 100}[0]"
+    with pytest.raises(InvalidParameter) as raised:
+        plain_data("k" * 1000, [object()])
+    assert raised.value.parameter == "k" * 100 + "[0]"

@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.meta import find_undeclared_variables
 
 from chairlift.errors import InvalidParameter, UnsupportedModel
-from chairlift.text.messages import checked_messages, plain_data
+from chairlift.text.messages import MAX_NAME, checked_messages, plain_data
 from chairlift.text.template_sandbox import TemplateSandbox
 
 MAX_OUTPUT = 8 * 2**20  # characters of a rendered prompt
@@ -92,7 +92,7 @@ class ChatTemplate:
             if name in context:
                 raise InvalidParameter(name, "is set by the engine and cannot be a template variable")
             if name not in self.reads:
-                raise InvalidParameter(name, "is not a variable of this model's chat template")
+                raise InvalidParameter(name[:MAX_NAME], "is not a variable of this model's chat template")
         context |= variables
         context |= {"raise_exception": _refuse, "strftime_now": self._strftime, "range": _BoundedRange()}
         try:

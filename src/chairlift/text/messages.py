@@ -165,6 +165,7 @@ def _end_of(text: str) -> tuple[str, int]:
 def plain_data(name: str, value: Any, depth: int = 0) -> Any:
     """Return a deep copy of JSON types, so that a template gets neither methods nor the caller's objects."""
     if depth == 0:
+        name = name[:MAX_NAME]
         _check_size(name, value)
     if depth > MAX_DEPTH:
         raise InvalidParameter(name, f"is nested more than {MAX_DEPTH} levels deep")
@@ -174,7 +175,7 @@ def plain_data(name: str, value: Any, depth: int = 0) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        # A key of megabytes would be copied for each of the values in it.
+        # A name of megabytes would be copied for each of the values in it.
         return {str(key): plain_data(f"{name}.{str(key)[:MAX_NAME]}", item, depth + 1) for key, item in value.items()}
     if _is_list(value):
         return [plain_data(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]

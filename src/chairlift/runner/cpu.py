@@ -58,7 +58,7 @@ class CPURunner(ModelRunner):
         num_scored = len(sampling) + plan.num_drafts  # idle rows come last
         logits = self.model.logits(kept[:num_sampled])[:num_scored].float()
         forwarded = time.perf_counter()
-        candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler edits logits
+        candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # The sampler edits logits.
         sampled = self._sample(sampling, logits, masks)
         accepted = {chunk.request.id: count for chunk, count in zip(sampling, sampled.accepted, strict=False) if count}
         self._observe(plan, batch, attention, hidden, accepted)

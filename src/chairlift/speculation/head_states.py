@@ -125,7 +125,7 @@ class KeptStates(HeadStates):
             self.forget(pending.request.id)
         chunks, offsets = step.plan.chunks, step.first_rows
         rows = iter(step.kept)
-        taken: list[tuple[Chunk, int]] = []  # and the position of its next token
+        taken: list[tuple[Chunk, int]] = []  # Each chunk has the position of its next token.
         spans: list[range] = []  # their rows
         for offset, chunk in zip(offsets, chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1

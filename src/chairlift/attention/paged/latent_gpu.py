@@ -66,7 +66,7 @@ def attend_to_batch(
             attend_singles(absorbed, q_rope, cache, sums, rows=rows, scratch=scratch, **where)
     if has_tiles:
         attend_contexts(absorbed, q_rope, cache, sums, lse, **where)
-    fuses_values = few and q.dtype != torch.float32  # whose tiles are too large
+    fuses_values = few and q.dtype != torch.float32  # The tiles of float32 are too large.
     out = values_of(sums, up.weight, up.nope_dim) if fuses_values else up.values(sums)
     if has_tiles:
         kv = up.expand(latent[:, :rank], slice(None))

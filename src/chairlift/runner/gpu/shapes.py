@@ -67,7 +67,7 @@ DEEP_PROMPT = BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)
 SMALL_DEEP_PROMPT = replace(DEEP_PROMPT, tokens=UNCAPTURED // 2)
 
 
-@lru_cache(maxsize=1024)  # not kept in a shape: every step makes a new one, mostly equal to the last
+@lru_cache(maxsize=1024)  # A shape does not keep them: every step makes a new one, mostly equal to the last.
 def _sections(shape: BatchShape) -> Sections:
     sizes = (
         dict.fromkeys(("token", "slot", "position"), shape.tokens)

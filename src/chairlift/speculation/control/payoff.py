@@ -26,7 +26,7 @@ class SpeculationTuning:
     enough_steps: int = 3
     refresh: int = 48  # steps with drafts after which one without is measured; else a faster machine is not noticed
     first_pause: int = 128  # steps without drafts after a comparison that they lost; doubled every time
-    longest_pause: int = 2048  # without doubling, trials cost 1 to 3% in long runs in which drafts do not pay
+    longest_pause: int = 2048  # Trials would cost 1 to 3% without doubling in long runs in which drafts do not pay.
     trial_loss: float = 1.5  # Steps without drafts that a trial may cost: 1.2% of an answer of 128 tokens.
     most_lost: float = 0.02  # Share of the time: the more a trial lost, the longer is the pause after it.
 
@@ -124,7 +124,7 @@ class DraftPayoff:
     tuning: SpeculationTuning = field(default_factory=SpeculationTuning)
     _batches: dict[int, BatchPayoff] = field(default_factory=dict)
     _without: float = 0.0  # seconds that the last steps would have taken without drafts
-    _with: float = 0.0  # and took
+    _with: float = 0.0  # seconds that they took
 
     @property
     def speedup(self) -> float:

@@ -30,7 +30,7 @@ class DraftTerms:
 
     max_length: int
     min_chance: float  # a draft token is verified if it is right, with all before it, with at least this probability
-    min_chance_to_extend: float  # and another one is drafted after it with at least this one
+    min_chance_to_extend: float  # Another one is drafted after it with at least this probability.
     chances: Mapping[bool, Sequence[float]]  # greedy or not -> by level, how often a draft token is right
     reserve_blocks: Callable[[Request, int], Sequence[int] | None]
     did_extra_work: bool = False  # set by a proposer that caught up with a pause: the step is not typical

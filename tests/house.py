@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import http.client
 import io
 import json
 import re
 import sys
 import threading
 import tokenize
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -220,7 +220,8 @@ class RequestTrace:
 
 
 def trace_request() -> RequestTrace:
-    """Trace one streaming chat request through the front end; a request before it imports what is imported late."""
+    """Trace one streaming chat request through the front end. A request before it on the same connection, which clients
+    keep open, imports what is imported late."""
     from tests.server.front_end import front_end
 
     inward, outward = Trace(), Trace()
@@ -231,7 +232,7 @@ def trace_request() -> RequestTrace:
     threading.setprofile(profile)
     try:
         with front_end() as running:
-            receive = running.engine._send
+            receive, connection = running.engine._send, http.client.HTTPConnection("127.0.0.1", running.port)
 
             def submit(message: bytes) -> None:
                 inward.active, active = False, inward.active  # What follows is the engine's: it decodes the message.
@@ -239,22 +240,21 @@ def trace_request() -> RequestTrace:
                 outward.active = outward.active or active
 
             running.engine._send = submit  # type: ignore[method-assign]
-            post_chat(running.url)
+            post_chat(connection)
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), running.engine.loop).result()  # Its end is handled.
             inward.active = True
-            post_chat(running.url)
+            post_chat(connection)
             outward.active = False
+            connection.close()
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
     return RequestTrace(inward, outward)
 
 
-def post_chat(url: str) -> None:
+def post_chat(connection: http.client.HTTPConnection) -> None:
     body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": True}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as response:
-        assert b"[DONE]" in response.read()
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    assert b"[DONE]" in connection.getresponse().read()
 
 
 def trace_step() -> Trace:

@@ -246,6 +246,7 @@ def test_a_changed_config_has_another_state() -> None:
         "loading/gguf/names.py",
         "loading/quantized/awq.py",
         "models/families/base.py",
+        "models/families/llama.toml",
         "models/weights.py",
         "layers/formats/int8.py",
         "kernels/cpu/blocks/panels.py",

@@ -20,17 +20,13 @@ QKNorm = Literal["head", "full", "each", "unweighted"]
 class NormNames:
     """The names of a layer's norms in the checkpoint; None where it has no norm."""
 
-    before_attention: str | None
-    after_attention: str | None
-    before_mlp: str | None
-    after_mlp: str | None
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
 
 
-PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-SANDWICH_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
+PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ def _make_dense(config: DecoderConfig, inner_size: int, **options: Any) -> Dense
 
 
 def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, **options: Any) -> MixtureOfExperts:
-    options["has_gates"] = experts.names.gate is not None
+    options["has_gates"] = len(experts.names.inner) > 1
     shared = None
     if experts.shared_size:
         is_gated = experts.names.shared_gate is not None

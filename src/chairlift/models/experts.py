@@ -15,14 +15,13 @@ from chairlift.models.fields import Fields
 class ExpertNames:
     """The names of the parts of a mixture-of-experts block in the checkpoint.
 
-    The experts' weights come as `{experts}.{number}.{gate}.weight` and so on, or stacked into tensors of three
+    The experts' weights come as `{experts}.{number}.{inner}.weight` and so on, or stacked into tensors of three
     dimensions: `stacked_gate_up` [experts, 2 * inner, hidden] and `stacked_down` [experts, hidden, inner]. The names of
     stacked biases end in `_bias`.
     """
 
     block: str = "mlp"
-    gate: str | None = "gate_proj"  # None: experts, also the shared one, have no gates
-    up: str = "up_proj"
+    inner: tuple[str, ...] = ("gate_proj", "up_proj")  # one name: experts, also the shared one, have no gates
     down: str = "down_proj"
     experts: str = "experts"
     router: str = "gate"
@@ -38,11 +37,6 @@ class ExpertNames:
     transposed: bool = False  # the last two dimensions of stacked weights are exchanged, unless they are quantized
     interleaved: bool = False  # the rows of gate and up alternate in stacked weights
     latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")  # products around the experts, in few families
-
-    @property
-    def inner(self) -> tuple[str, ...]:
-        """Of the first product of an expert."""
-        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.recurrent.base import RecurrentShape
@@ -104,20 +105,21 @@ def nemotron_blocks(fields: Fields) -> list[str]:
     return [types[block] for block in blocks]
 
 
-def gated_delta(*, by_key_head: bool) -> Callable[[Fields], RecurrentShape]:
-    def shape(fields: Fields) -> GatedDeltaShape:
-        key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
-        _check_groups("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
-        return GatedDeltaShape(
-            key_heads=key_heads,
-            heads=heads,
-            key_dim=fields.integer("linear_key_head_dim"),
-            value_dim=fields.integer("linear_value_head_dim"),
-            width=fields.integer("linear_conv_kernel_dim", low=2),
-            by_key_head=by_key_head,
-        )
+def gated_delta(fields: Fields, *, by_key_head: bool = False) -> GatedDeltaShape:
+    key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    _check_groups("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
+    return GatedDeltaShape(
+        key_heads=key_heads,
+        heads=heads,
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        width=fields.integer("linear_conv_kernel_dim", low=2),
+        by_key_head=by_key_head,
+    )
 
-    return shape
+
+def gated_delta_by_key_head(fields: Fields) -> GatedDeltaShape:
+    return gated_delta(fields, by_key_head=True)
 
 
 def kimi_delta(fields: Fields) -> KimiDeltaShape:
@@ -151,99 +153,70 @@ def short_convolution(fields: Fields) -> ShortConvolutionShape:
     )
 
 
-def mamba2(fields: Fields) -> Mamba2Shape:
-    """Mamba 2 itself."""
+def mamba2(
+    fields: Fields, heads: str = "num_heads", head_dim: str = "head_dim", state_size: str = "state_size"
+) -> Mamba2Shape:
+    """Mamba 2 itself. All arguments are names of fields."""
+    biases = ("use_conv_bias", "use_bias")
     return _mamba2(
-        fields,
-        heads=fields.integer("num_heads"),
-        head_dim=fields.integer("head_dim"),
-        groups=fields.integer("n_groups"),
-        state_size=fields.integer("state_size"),
-        width="conv_kernel",
-        biases=("use_conv_bias", "use_bias", "use_bias"),
-    )
-
-
-def mamba2_of_hybrids(fields: Fields) -> Mamba2Shape:
-    """Bamba and Granite 4."""
-    heads = fields.integer("mamba_n_heads")
-    return _mamba2(
-        fields,
-        heads=heads,
-        head_dim=_head_dim(fields, heads, fields.integer("mamba_expand") * fields.integer("hidden_size")),
-        groups=fields.integer("mamba_n_groups"),
-        state_size=fields.integer("mamba_d_state"),
-        width="mamba_d_conv",
-        biases=("mamba_conv_bias", "mamba_proj_bias", "mamba_proj_bias"),
+        fields, fields.integer(heads), fields.integer(head_dim), "n_groups", state_size, "conv_kernel", biases
     )
 
 
 def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
     """Nemotron-H. As in NVIDIA's code, `time_step_min` is only for starting a training, unlike in transformers."""
-    return _mamba2(
-        fields,
-        heads=fields.integer("mamba_num_heads"),
-        head_dim=fields.integer("mamba_head_dim"),
-        groups=fields.integer("n_groups"),
-        state_size=fields.integer("ssm_state_size"),
-        width="conv_kernel",
-        biases=("use_conv_bias", "use_bias", "use_bias"),
-    )
+    return mamba2(fields, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
+
+
+def mamba2_of_hybrids(fields: Fields, size: int | None = None, **more: Any) -> Mamba2Shape:
+    """Bamba and Granite 4. `size`: of all heads."""
+    heads = fields.integer("mamba_n_heads")
+    size = fields.integer("mamba_expand") * fields.integer("hidden_size") if size is None else size
+    head_dim, biases = _head_dim(fields, heads, size), ("mamba_conv_bias", "mamba_proj_bias")
+    return _mamba2(fields, heads, head_dim, "mamba_n_groups", "mamba_d_state", "mamba_d_conv", biases, **more)
 
 
 def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
     """Falcon-H1: a norm or none, and multipliers of every projection."""
-    heads = fields.integer("mamba_n_heads")
-    size = fields.optional_integer("mamba_d_ssm")
-    if size is None:
-        size = fields.integer("mamba_expand") * fields.integer("hidden_size")
     if fields.flag("mamba_proj_bias") or fields.flag("projectors_bias"):
         raise UnsupportedModel("mamba_proj_bias and projectors_bias are not supported in this family")
-    scales = fields.items("ssm_multipliers", (int, float), length=5)
     scale = fields.number("ssm_in_multiplier")
-    z, x, b, c, step = (scale * float(each) for each in scales)
+    z, x, b, c, step = (scale * float(each) for each in fields.items("ssm_multipliers", (int, float), length=5))
     multipliers = (z, x, b, c, step)
-    return _mamba2(
-        fields,
-        heads=heads,
-        head_dim=_head_dim(fields, heads, size),
-        groups=fields.integer("mamba_n_groups"),
-        state_size=fields.integer("mamba_d_state"),
-        width="mamba_d_conv",
-        biases=("mamba_conv_bias", "mamba_proj_bias", "projectors_bias"),
-        order=GateOrder(
-            norm=fields.flag("mamba_rms_norm"),
-            first=not fields.flag("mamba_norm_before_gate"),
-            scale=fields.number("ssm_out_multiplier"),
-        ),
-        scales=None if set(multipliers) == {1.0} else multipliers,
+    order = GateOrder(
+        norm=fields.flag("mamba_rms_norm"),
+        first=not fields.flag("mamba_norm_before_gate"),
+        scale=fields.number("ssm_out_multiplier"),
     )
+    scales = None if set(multipliers) == {1.0} else multipliers
+    return mamba2_of_hybrids(fields, fields.optional_integer("mamba_d_ssm"), order=order, scales=scales)
 
 
 def _mamba2(
     fields: Fields,
-    *,
     heads: int,
     head_dim: int,
-    groups: int,
-    state_size: int,
+    groups: str,
+    state_size: str,
     width: str,
-    biases: tuple[str, str, str],
+    biases: tuple[str, str],
+    *,
     order: GateOrder = GateOrder(first=True),
     scales: tuple[float, float, float, float, float] | None = None,
 ) -> Mamba2Shape:
-    """`width` and `biases` (of the convolution, of the inputs, of the output) are names of fields."""
-    _check_groups("the heads of the recurrent layers", heads, "their groups", groups)
-    convolution_bias, input_bias, output_bias = (fields.flag(name) for name in biases)
+    """The texts are names of fields; `biases`: of the convolution, and of both products."""
+    num_groups = fields.integer(groups)
+    _check_groups("the heads of the recurrent layers", heads, "their groups", num_groups)
+    convolution_bias, bias = (fields.flag(name) for name in biases)
     return Mamba2Shape(
-        groups=groups,
+        groups=num_groups,
         heads=heads,
-        state_size=state_size,
+        state_size=fields.integer(state_size),
         head_dim=head_dim,
         width=fields.integer(width, low=2),
         convolution_bias=convolution_bias,
-        input_bias=input_bias,
-        output_bias=output_bias,
+        input_bias=bias,
+        output_bias=bias,
         step_limits=_step_limits(fields),
         order=order,
         scales=scales,

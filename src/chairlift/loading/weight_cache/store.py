@@ -117,7 +117,8 @@ def config_state(config: Mapping[str, Any]) -> str:
 def code_state() -> dict[str, str]:
     """The versions of the packages that compute packed weights, and a hash of the code of ours and of all plugins. It
     takes some milliseconds, and finds what a version does not: an own change."""
-    files = [file for source in SOURCES for file in sorted((PACKAGE / source).rglob("*.py"))]
+    found = sorted(file for source in SOURCES for file in (PACKAGE / source).rglob("*"))
+    files = [file for file in found if file.suffix in (".py", ".toml")]
     digest = hashlib.sha256()
     for file in (PACKAGE / VERSION, *files, *plugin_sources()):
         digest.update(hashlib.sha256(file.read_bytes()).digest())

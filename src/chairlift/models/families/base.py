@@ -6,59 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from chairlift.errors import CorruptCheckpoint
 from chairlift.layers.rope import QueryScaling
+from chairlift.models import recurrent
 from chairlift.models.config import LLAMA_NAMES, PRE_NORMS, NormNames, PartNames, QKNorm
-from chairlift.models.experts import ExpertsFamily
+from chairlift.models.experts import ExpertNames, ExpertsFamily
+from chairlift.models.families import rules
 from chairlift.models.fields import Fields
-from chairlift.models.recurrent import RecurrentFamily
-from chairlift.registry import load_plugins
-
-
-def every_layer(config: Fields, index: int) -> bool:
-    return True
-
-
-def upper_layers(config: Fields, index: int) -> bool:
-    return index >= config.integer("max_window_layers", low=0)
-
-
-def all_but_every_nth(config: Fields, index: int) -> bool:
-    return (index + 1) % config.integer("sliding_window_pattern") != 0
-
-
-def rotated_by_list(fields: Fields, index: int, layer_type: str) -> bool:
-    """SmolLM3 has no rotation in some layers: where `no_rope_layers` is 0, or in every nth."""
-    if "no_rope_layers" in fields:
-        marks = fields.items("no_rope_layers", int)
-        if marks and len(marks) <= index:
-            raise CorruptCheckpoint(f"config.json: no_rope_layers has {len(marks)} entries, layer {index} has none")
-        if marks:
-            return bool(marks[index])
-    interval = fields.optional_integer("no_rope_layer_interval")
-    return interval is None or (index + 1) % interval != 0
-
-
-def rotated_in_windows(fields: Fields, index: int, layer_type: str) -> bool:
-    """Layers with full attention have no rotation if others have a window."""
-    return layer_type == "sliding_attention" or "sliding_window" not in fields
-
-
-def rotated_only_in_windows(fields: Fields, index: int, layer_type: str) -> bool:
-    """Layers with full attention have no rotation."""
-    return layer_type == "sliding_attention"
-
-
-def intermediate_size(fields: Fields) -> int:
-    return fields.integer("intermediate_size")
-
-
-def not_rotated(fields: Fields, index: int, layer_type: str) -> bool:
-    return False
-
-
-def no_scaling(fields: Fields) -> QueryScaling | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +39,7 @@ class Family:
     mlp_bias: str | bool = "mlp_bias"
     head_bias: bool = False
     gated_mlp: bool = True
-    inner_size: Callable[[Fields], int] = intermediate_size  # Dense feed-forward blocks have this size.
+    inner_size: Callable[[Fields], int] = rules.intermediate_size  # Dense feed-forward blocks have this size.
     parallel_block: str | bool = False  # then one norm is in front of both blocks
     gated_attention: bool = False
     v_norm: bool = False
@@ -94,29 +47,39 @@ class Family:
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.
-    windowed: Callable[[Fields, int], bool] = every_layer
+    windowed: Callable[[Fields, int], bool] = rules.every_layer
     window_switch: bool = False  # the window only counts if use_sliding_window is true
-    rotated: Callable[[Fields, int, str], bool] = rotated_by_list
+    rotated: Callable[[Fields, int, str], bool] = rules.rotated_by_list
     interleaved_rope: bool = False
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
     latent: bool = False  # latent attention
     sinks: bool = False  # attention has learned sinks
     chunked: bool = False  # the attention of layers with rotation stays within chunks of attention_chunk_size
-    query_scaling: Callable[[Fields], QueryScaling | None] = no_scaling  # Layers without rotation have it.
+    query_scaling: Callable[[Fields], QueryScaling | None] = rules.no_scaling  # Layers without rotation have it.
     experts: ExpertsFamily | None = None
-    recurrent: RecurrentFamily | None = None
+    recurrent: recurrent.RecurrentFamily | None = None
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Family:
+        """The family of a table of a .toml file, where rules stand by their names."""
+        made = _with_tuples(table)
+        for name in ("windowed", "rotated", "inner_size", "query_scaling"):
+            if name in table:
+                made[name] = getattr(rules, table[name])
+        for name, type in (("names", PartNames), ("norms", NormNames)):
+            if name in table:
+                made[name] = type(**_with_tuples(table[name]))
+        if "experts" in table:
+            experts = dict(table["experts"])
+            names = ExpertNames(**_with_tuples(experts.pop("names", {})))
+            own = {"has_experts": getattr(rules, experts.pop("has_experts"))} if "has_experts" in experts else {}
+            made["experts"] = ExpertsFamily(names=names, **own, **experts)
+        if "recurrent" in table:
+            made["recurrent"] = recurrent.RecurrentFamily(
+                **{part: getattr(recurrent, rule) for part, rule in table["recurrent"].items()}
+            )
+        return cls(**made)
 
 
-# By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).
-FAMILIES: dict[str, Family] = {}
-# Families that only exist as the text part of a larger model.
-TEXT_PARTS: dict[str, Family] = {}
-# Model types that are another name of a family: transformers does not have them, or not as language models.
-SAME_AS: dict[str, str] = {}
-
-
-def find_family(model_type: object) -> Family | None:
-    """The family of this name, also from plugins."""
-    load_plugins()
-    name = SAME_AS.get(str(model_type), str(model_type))
-    return FAMILIES.get(name) or TEXT_PARTS.get(name)
+def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access import APIKey, Grant, KeyLimits, KeySources, KeyTable, RateLimiter, warn_of_short_keys
+from chairlift.server.access import Allowance, APIKey, KeyLimits, KeySources, KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
@@ -156,7 +156,7 @@ def test_tokens_are_charged_first_and_unused_ones_given_back() -> None:
     limiter = limiter_for(clock)
     first, second = (asyncio.run(limiter.begin(key)) for _ in range(2))
 
-    def remaining(grant: Grant, tokens: int) -> str:
+    def remaining(grant: Allowance, tokens: int) -> str:
         asyncio.run(limiter.charge(grant, tokens))
         return grant.headers["x-ratelimit-remaining-tokens"]
 

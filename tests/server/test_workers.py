@@ -18,25 +18,15 @@ import pytest
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.server.access import KeySources
+from chairlift.server.access import APIKey, KeySources
 from chairlift.server.config import ServerConfig, decode_config, encode_config
 from chairlift.server.http.listener import Certificate
 from chairlift.server.metrics import Metrics, add_samples
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.limits import Limits
-from chairlift.server.wire.messages import Submit, Update
-from chairlift.server.workers.hub import Hub, WorkerLink
-from chairlift.server.workers.messages import (
-    CancelStream,
-    Channel,
-    StopWorker,
-    SubmitAll,
-    ToWorker,
-    Updates,
-    WireError,
-)
-from chairlift.server.workers.pool import WorkerPool
-from chairlift.server.workers.remote import HubChannel
+from chairlift.server.wire.messages import Loaded, Submit, Update
+from chairlift.server.workers.channel import Channel, ForWorker, WireError
+from chairlift.server.workers.hub import Hub, WorkerLink, WorkerPool
 from tests.server.front_end import ScriptedEngine, stay_silent
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
@@ -327,36 +317,36 @@ def test_a_dashboard_page_shows_the_whole_server(workers: RunningServer) -> None
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-class SentMessages:
-    """A channel that keeps what is sent."""
+class RecordedCalls:
+    """A channel that keeps what is called."""
 
     def __init__(self) -> None:
-        self.sent: list[ToWorker] = []
+        self.calls: list[tuple[Any, ...]] = []
 
-    def send(self, message: ToWorker) -> None:
-        self.sent.append(message)
+    def tell(self, method: Any, *arguments: Any) -> None:
+        self.calls.append((method, *arguments))
 
 
 def test_the_hub_forgets_streams_that_are_finished_or_cancelled() -> None:
     async def check() -> None:
         metrics = Metrics()
         engine = ScriptedEngine(metrics, stay_silent)
-        hub, channel = Hub(engine, metrics, Limits()), SentMessages()
+        hub, channel = Hub(engine, metrics, Limits()), RecordedCalls()
         await engine.start()
         link = WorkerLink(hub, channel)  # type: ignore[arg-type]
         for name in ("a", "b", "c"):
-            await link._handle(SubmitAll([Submit(name, [1], SamplingParams(n=2), None, "")]))
+            link.submit([Submit(name, [1], SamplingParams(n=2), None, "")])
         for one in ("a", "a#1", "b"):
             engine.requests.deliver(Update(one, text="x", tokens=[1], finish_reason="stop"))
         assert link._streams.keys() == {"b", "c"}
         await asyncio.sleep(0)
-        (updates,) = channel.sent
-        assert isinstance(updates, Updates)
-        assert [update.request_id for update in updates.updates] == ["a", "a#1", "b"]
-        await link._handle(CancelStream("b"))
+        ((method, updates),) = channel.calls
+        assert method is ForWorker.deliver
+        assert [update.request_id for update in updates] == ["a", "a#1", "b"]
+        link.cancel("b")
         assert link._streams.keys() == {"c"}
         assert engine.num_open == 2
-        await link.release_all()
+        link.release_all()
         assert engine.num_open == 0
         assert not link._streams
         await engine.stop()
@@ -372,11 +362,18 @@ class StoppableProcess:
         self._exit = asyncio.create_task(self._run(channel))
 
     async def _run(self, end: socket.socket) -> None:
-        channel: HubChannel = await Channel.open(end, ToWorker)
-        while not isinstance(await channel.receive(), StopWorker):
-            pass
-        channel.close()
+        self._channel = await Channel.open(end)
+        await self._channel.serve(self, ForWorker)
         self.returncode = 0
+
+    def configure(self, config: bytes, chat_template: str | None, keys: list[APIKey]) -> None:
+        """It needs no configuration."""
+
+    def set_engine(self, state: str, loaded: Loaded | None) -> None:
+        """It submits nothing."""
+
+    def shut_down(self, drain: bool) -> None:
+        self._channel.close()
 
     async def wait(self) -> None:
         await self._exit

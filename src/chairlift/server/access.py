@@ -180,48 +180,36 @@ Headers = dict[str, str]
 
 
 @dataclass(slots=True)
-class Grant:
-    """A request that was granted, until its end."""
+class Allowance:
+    """What a request that was granted is charged for, until its end."""
 
+    limits: RateLimits
     key: APIKey
     headers: Headers  # Those of its response.
-    number: int = 0  # distinguishes the grants of one process from each other where another one decides
+    number: int = 0  # distinguishes those of one process from each other where another one decides
+    _charged: int = 0
+
+    async def charge(self, tokens: int) -> None:
+        """Charge the tokens that the request may use, before it is submitted."""
+        await self.limits.charge(self, tokens)
+        self._charged += tokens
+
+    def settle(self, used: int | None) -> None:
+        """End the request; `used` are its tokens, or None if it used what it was charged for."""
+        self.limits.end(self, 0 if used is None else self._charged - used)
 
 
 class RateLimits(Protocol):
     """Grants requests. In a front end with several processes, one of them decides for all."""
 
-    async def begin(self, key: APIKey) -> Grant:
+    async def begin(self, key: APIKey) -> Allowance:
         """Count a request that begins. Raises a 429 error if it exceeds a limit."""
 
-    async def charge(self, grant: Grant, tokens: int) -> None:
+    async def charge(self, allowance: Allowance, tokens: int) -> None:
         """Count the tokens that a request may use. Raises a 429 error if they exceed the limit."""
 
-    def end(self, grant: Grant, unused: int) -> None:
+    def end(self, allowance: Allowance, unused: int) -> None:
         """End a request and give back the charged tokens that it did not use; negative if it used more."""
-
-
-class Allowance:
-    """What one request is charged for."""
-
-    def __init__(self, limits: RateLimits, grant: Grant) -> None:
-        self._limits = limits
-        self._grant = grant
-        self._charged = 0
-
-    @property
-    def headers(self) -> Headers:
-        """Those of the response."""
-        return self._grant.headers
-
-    async def charge(self, tokens: int) -> None:
-        """Charge the tokens that the request may use, before it is submitted."""
-        await self._limits.charge(self._grant, tokens)
-        self._charged += tokens
-
-    def settle(self, used: int | None) -> None:
-        """End the request; `used` are its tokens, or None if it used what it was charged for."""
-        self._limits.end(self._grant, 0 if used is None else self._charged - used)
 
 
 class _Bucket:
@@ -259,7 +247,7 @@ class RateLimiter:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    async def begin(self, key: APIKey) -> Grant:
+    async def begin(self, key: APIKey) -> Allowance:
         now, account = self._clock(), self._account(key)
         most = key.limits.concurrent_requests
         if most is not None and account.open >= most:
@@ -270,10 +258,10 @@ class RateLimiter:
                 raise self._refusal(key, REQUESTS, f"{account.requests.limit} requests per minute", wait)
             account.requests.take(1, now)
         account.open += 1
-        return Grant(key, self._headers(account))
+        return Allowance(self, key, self._headers(account))
 
-    async def charge(self, grant: Grant, tokens: int) -> None:
-        key = grant.key
+    async def charge(self, allowance: Allowance, tokens: int) -> None:
+        key = allowance.key
         now, account = self._clock(), self._account(key)
         bucket = account.tokens
         if bucket is not None:
@@ -284,10 +272,10 @@ class RateLimiter:
                 wait = bucket.seconds_until(tokens, now)
                 raise self._refusal(key, TOKENS, f"{bucket.limit} tokens per minute", wait)
             bucket.take(tokens, now)
-        grant.headers = self._headers(account)
+        allowance.headers = self._headers(account)
 
-    def end(self, grant: Grant, unused: int) -> None:
-        account = self._accounts[grant.key.name]  # its limits may have changed since
+    def end(self, allowance: Allowance, unused: int) -> None:
+        account = self._accounts[allowance.key.name]  # its limits may have changed since
         account.open -= 1
         if account.tokens is not None:
             account.tokens.take(-unused, self._clock())

@@ -84,10 +84,9 @@ class HTTPServer:
         while not self._server.started:
             await asyncio.sleep(0.01)
 
-    def replace_keys(self, keys: list[APIKey]) -> None:
+    def reload(self, keys: list[APIKey]) -> None:
+        """Replace the keys, and read the certificate again."""
         self._keys.replace(keys)
-
-    def reload_certificate(self) -> None:
         if self._config.certificate is not None and self._server.config.ssl is not None:
             self._config.certificate.load_into(self._server.config.ssl)
 

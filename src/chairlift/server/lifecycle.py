@@ -26,7 +26,7 @@ from chairlift.text.reasoning_formats.base import recognised_reasoning
 
 if TYPE_CHECKING:
     from chairlift.server.front_end import LocalFrontEnd
-    from chairlift.server.workers.pool import WorkerPool
+    from chairlift.server.workers.hub import WorkerPool
 
 log = logging.getLogger("chairlift.server")
 
@@ -91,7 +91,7 @@ async def _start_front_end(config: ServerConfig, template: str | None) -> LocalF
             from chairlift.server.front_end import LocalFrontEnd
 
             return LocalFrontEnd(config, template, engine, metrics)
-        from chairlift.server.workers.pool import WorkerPool
+        from chairlift.server.workers.hub import WorkerPool
 
         return WorkerPool(config, template, engine, metrics)
     except BaseException:
@@ -174,8 +174,7 @@ def _reload_on_hangup(config: ServerConfig, front_end: LocalFrontEnd | WorkerPoo
             log.error("nothing is changed, because a file cannot be used: %s", error)
             return
         warn_of_short_keys(keys)
-        front_end.replace_keys(keys)
-        front_end.reload_certificate()
+        front_end.reload(keys)
         log.info("the API keys and the certificate were read again")
 
     if config.keys.file is not None or config.certificate is not None:

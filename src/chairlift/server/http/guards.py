@@ -17,7 +17,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.access import Allowance, APIKey, KeyTable, RateLimits
+from chairlift.server.access import APIKey, KeyTable, RateLimits
 from chairlift.server.generation.usage import (
     REPORT_HEADER,
     REPORTS_PATH,
@@ -92,7 +92,7 @@ class RequestMeter:
             await self._read(scope, receive, send)
             return
         try:
-            allowance = Allowance(self._rate_limits, await self._rate_limits.begin(key))
+            allowance = await self._rate_limits.begin(key)
         except APIError as refusal:
             await refusal.response()(scope, receive, send)
             return

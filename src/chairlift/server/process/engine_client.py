@@ -22,16 +22,15 @@ from chairlift.server.process.this_process import ENGINE_MODULE
 from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,
+    EngineCommand,
     FailedToLoad,
     Heartbeat,
     Loaded,
     RecorderFault,
-    RecordSteps,
     Refused,
     Shutdown,
     StepReport,
     Submit,
-    SwitchPolicy,
     decode_from_engine,
     encode,
 )
@@ -124,22 +123,22 @@ class EngineClient:
         self,
         requests: Sequence[Submit],
         observer: UpdateObserver | None = None,
-        stream_type: type[UpdateStream] = UpdateStream,
+        make_stream: Callable[..., UpdateStream] = UpdateStream,
     ) -> UpdateStream:
         """Submit all prompts of one HTTP request and return the stream of their updates."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # encode all before sending any: encoding may fail
-        stream = self.requests.open(requests, observer, stream_type)
+        stream = self.requests.open(requests, observer, make_stream)
         for message in messages:
             self._send(message)
         return stream
 
-    def send(self, message: RecordSteps | SwitchPolicy) -> bool:
+    def send(self, command: EngineCommand) -> bool:
         """Send a message that is not about a request; return False if the engine is not ready."""
         ready = self._handle is not None and self.state is EngineState.READY
         if ready:
-            self._send(encode(message))
+            self._send(encode(command))
         return ready
 
     def cancel(self, stream: UpdateStream) -> None:
@@ -325,6 +324,6 @@ class EnginePort(Protocol):
 
     def cancel(self, stream: UpdateStream) -> None: ...
 
-    def send(self, message: RecordSteps | SwitchPolicy) -> bool: ...
+    def send(self, command: EngineCommand) -> bool: ...
 
     def ping_streams(self) -> None: ...

@@ -138,7 +138,7 @@ class OpenRequests:
         return [stream for stream in self.streams() if stream.is_waiting][::-1]
 
     def open(
-        self, requests: Sequence[Submit], observer: UpdateObserver | None, stream_type: type[UpdateStream]
+        self, requests: Sequence[Submit], observer: UpdateObserver | None, make_stream: Callable[..., UpdateStream]
     ) -> UpdateStream:
         """Return the stream of the requests for all prompts of one HTTP request; raises if one of them is refused."""
         fingerprints: dict[str, bytes] = {}  # The key is the completion.
@@ -150,7 +150,7 @@ class OpenRequests:
             if request.params.beam_width or request.params.best_of:
                 # Sequences without updates count with the first completion: all sequences of a search end together.
                 sequences[request.request_id] = 1 + request.params.num_sequences - request.params.n
-        stream = stream_type(
+        stream = make_stream(
             list(fingerprints), observer, sequences, tenant=requests[0].tenant, fingerprints=fingerprints
         )
         for completion, count in stream.sequences.items():

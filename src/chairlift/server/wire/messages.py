@@ -135,7 +135,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     turn_seconds: float  # age of the loop's current iteration, which runs at most one step
 
 
-ToEngine = Submit | Cancel | Shutdown | RecordSteps | SwitchPolicy
+EngineCommand = RecordSteps | SwitchPolicy  # They are about no request.
+ToEngine = Submit | Cancel | Shutdown | EngineCommand
 FromEngine = Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode

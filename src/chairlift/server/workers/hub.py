@@ -1,51 +1,36 @@
-"""The hub: relays between workers and the engine, and decides for all workers together."""
+"""The hub: starts the workers, relays between them and the engine, and decides for all of them together."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
+import os
+import socket
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from chairlift.server.access import Grant, RateLimiter
+from chairlift.server.access import Allowance, APIKey, RateLimiter
+from chairlift.server.config import ServerConfig, encode_config
 from chairlift.server.generation.admission import AdmissionControl, Reservation
 from chairlift.server.metrics import Metrics, MetricSample, sum_samples
 from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.streams import UpdateStream
 from chairlift.server.wire.limits import Limits
-from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps, Submit, SwitchPolicy, Update
-from chairlift.server.workers.messages import (
-    AskText,
-    BeginRequest,
-    CancelStream,
-    Channel,
-    ChargeTokens,
-    Displaced,
-    EndRequest,
-    EngineStatus,
-    FindText,
-    Listening,
-    Release,
-    Reply,
-    Reserve,
-    Samples,
-    Scrape,
-    SendSamples,
-    SetWatching,
-    StreamEnded,
-    SubmitAll,
-    TextFound,
-    ToHub,
-    Totals,
-    ToWorker,
-    Updates,
-    WireError,
-)
+from chairlift.server.wire.messages import DashboardFrame, EngineCommand, RecorderFault, RecordSteps, Submit, Update
+from chairlift.server.workers.channel import Channel, ForHub, ForWorker, Text, WireError
 
-SAMPLES_SECONDS = 1.0  # time limit for the metrics of a busy worker; then its last ones count
-TOTALS_SECONDS = 1.0  # The dashboard gets Totals this often.
+log = logging.getLogger("chairlift.server")
+
+ANSWER_SECONDS = 1.0  # time limit for an answer of a busy worker; without its metrics, its last ones count
+TOTALS_SECONDS = 1.0  # The dashboard gets the metrics this often.
+MAX_EARLY_DEATHS = 3  # So many workers in a row may die within EARLY_SECONDS.
+EARLY_SECONDS = 10.0
+STOP_SECONDS = 5.0  # A worker that has not exited by then is killed.
 
 
 class Hub:
@@ -64,18 +49,18 @@ class Hub:
 
     def _announce_state(self) -> None:
         for link in self.links:
-            link.send_status()
+            link.send_engine()
 
     def _pass_on(self, frame: DashboardFrame | RecorderFault) -> None:
         for link in self.links:
             if link.is_watching:
-                link.send(frame)
+                link.channel.tell(ForWorker.show, frame)
 
-    async def retire(self, link: WorkerLink) -> None:
+    def retire(self, link: WorkerLink) -> None:
         """Forget a worker that has exited; its counters still count."""
         self.links.discard(link)
         self._retired = sum_samples([*self._retired, *link.samples])
-        await link.release_all()
+        link.release_all()
 
     def _worker_samples(self) -> Iterable[MetricSample]:
         yield from self._retired
@@ -84,9 +69,9 @@ class Hub:
 
     async def collect_samples(self) -> None:
         """Ask all workers for their metrics."""
-        waiting = [link.request_samples() for link in self.links]
-        if waiting:
-            await asyncio.wait(waiting, timeout=SAMPLES_SECONDS)
+        asked = [asyncio.create_task(link.update_samples()) for link in self.links]
+        if asked:
+            await asyncio.wait(asked, timeout=ANSWER_SECONDS)
 
     async def run(self) -> None:
         """Collect the metrics of the workers again and again, and send them the sums: for dashboard pages, and for
@@ -95,9 +80,9 @@ class Hub:
             await asyncio.sleep(TOTALS_SECONDS)
             await self.collect_samples()
             self.update_watching()
-            totals = Totals(self.metrics.values(), self.engine.num_open)
+            values = self.metrics.values()
             for link in self.links:
-                link.send(totals)
+                link.channel.tell(ForWorker.set_totals, values, self.engine.num_open)
 
     def update_watching(self) -> None:
         """Tell all workers when the first dashboard page is opened and when the last one is closed."""
@@ -105,35 +90,30 @@ class Hub:
         if watching != self._watching:
             self._watching = watching
             for link in self.links:
-                link.send(SetWatching(watching))
+                link.channel.tell(ForWorker.watch, watching)
 
-    async def find_text(self, asking: WorkerLink, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
+    async def find_text(self, asking: WorkerLink, request_id: str, key: bytes | None) -> Text | None:
         """Return the texts of a request from whichever other worker has them."""
-        asked = [link.ask_text(request_id, key) for link in self.links if link is not asking]
-        for answer in asyncio.as_completed(asked, timeout=SAMPLES_SECONDS):
-            with suppress(TimeoutError):
+        asked = [link.channel.ask(ForWorker.find_text, request_id, key) for link in self.links if link is not asking]
+        for answer in asyncio.as_completed(asked, timeout=ANSWER_SECONDS):
+            with suppress(TimeoutError, ConnectionError):
                 if (found := await answer) is not None:
                     return found
         return None
 
 
-class WorkerLink:
-    """The hub's end of the channel to one worker, with what the worker holds."""
+class WorkerLink(ForHub):
+    """What one worker calls and holds."""
 
-    def __init__(self, hub: Hub, channel: Channel[ToHub, ToWorker]) -> None:
-        self.listening = asyncio.Event()
+    def __init__(self, hub: Hub, channel: Channel) -> None:
+        self.channel = channel
+        self.is_listening = asyncio.Event()
         self.samples: list[MetricSample] = []
         self._hub = hub
-        self._channel = channel
         self._streams: dict[str, UpdateStream] = {}  # The key is the first request of each.
-        self._reservations: dict[int, Reservation] = {}  # The key is the number of the call.
-        self._grants: dict[int, Grant] = {}  # The key is the number of the call.
+        self._reservations: dict[int, Reservation] = {}
+        self._allowances: dict[int, Allowance] = {}
         self._unsent: list[Update] = []
-        self._samples_wanted: asyncio.Future[None] | None = None
-        self._text_calls: dict[int, asyncio.Future[dict[str, str | bool] | None]] = {}
-        self._text_numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()  # answers that need messages of other workers
-        self.last_message = time.monotonic()
         self._watching_until = float("-inf")
 
     @property
@@ -141,11 +121,12 @@ class WorkerLink:
         """Whether dashboard pages of this worker are open."""
         return time.monotonic() < self._watching_until
 
-    def send(self, message: ToWorker) -> None:
-        self._channel.send(message)
+    def send_engine(self) -> None:
+        self.channel.tell(ForWorker.set_engine, self._hub.engine.state.value, self._hub.engine.loaded)
 
-    def send_status(self) -> None:
-        self.send(EngineStatus(self._hub.engine.state.value, self._hub.engine.loaded))
+    async def update_samples(self) -> None:
+        with suppress(ConnectionError):
+            self.samples = await self.channel.ask(ForWorker.samples)
 
     def forward(self, update: Update) -> None:
         """Send an update together with others of the same step."""
@@ -156,7 +137,7 @@ class WorkerLink:
     def _flush(self) -> None:
         updates, self._unsent = self._unsent, []
         if updates:
-            self.send(Updates(updates))
+            self.channel.tell(ForWorker.deliver, updates)
 
     def forget(self, stream: UpdateStream) -> None:
         """Forget a stream whose completions are finished."""
@@ -165,149 +146,215 @@ class WorkerLink:
     def end_stream(self, stream: UpdateStream, reason: str, error: Exception | None) -> None:
         self._flush()  # the updates before the end
         if self._streams.pop(stream.ids[0], None) is not None:
-            self.send(StreamEnded(stream.ids[0], reason, None if error is None else WireError.of(error)))
+            shown = None if error is None else WireError.of(error)
+            self.channel.tell(ForWorker.end_stream, stream.ids[0], reason, shown)
 
-    def request_samples(self) -> asyncio.Future[None]:
-        if self._samples_wanted is None:
-            self._samples_wanted = asyncio.get_running_loop().create_future()
-            self.send(SendSamples())
-        return self._samples_wanted
-
-    def ask_text(self, request_id: str, key: bytes | None) -> asyncio.Future[dict[str, str | bool] | None]:
-        number = next(self._text_numbers)
-        answer = self._text_calls[number] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda _: self._text_calls.pop(number, None))
-        self.send(AskText(number, request_id, key))
-        return answer
-
-    async def release_all(self) -> None:
+    def release_all(self) -> None:
         """End all that a worker held that has exited."""
         for stream in list(self._streams.values()):
             self._hub.engine.cancel(stream)
-        for number in [*self._reservations, *self._grants]:
-            await self._release(number)
-        if self._samples_wanted is not None:
-            self._samples_wanted.cancel()
-        for answer in list(self._text_calls.values()):
-            if not answer.done():
-                answer.set_result(None)
+        for number in [*self._reservations, *self._allowances]:
+            self.release(number)
 
-    async def serve(self) -> None:
-        """Handle the worker's messages until it exits."""
-        try:
-            while True:
-                message = await self._channel.receive()
-                self.last_message = time.monotonic()
-                await self._handle(message)
-        except EOFError:
-            return
+    # ---- calls of the worker ---------------------------------------------------------------------------------------
 
-    async def _handle(self, message: ToHub) -> None:
-        match message:
-            case SubmitAll(requests):
-                self._submit(requests)
-            case CancelStream(request_id):
-                if (stream := self._streams.pop(request_id, None)) is not None:
-                    self._hub.engine.cancel(stream)
-            case Reserve() | BeginRequest() | ChargeTokens():
-                await self._answer(message)
-            case Scrape() | FindText():
-                # These need further messages, also of this worker.
-                task = asyncio.create_task(self._answer_later(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            case Release(call):
-                await self._release(call)
-            case EndRequest(call, unused):
-                if (grant := self._grants.pop(call, None)) is not None:
-                    self._hub.rate_limits.end(grant, unused)
-            case Samples(samples):
-                self.samples = samples
-                if self._samples_wanted is not None and not self._samples_wanted.done():
-                    self._samples_wanted.set_result(None)
-                self._samples_wanted = None
-            case RecordSteps(seconds):
-                self._watching_until = time.monotonic() + seconds
-                self._hub.update_watching()
-                self._hub.engine.send(message)
-            case SwitchPolicy():
-                self._hub.engine.send(message)
-            case TextFound(number, text):
-                if (answer := self._text_calls.get(number)) is not None and not answer.done():
-                    answer.set_result(text)
-            case Listening():
-                self.listening.set()
+    def listening(self) -> None:
+        self.is_listening.set()
 
-    def _submit(self, requests: list[Submit]) -> None:
+    def submit(self, requests: list[Submit]) -> None:
         first = requests[0].request_id
         try:
-            stream = self._hub.engine.submit(requests, _Forwarder(self), RelayStream)
+            self._streams[first] = self._hub.engine.submit(requests, None, partial(RelayStream, self))
         except Exception as error:
-            self.send(StreamEnded(first, "refused", WireError.of(error)))
-        else:
-            self._streams[first] = stream
+            self.channel.tell(ForWorker.end_stream, first, "refused", WireError.of(error))
 
-    async def _answer(self, message: Reserve | BeginRequest | ChargeTokens) -> None:
-        try:
-            match message:
-                case Reserve(call, num_prompts, n, tenant):
-                    on_displaced = partial(self._displace, call)
-                    self._reservations[call] = self._hub.admission.take(num_prompts, n, tenant, on_displaced)
-                    self.send(Reply(call))
-                case BeginRequest(call, key):
-                    grant = self._grants[call] = await self._hub.rate_limits.begin(key)
-                    self.send(Reply(call, grant.headers))
-                case ChargeTokens(call, begun, tokens):
-                    grant = self._grants[begun]
-                    await self._hub.rate_limits.charge(grant, tokens)
-                    self.send(Reply(call, grant.headers))
-        except Exception as error:
-            self.send(Reply(message.call, error=WireError.of(error)))
+    def cancel(self, request_id: str) -> None:
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            self._hub.engine.cancel(stream)
 
-    def _displace(self, call: int) -> None:
-        del self._reservations[call]
-        self.send(Displaced(call))
+    def command(self, command: EngineCommand) -> None:
+        if isinstance(command, RecordSteps):
+            self._watching_until = time.monotonic() + command.seconds
+            self._hub.update_watching()
+        self._hub.engine.send(command)
 
-    async def _answer_later(self, message: Scrape | FindText) -> None:
-        match message:
-            case Scrape(call):
-                await self._hub.collect_samples()
-                self.send(Reply(call, self._hub.metrics.render()))
-            case FindText(call, request_id, key):
-                self.send(Reply(call, await self._hub.find_text(self, request_id, key)))
+    async def reserve(self, number: int, num_prompts: int, n: int, tenant: str) -> None:
+        on_displaced = partial(self._displace, number)
+        self._reservations[number] = self._hub.admission.take(num_prompts, n, tenant, on_displaced)
 
-    async def _release(self, call: int) -> None:
-        if (reservation := self._reservations.pop(call, None)) is not None:
+    def _displace(self, number: int) -> None:
+        del self._reservations[number]
+        self.channel.tell(ForWorker.displace, number)
+
+    async def begin(self, number: int, key: APIKey) -> dict[str, str]:
+        self._allowances[number] = allowance = await self._hub.rate_limits.begin(key)
+        return allowance.headers
+
+    async def charge(self, number: int, tokens: int) -> dict[str, str]:
+        allowance = self._allowances[number]
+        await self._hub.rate_limits.charge(allowance, tokens)
+        return allowance.headers
+
+    def end(self, number: int, unused: int) -> None:
+        if (allowance := self._allowances.pop(number, None)) is not None:
+            self._hub.rate_limits.end(allowance, unused)
+
+    def release(self, number: int) -> None:
+        if (reservation := self._reservations.pop(number, None)) is not None:
             self._hub.admission.release(reservation)
-        if (grant := self._grants.pop(call, None)) is not None:
-            self._hub.rate_limits.end(grant, 0)
+        self.end(number, 0)
 
+    async def exposition(self) -> bytes:
+        await self._hub.collect_samples()
+        return await self._hub.metrics.exposition()
 
-class _Forwarder:
-    """The observer of a relayed stream."""
-
-    def __init__(self, link: WorkerLink) -> None:
-        self.link = link
-
-    def on_update(self, update: Update) -> None:
-        self.link.forward(update)
-
-    def on_cut_short(self, reason: str, count: int) -> None:
-        """The worker counts these when it receives the end."""
+    async def find_text(self, request_id: str, key: bytes | None) -> Text | None:
+        return await self._hub.find_text(self, request_id, key)
 
 
 class RelayStream(UpdateStream):
     """Forwards updates to a worker instead of keeping them."""
 
+    def __init__(self, link: WorkerLink, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._link = link
+
     def push(self, update: Update) -> None:
         super().push(update)
         self._pending.clear()
+        self._link.forward(update)
         if not self._open:
-            assert isinstance(self._observer, _Forwarder)
-            self._observer.link.forget(self)
+            self._link.forget(self)
 
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
         ended = super().end(reason, error)
-        assert isinstance(self._observer, _Forwarder)
-        self._observer.link.end_stream(self, reason, error)
+        self._link.end_stream(self, reason, error)
         return ended
+
+
+class WorkerPool:
+    """The front end of a server with several HTTP processes: starts the workers, and starts them again when they die.
+
+    This process runs the hub and supervises the engine.
+    """
+
+    def __init__(self, config: ServerConfig, chat_template: str | None, engine: EngineClient, metrics: Metrics) -> None:
+        self.engine = engine
+        self._hub = Hub(self.engine, metrics, config.limits)
+        self._config = config
+        self._chat_template = chat_template
+        self._keys = config.keys.read()
+        self._stopping = asyncio.Event()
+        self._early_deaths = 0
+        self._all_listening = asyncio.Event()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Run the workers until `stop`, or until they die again and again."""
+        await self.engine.start()
+        running = asyncio.create_task(self._hub.run())
+        try:
+            await asyncio.gather(*(self._keep_running(listener) for _ in range(self._config.api_workers)))
+        finally:
+            running.cancel()
+
+    async def wait_until_listening(self) -> None:
+        await self._all_listening.wait()
+
+    def reload(self, keys: list[APIKey]) -> None:
+        """Replace the keys, and read the certificate again."""
+        self._keys = keys
+        for link in self._hub.links:
+            link.channel.tell(ForWorker.reload, keys)
+
+    def drain(self) -> None:
+        self._hub.admission.draining = True
+        self._shut_down(drain=True)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all workers have exited, as they do once they are drained."""
+        return not self._hub.links
+
+    def stop(self) -> None:
+        self._shut_down(drain=False)
+
+    def _shut_down(self, *, drain: bool) -> None:
+        self._stopping.set()
+        for link in self._hub.links:
+            link.channel.tell(ForWorker.shut_down, drain)
+
+    async def _keep_running(self, listener: socket.socket) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            status = await self._run_worker(listener)
+            if self._stopping.is_set():
+                return
+            self._early_deaths = self._early_deaths + 1 if time.monotonic() - began < EARLY_SECONDS else 0
+            if self._early_deaths > MAX_EARLY_DEATHS:
+                log.error("an HTTP process exited with status %d; it is not started again", status)
+                self.stop()
+                return
+            self._hub.metrics.worker_restarts.inc()
+            log.error("an HTTP process exited with status %d; starting another", status)
+
+    async def _run_worker(self, listener: socket.socket) -> int:
+        """Run one worker until it exits; return its exit status."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = [theirs.fileno(), listener.fileno()]
+            command = [sys.executable, "-m", "chairlift.server.workers.worker", *map(str, fds), str(os.getpid())]
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=fds)
+        channel = await Channel.open(ours)
+        link = WorkerLink(self._hub, channel)
+        channel.tell(ForWorker.configure, encode_config(self._worker_config()), self._chat_template, self._keys)
+        link.send_engine()
+        self._hub.links.add(link)
+        if self._stopping.is_set():  # the order was sent before this worker was there
+            channel.tell(ForWorker.shut_down, False)
+        watching = asyncio.create_task(self._watch(link, process))
+        try:
+            await channel.serve(link, ForHub)
+        finally:
+            watching.cancel()
+            self._hub.retire(link)
+            channel.close()
+            await _end(process)
+        assert process.returncode is not None
+        return process.returncode
+
+    async def _watch(self, link: WorkerLink, process: asyncio.subprocess.Process) -> None:
+        """Note when all workers listen, and kill a worker that does not answer any more."""
+        await link.is_listening.wait()
+        links, channel = self._hub.links, link.channel
+        if len(links) == self._config.api_workers and all(one.is_listening.is_set() for one in links):
+            self._all_listening.set()
+        patience = self._config.supervision.heartbeat_timeout
+        while True:
+            now = time.monotonic()
+            await asyncio.sleep(1.0)
+            if time.monotonic() - now > 2.0:
+                channel.last_message = time.monotonic()  # this process was suspended, so messages may be queued
+            elif time.monotonic() - channel.last_message > patience:  # it sends its metrics every second
+                log.error("an HTTP process has been silent for %g s: killing it", patience)
+                process.kill()
+                return
+
+    def _worker_config(self) -> ServerConfig:
+        """The configuration of one worker: limits on what a process holds are divided."""
+        limits, count = self._config.limits, self._config.api_workers
+        limits = replace(
+            limits,
+            max_text_jobs=max(1, limits.max_text_jobs // count),
+            max_held_bytes=limits.max_held_bytes // count,
+            max_connections=limits.max_connections and max(1, limits.max_connections // count),
+        )
+        return replace(self._config, limits=limits)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Wait for a worker whose channel has ended; kill it if it does not exit."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    if process.returncode is None:
+        process.kill()
+        await process.wait()

@@ -7,135 +7,262 @@ listening socket. It exits when the hub tells it to, or when the hub has exited.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Concatenate, TypeVar
 
+from chairlift.core.request import completion_ids
+from chairlift.errors import EngineDead
+from chairlift.server.access import Allowance, APIKey
 from chairlift.server.config import decode_config
 from chairlift.server.front_end import HTTPServer, load_served_model
+from chairlift.server.generation.admission import Admission
 from chairlift.server.http.service import Service
+from chairlift.server.metrics import Metrics, MetricSample
+from chairlift.server.process.engine_client import EngineState
+from chairlift.server.process.streams import UpdateObserver, UpdateStream
 from chairlift.server.process.this_process import die_with_parent
-from chairlift.server.wire.messages import DashboardFrame, RecorderFault
-from chairlift.server.workers.messages import (
-    AskText,
-    Channel,
-    Configure,
-    Displaced,
-    DrainWorker,
-    FindText,
-    Listening,
-    ReloadCertificate,
-    Reply,
-    Samples,
-    SendSamples,
-    SetKeys,
-    SetWatching,
-    StopWorker,
-    TextFound,
-    Totals,
-    ToWorker,
-)
-from chairlift.server.workers.remote import (
-    HubCalls,
-    HubChannel,
-    RemoteAdmission,
-    RemoteEngine,
-    RemoteRateLimits,
-    WorkerMetrics,
-)
+from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.messages import DashboardFrame, EngineCommand, Loaded, RecorderFault, Submit, Update
+from chairlift.server.workers.channel import Channel, ForHub, ForWorker, Text, WireError
+
+Result = TypeVar("Result")
 
 
-class Worker:
-    def __init__(self, channel: HubChannel, settings: Configure) -> None:
-        config = decode_config(settings.config)
+class RemoteEngine:
+    """The engine as a worker sees it: requests go to the hub, which submits them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.state = EngineState.STARTING
+        self.loaded: Loaded | None = None
+        self.num_open = 0  # The whole server's, when the hub last said so.
+        self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._channel = channel
-        self._calls = HubCalls(channel)
-        self._engine = RemoteEngine(channel)
-        self._metrics = WorkerMetrics(self._calls)
-        self._admission = RemoteAdmission(self._calls, self._engine, self._metrics, config.limits)
+        self._streams: dict[str, UpdateStream] = {}  # The key is the completion's id.
+
+    async def start(self) -> None:
+        """The hub has started the engine."""
+
+    def submit(self, requests: Sequence[Submit], observer: UpdateObserver | None = None) -> UpdateStream:
+        if self.state is not EngineState.READY:
+            raise EngineDead(f"the engine is {self.state.value}")
+        ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
+        stream = UpdateStream(ids, observer)
+        self._channel.tell(ForHub.submit, list(requests))
+        self._streams.update(dict.fromkeys(ids, stream))
+        return stream
+
+    def cancel(self, stream: UpdateStream) -> None:
+        if self._end(stream, "cancelled"):
+            self._channel.tell(ForHub.cancel, stream.ids[0])
+
+    def send(self, command: EngineCommand) -> bool:
+        ready = self.state is EngineState.READY
+        if ready:
+            self._channel.tell(ForHub.command, command)
+        return ready
+
+    def ping_streams(self) -> None:
+        for stream in set(self._streams.values()):
+            stream.ping()
+
+    def deliver(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is not None:
+                stream.push(update)
+                if update.finish_reason is not None:
+                    del self._streams[update.request_id]
+
+    def end_stream(self, request_id: str, reason: str, error: WireError | None) -> None:
+        ended = next((one for one in self._streams.values() if one.ids[0] == request_id), None)
+        if ended is not None:
+            self._end(ended, reason, None if error is None else error.exception())
+
+    def _end(self, stream: UpdateStream, reason: str, error: Exception | None = None) -> list[str]:
+        ended = stream.end(reason, error)
+        for one_id in stream.ids:
+            self._streams.pop(one_id, None)
+        return ended
+
+
+class Grants:
+    """What the hub grants to the requests of this worker, by numbers."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._numbers = itertools.count()
+
+    async def ask(
+        self, method: Callable[Concatenate[Any, int, ...], Coroutine[Any, Any, Result]], *arguments: Any
+    ) -> tuple[int, Result]:
+        """Return the number of what is granted, and the answer. It is released if the request ends meanwhile."""
+        number = next(self._numbers)
+        asking = asyncio.ensure_future(self.channel.ask(method, number, *arguments))
+        try:
+            return number, await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(lambda _: self.release(number))
+            raise
+
+    def release(self, number: int) -> None:
+        self.channel.tell(ForHub.release, number)
+
+
+class RemoteAdmission(Admission):
+    """Asks the hub, which knows the requests of all workers."""
+
+    def __init__(self, grants: Grants, engine: RemoteEngine, metrics: Metrics, limits: Limits) -> None:
+        super().__init__(metrics, limits)
+        self._grants = grants
+        self._engine = engine
+        self._scopes: dict[int, asyncio.Timeout] = {}  # The key is the reservation's number.
+
+    @asynccontextmanager
+    async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:
+        self._check_not_draining()
+        number, _ = await self._grants.ask(ForHub.reserve, num_prompts, n, tenant)
+        scope = self._scopes[number] = asyncio.timeout(None)
+        try:
+            if self._engine.loaded is None:
+                raise EngineDead("the engine is starting")
+            async with self._until_displaced(scope):
+                yield self._engine.loaded
+        finally:
+            del self._scopes[number]
+            self._grants.release(number)
+
+    def displace(self, number: int) -> None:
+        if (scope := self._scopes.get(number)) is not None:
+            scope.reschedule(0.0)
+
+
+class RemoteRateLimits:
+    """Asks the hub, which counts the requests of all workers."""
+
+    def __init__(self, grants: Grants) -> None:
+        self._grants = grants
+
+    async def begin(self, key: APIKey) -> Allowance:
+        number, headers = await self._grants.ask(ForHub.begin, key)
+        return Allowance(self, key, headers, number)
+
+    async def charge(self, allowance: Allowance, tokens: int) -> None:
+        allowance.headers = await self._grants.channel.ask(ForHub.charge, allowance.number, tokens)
+
+    def end(self, allowance: Allowance, unused: int) -> None:
+        self._grants.channel.tell(ForHub.end, allowance.number, unused)
+
+
+class WorkerMetrics(Metrics):
+    """The metrics of one worker; what it shows are those of the whole server."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self.totals: dict[str, float] = {}
+
+    def values(self) -> dict[str, float]:
+        return self.totals
+
+    async def exposition(self) -> bytes:
+        return await self._channel.ask(ForHub.exposition)
+
+
+class Worker(ForWorker):
+    def __init__(self, channel: Channel, listener: socket.socket) -> None:
+        self._channel = channel
+        self._listener = listener
+
+    async def run(self) -> None:
+        """Serve until the hub exits or stops this worker."""
+        await self._channel.serve(self, ForWorker)
+        self._http.stop()
+        await self._serving
+
+    def configure(self, config: bytes, chat_template: str | None, keys: list[APIKey]) -> None:
+        settings, grants = decode_config(config), Grants(self._channel)
+        logging.getLogger("chairlift").setLevel(settings.log_level.upper())
+        self._engine = RemoteEngine(self._channel)
+        self._metrics = WorkerMetrics(self._channel)
+        self._admission = RemoteAdmission(grants, self._engine, self._metrics, settings.limits)
         service = Service(
-            load_served_model(config, settings.chat_template),
+            load_served_model(settings, chat_template),
             self._engine,
             self._metrics,
-            config.limits,
+            settings.limits,
             admission=self._admission,
-            rate_limits=RemoteRateLimits(self._calls),
-            isolate_keys=config.isolate_keys,
-            policy_switch=config.may_switch_policy(),
+            rate_limits=RemoteRateLimits(grants),
+            isolate_keys=settings.isolate_keys,
+            policy_switch=settings.may_switch_policy(),
         )
-        service.subscribers.find_elsewhere = self._find_text
-        self._http = HTTPServer(config, service, settings.keys, shared=True)
-
-    async def run(self, listener: socket.socket) -> None:
-        serving = asyncio.create_task(self._http.serve(listener))
-        receiving = asyncio.create_task(self._receive())
-        announcing = asyncio.create_task(self._announce())
-        await asyncio.wait({serving, receiving}, return_when=asyncio.FIRST_COMPLETED)
-        announcing.cancel()
-        self._http.stop()
-        await serving
-        receiving.cancel()
-
-    async def _find_text(self, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
-        """Return the texts of a request of another worker."""
-        found: dict[str, str | bool] | None
-        _, found = await self._calls.call(lambda call: FindText(call, request_id, key))
-        return found
+        self._pages = service.subscribers
+        self._pages.find_elsewhere = self._find_elsewhere
+        self._http = HTTPServer(settings, service, keys, shared=True)
+        self._serving = asyncio.create_task(self._http.serve(self._listener))
+        self._serving.add_done_callback(lambda _: self._channel.close())
+        self._announcing = asyncio.create_task(self._announce())
 
     async def _announce(self) -> None:
         await self._http.wait_until_listening()
-        self._channel.send(Listening())
+        self._channel.tell(ForHub.listening)
 
-    async def _receive(self) -> None:
-        """Handle the hub's messages until it exits or stops this worker."""
-        with suppress(EOFError):
-            while not isinstance(message := await self._channel.receive(), StopWorker):
-                self._handle(message)
+    async def _find_elsewhere(self, request_id: str, key: bytes | None) -> Text | None:
+        """Return the texts of a request of another worker."""
+        return await self._channel.ask(ForHub.find_text, request_id, key)
 
-    def _handle(self, message: ToWorker) -> None:
-        match message:
-            case Reply():
-                self._calls.on_reply(message)
-            case Displaced():
-                self._admission.on_displaced(message)
-            case DashboardFrame() | RecorderFault():
-                self._engine.on_frame(message)
-            case SetKeys(keys):
-                self._http.replace_keys(keys)
-            case ReloadCertificate():
-                self._http.reload_certificate()
-            case SetWatching(on):
-                self._http.service.subscribers.set_watched_elsewhere(on)
-            case AskText(number, request_id, key):
-                text = self._http.service.subscribers.texts.find(request_id, key)
-                self._channel.send(TextFound(number, text))
-            case SendSamples():
-                self._channel.send(Samples(self._metrics.samples()))
-            case DrainWorker():
-                self._http.drain()
-                self._draining = asyncio.create_task(self._exit_when_idle())
-            case Totals():
-                self._metrics.totals = message.values
-                self._engine.receive(message)
-            case Configure() | StopWorker():
-                raise AssertionError(message)
-            case _:
-                self._engine.receive(message)
+    # ---- calls of the hub ------------------------------------------------------------------------------------------
 
-    async def _exit_when_idle(self) -> None:
+    def set_engine(self, state: str, loaded: Loaded | None) -> None:
+        self._engine.state, self._engine.loaded = EngineState(state), loaded
+
+    def deliver(self, updates: list[Update]) -> None:
+        self._engine.deliver(updates)
+
+    def end_stream(self, request_id: str, reason: str, error: WireError | None) -> None:
+        self._engine.end_stream(request_id, reason, error)
+
+    def displace(self, number: int) -> None:
+        self._admission.displace(number)
+
+    def reload(self, keys: list[APIKey]) -> None:
+        self._http.reload(keys)
+
+    def set_totals(self, values: dict[str, float], num_open: int) -> None:
+        self._metrics.totals, self._engine.num_open = values, num_open
+
+    def watch(self, on: bool) -> None:
+        self._pages.set_watched_elsewhere(on)
+
+    def show(self, frame: DashboardFrame | RecorderFault) -> None:
+        self._engine.on_frame(frame)
+
+    def shut_down(self, drain: bool) -> None:
+        if drain:
+            self._http.drain()
+            self._draining = asyncio.create_task(self._stop_when_idle())
+        else:
+            self._http.stop()
+
+    async def _stop_when_idle(self) -> None:
         while not self._http.is_idle:
             await asyncio.sleep(0.05)
         self._http.stop()
 
+    async def samples(self) -> list[MetricSample]:
+        return self._metrics.samples()
 
-async def _run(channel_fd: int, listener_fd: int) -> None:
-    channel: HubChannel = await Channel.open(socket.socket(fileno=channel_fd), ToWorker)
-    settings = await channel.receive()
-    assert isinstance(settings, Configure)
-    logging.getLogger("chairlift").setLevel(decode_config(settings.config).log_level.upper())
-    await Worker(channel, settings).run(socket.socket(fileno=listener_fd))
+    async def find_text(self, request_id: str, key: bytes | None) -> Text | None:
+        return self._pages.texts.find(request_id, key)
+
+
+async def _run(channel: int, listener: int) -> None:
+    await Worker(await Channel.open(socket.socket(fileno=channel)), socket.socket(fileno=listener)).run()
 
 
 def main() -> None:

@@ -35,11 +35,15 @@ Choice = TypeVar("Choice")
 class Registry(Generic[T]):
     """All choices of one parameter, by name. A module is imported when its choice is first requested."""
 
-    def __init__(self, parameter: str, package: str, module: str = "", *, separator: str = "-") -> None:
+    def __init__(
+        self, parameter: str, package: str, module: str = "", *, separator: str = "-", grouped: bool = False
+    ) -> None:
         """With `module`, each choice is a folder of the package that contains a module of this name. `separator`
-        replaces the underscores of module names in the names of choices."""
+        replaces the underscores of module names in the names of choices. If choices are `grouped`, the package is a
+        module or has modules that register several choices, and all are imported together."""
         self.parameter = parameter
         self.package = package
+        self._grouped = grouped
         self._module = f".{module}" if module else ""
         self._separator = separator
         self._registered: dict[str, T] = {}
@@ -57,9 +61,10 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """All names, in alphabetical order. Imports plugins, but no module of the package."""
+        """All names, in alphabetical order. Imports plugins, but modules of the package only if they are grouped."""
         load_plugins()
-        return tuple(sorted({*self._registered, *self._own_names()}))
+        own = self._own_names()
+        return tuple(sorted({*self._registered, *own}))
 
     def registered(self) -> Mapping[str, T]:
         """The choices that plugins and modules imported so far have registered. Imports no module of the package."""
@@ -77,6 +82,11 @@ class Registry(Generic[T]):
         return self._registered[name]
 
     def _own_names(self) -> list[str]:
+        """The names of modules that may not be imported yet."""
+        if self._grouped:
+            for group in iter_modules(getattr(import_module(self.package), "__path__", ())):
+                import_module(f"{self.package}.{group.name}")
+            return []
         spec = find_spec(self.package)
         assert spec is not None
         modules = [module.name for module in iter_modules(spec.submodule_search_locations)]

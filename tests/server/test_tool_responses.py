@@ -13,7 +13,7 @@ from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.messages import Update
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tool_formats.json_calls import HermesFormat
 from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import byte_level_tokenizer
 

@@ -28,8 +28,8 @@ from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.reasoning_formats.mistral import MagistralFormat
 from chairlift.text.reasoning_formats.think import ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats.harmony import HarmonyFormat
-from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tool_formats.json_calls import HermesFormat
+from chairlift.text.tool_formats.named_calls import HarmonyFormat
 from chairlift.text.tools.tool_use import ToolUse
 from tests.text.test_tool_formats import cut
 from tests.tiny import CHATML, byte_level_tokenizer

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat, choose_format
-from chairlift.text.tool_formats.deepseek import DeepSeekFormat
-from chairlift.text.tool_formats.hermes import HermesFormat
-from chairlift.text.tool_formats.llama3_json import LlamaFormat
-from chairlift.text.tool_formats.mistral import MistralFormat
+from chairlift.text.tool_formats.json_calls import HermesFormat, LlamaFormat
+from chairlift.text.tool_formats.named_calls import DeepSeekFormat, MistralFormat
 from chairlift.text.tools.call_parser import CallParser, new_call_id
 
 NAMES = ("get_weather", "add")
@@ -25,7 +23,7 @@ FORMATS: dict[str, ToolFormat] = {name: TOOL_FORMATS.get(name)("") for name in T
 FORMATS |= {"mistral, names first": MistralFormat(NEW_MISTRAL), "deepseek, fenced": DeepSeekFormat("```json")}
 few_examples = settings(max_examples=15)  # of each format
 every_format = pytest.mark.parametrize("kind", FORMATS)
-VERBATIM = [kind for kind, format_ in FORMATS.items() if format_.parser.verbatim]
+VERBATIM = [kind for kind, format_ in FORMATS.items() if format_.verbatim]
 TRANSLATED = [kind for kind in FORMATS if kind not in VERBATIM]
 
 

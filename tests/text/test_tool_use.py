@@ -19,10 +19,8 @@ from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import choose_format
-from chairlift.text.tool_formats.deepseek import DeepSeekFormat
-from chairlift.text.tool_formats.hermes import HermesFormat
-from chairlift.text.tool_formats.json import JSONFormat
-from chairlift.text.tool_formats.kimi_k2 import KimiFormat
+from chairlift.text.tool_formats.json_calls import HermesFormat, JSONFormat
+from chairlift.text.tool_formats.named_calls import DeepSeekFormat, KimiFormat
 from chairlift.text.tools.call_grammar import MAX_CALLS
 from chairlift.text.tools.tool import MAX_TOOLS, Calling, checked_choice, checked_tools
 from chairlift.text.tools.tool_use import ToolUse

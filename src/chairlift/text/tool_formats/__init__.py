@@ -1,1 +1,1 @@
-"""The formats in which models write tool calls, one module each."""
+"""The formats in which models write tool calls, grouped by how the calls look."""

@@ -1,19 +1,18 @@
-"""Llama 3.2 and 4: calls as a Python list, [get_weather(city="Oslo", days=2), get_time()]."""
+"""Calls as a Python list, [get_weather(city="Oslo", days=2), get_time()]."""
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
-from chairlift.text.tool_formats.llama3_json import one_call_at_a_time
+from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat
 from chairlift.text.tools.call_grammar import (
     MAX_CALLS,
     CallGrammar,
     CallStart,
+    Layout,
     Marker,
     json_value,
     literal,
@@ -21,103 +20,109 @@ from chairlift.text.tools.call_grammar import (
     pattern,
 )
 from chairlift.text.tools.call_parser import CallParser
-from chairlift.text.tools.reader import MAX_DEPTH, SPACES, NotACall, Reading
+from chairlift.text.tools.reader import MAX_DEPTH, NAME, SPACES, NotACall, Reader, Reading
 from chairlift.text.tools.tool import Tool, property_schema, types_of
 
-START, END = "<|python_start|>", "<|python_end|>"
-_NAME = re.compile(r"[a-zA-Z0-9_-]*")
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 
 
-class PythonicParser(CallParser):
-    """Translates Python arguments to JSON, one by one."""
+@TOOL_FORMATS.register("pythonic")
+class PythonicFormat(ToolFormat):
+    """Llama 3.2 and 4. Arguments are translated to JSON, one by one."""
 
-    openings = (START, "[")
+    order = 25
+    signs = ("func_name1(",)
+    markers = ("<|python_start|>", "<|python_end|>")
+    openings = (markers[0], "[")
     verbatim = False
+    single_calls = True
+    layout = Layout("$name($arguments)", opening="[", between=", ", closing="]")
 
-    def read_calls(self) -> Reading[None]:
-        marked = (yield from self.reader.one_word(START, "[")) == START
+    def read_calls(self, calls: CallParser) -> Reading[None]:
+        start, end = self.markers
+        marked = (yield from calls.reader.one_word(start, "[")) == start
         if marked:
-            yield from self.reader.run(SPACES)
-            yield from self.reader.one_of("[")
+            yield from calls.reader.run(SPACES)
+            yield from calls.reader.one_of("[")
         while True:
-            yield from self.reader.run(SPACES)
-            yield from self._call()
-            yield from self.reader.run(SPACES)
-            if (yield from self.reader.one_of(",]")) == "]":
+            yield from calls.reader.run(SPACES)
+            name = yield from calls.reader.run(NAME)
+            calls.check_name(name)
+            yield from calls.reader.one_of("(")
+            yield from calls.translate_arguments(name, _arguments(calls))
+            yield from calls.reader.run(SPACES)
+            if (yield from calls.reader.one_of(",]")) == "]":
                 break
-        self.reader.take()
+        calls.reader.take()
         if marked:
-            yield from self.reader.run(SPACES)
-            yield from self.reader.literal(END)
-            self.reader.take()
+            yield from calls.read_end(end)
 
-    def _call(self) -> Reading[None]:
-        name = yield from self.reader.run(_NAME)
-        self.check_name(name)
-        yield from self.reader.one_of("(")
-        self.begin_call(name)
-        self.emit_arguments("{")
-        self.reader.take()
-        try:
-            yield from self._arguments()
-        except NotACall:
-            if not self.reader.over:
-                self.emit_arguments("}")
-            raise
-        self.emit_arguments("}")
-        self.reader.take()
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
+        more = f"({literal(', ')} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        starts, calls, rules = [], [], []
+        for index, tool in enumerate(tools):
+            begin, arguments = f"[{tool.name}(", f"arguments_{index}"
+            starts.append(CallStart(literal(begin), pattern(begin), f"{arguments} {more} {literal(']')}"))
+            calls.append(f"{literal(f'{tool.name}(')} {arguments}")
+            rules += _arguments_rules(arguments, tool)
+        return CallGrammar(starts, [f"call: {one_of(calls)}", *rules])
 
-    def _arguments(self) -> Reading[None]:
-        before = ""
-        yield from self.reader.run(SPACES)
-        if (yield from self.reader.peek()) == ")":
-            self.reader.at += 1
+    def written_arguments(self, arguments: str) -> str:
+        return ", ".join(f"{key}={_written(value)}" for key, value in json.loads(arguments).items())
+
+
+def _arguments(calls: CallParser) -> Reading[None]:
+    before, reader = "", calls.reader
+    yield from reader.run(SPACES)
+    if (yield from reader.peek()) == ")":
+        reader.at += 1
+        return
+    while True:
+        yield from reader.run(SPACES)
+        key = yield from reader.run(NAME)
+        yield from reader.run(SPACES)
+        yield from reader.one_of("=")
+        start = reader.at
+        yield from _expression(reader)
+        value = _as_json(reader.text[start : reader.at].strip())
+        calls.emit_arguments(f"{before}{json.dumps(key)}: {value}")
+        before = ", "
+        if (yield from reader.one_of(",)")) == ")":
             return
-        while True:
-            yield from self.reader.run(SPACES)
-            key = yield from self.reader.run(_NAME)
-            yield from self.reader.run(SPACES)
-            yield from self.reader.one_of("=")
-            start = self.reader.at
-            yield from self._expression()
-            value = _as_json(self.reader.text[start : self.reader.at].strip())
-            self.emit_arguments(f"{before}{json.dumps(key)}: {value}")
-            before = ", "
-            if (yield from self.reader.one_of(",)")) == ")":
-                return
-            self.reader.take()
+        reader.take()
 
-    def _expression(self) -> Reading[None]:
-        """Read a literal up to the comma or parenthesis after it."""
-        opened: list[str] = []
-        while True:
-            character = yield from self.reader.peek()
-            if not character or len(opened) > MAX_DEPTH:
-                raise NotACall
-            if not opened and character in ",)":
-                return
-            self.reader.at += 1
-            if character in "([{":
-                opened.append(character)
-            elif character in _CLOSING:
-                if opened.pop() != _CLOSING[character]:
-                    raise NotACall
-            elif character in "\"'":
-                yield from self._string(character)
 
-    def _string(self, quote: str) -> Reading[None]:
-        while True:
-            character = yield from self.reader.peek()
-            if not character:
+def _expression(reader: Reader) -> Reading[None]:
+    """Read a literal up to the comma or parenthesis after it."""
+    opened: list[str] = []
+    while True:
+        character = yield from reader.peek()
+        if not character or len(opened) > MAX_DEPTH:
+            raise NotACall
+        if not opened and character in ",)":
+            return
+        reader.at += 1
+        if character in "([{":
+            opened.append(character)
+        elif character in _CLOSING:
+            if opened.pop() != _CLOSING[character]:
                 raise NotACall
-            self.reader.at += 1
-            if character == quote:
-                return
-            if character == "\\":
-                if not (yield from self.reader.peek()):
-                    raise NotACall
-                self.reader.at += 1
+        elif character in "\"'":
+            yield from _string(reader, character)
+
+
+def _string(reader: Reader, quote: str) -> Reading[None]:
+    while True:
+        character = yield from reader.peek()
+        if not character:
+            raise NotACall
+        reader.at += 1
+        if character == quote:
+            return
+        if character == "\\":
+            if not (yield from reader.peek()):
+                raise NotACall
+            reader.at += 1
 
 
 def _as_json(expression: str) -> str:
@@ -137,39 +142,6 @@ def _as_json(expression: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise NotACall
     return written
-
-
-@TOOL_FORMATS.register("pythonic")
-class PythonicFormat(ToolFormat):
-    order = 25
-    parser = PythonicParser
-    markers = (START, END)
-
-    @staticmethod
-    def recognises(template: str) -> bool:
-        return "func_name1(" in template
-
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
-        calls = [f"{literal(f'{tool.name}(')} arguments_{index}" for index, tool in enumerate(tools)]
-        more = f"({literal(', ')} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        starts = [
-            CallStart(literal(f"[{tool.name}("), pattern(f"[{tool.name}("), f"arguments_{index} {more} {literal(']')}")
-            for index, tool in enumerate(tools)
-        ]
-        rules = [f"call: {one_of(calls)}"]
-        for index, tool in enumerate(tools):
-            rules += _arguments_rules(f"arguments_{index}", tool)
-        return CallGrammar(starts, rules)
-
-    def write(self, calls: Sequence[Call]) -> str:
-        written = []
-        for name, arguments in calls:
-            values = [f"{key}={_written(value)}" for key, value in json.loads(arguments).items()]
-            written.append(f"{name}({', '.join(values)})")
-        return f"[{', '.join(written)}]"
-
-    def history(self, messages: list[Message]) -> list[Message]:
-        return one_call_at_a_time(messages)  # these templates refuse several calls in one message
 
 
 def _written(value: Any) -> str:

@@ -19,10 +19,6 @@ MAX_CALLS = 16  # A weak model may repeat a call until its context is full.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
-def call_object(name: str, arguments: str, arguments_key: str) -> str:
-    return f'{{"name": {json.dumps(name)}, "{arguments_key}": {arguments}}}'
-
-
 def literal(text: str) -> str:
     return json.dumps(text)
 
@@ -90,33 +86,88 @@ class CallGrammar:
         return "\n".join([f"start: {one_of(choices)}", content, *heads, *self.rules])
 
 
-def call_objects(tools: Sequence[Tool], arguments_key: str, name_key: str = "name") -> list[str]:
-    """The rule `object` for {"name": …, "arguments": …}, and the rules that it needs."""
-    calls = [f"{_begin(tool, name_key)} {_end(index, arguments_key)}" for index, tool in enumerate(tools)]
-    return [f"object: {one_of(calls)}", *arguments_rules(tools)]
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How calls are written. $name or $quoted_name, $arguments and $number stand for the parts of a call, $space for
+    an optional space. The text begins with a marker, unless calls are bare JSON."""
 
+    call: str
+    opening: str = ""  # It stands before the first call.
+    between: str = ""
+    closing: str = ""
 
-def bare_objects(tools: Sequence[Tool], arguments_key: str, separator: str, parallel: bool) -> CallGrammar:
-    """A grammar for objects as of `call_objects` without any marker."""
-    more = f"({literal(separator)} object){{0,{MAX_CALLS - 1}}}" if parallel else ""
-    starts = [
-        CallStart(
-            _begin(tool),
-            rf'\{{\s*"name"\s*:\s*{pattern(json.dumps(tool.name))}',
-            f"{_end(index, arguments_key)} {more}",
+    def write(self, calls: Iterable[tuple[str, str]]) -> str:
+        """Return calls, given by their names and arguments, as a model writes them."""
+        written = [
+            fill(self.call, name=name, quoted_name=json.dumps(name), arguments=arguments, number=str(number))
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        return fill(self.opening, space="") + self.between.join(written) + self.closing
+
+    def grammar(
+        self, tools: Sequence[Tool], rules: Sequence[str], parallel: bool, markers: Sequence[str], marker: Marker
+    ) -> CallGrammar:
+        """The grammar of one call, or of several if `parallel`. `rules` has `arguments_0`, … for the tools."""
+        calls = [
+            fill(self.call, name=tool.name, quoted_name=json.dumps(tool.name), arguments=f"$arguments_{index}")
+            for index, tool in enumerate(tools)
+        ]
+        first = next((each for each in markers if (self.opening or self.call).startswith(each)), None)
+        if first is None:
+            return _bare_calls(calls, tools, rules, self.between if parallel else None)
+        between = self.between
+        if not self.opening:  # every call begins with the marker
+            calls, between = [call.removeprefix(first) for call in calls], between + first
+        opening, separator, closing = (
+            _spelled(text, markers, marker) for text in (self.opening.removeprefix(first), between, self.closing)
         )
-        for index, tool in enumerate(tools)
-    ]
-    return CallGrammar(starts, call_objects(tools, arguments_key))
+        call = f"call: {one_of(_spelled(call, markers, marker) for call in calls)}"
+        rest = f"{opening} {repeated('call', separator, parallel)} {closing}"
+        return CallGrammar.of_marker(first, marker, rest, [call, *rules])
 
 
-def _begin(tool: Tool, name_key: str = "name") -> str:
+def fill(text: str, **parts: str) -> str:
+    """Replace $part by the text of each part that is given."""
+    return re.sub(r"\$(\w+)", lambda found: parts.get(found[1], found[0]), text)
+
+
+_PARTS = {"$number": "/[0-9]{1,3}/", "$space": '" "?'}  # other parts are rules
+_JSON_TOKENS = re.compile(r'("[\w-]*"|[{}]|: |, )')
+
+
+def _spelled(text: str, markers: Sequence[str], marker: Marker) -> str:
+    """Spell a text of a layout in Lark."""
+    return _in_lark(
+        re.split("|".join([r"(\$\w+)", *(f"({re.escape(each)})" for each in markers)]), text), markers, marker
+    )
+
+
+def _in_lark(pieces: Iterable[str | None], markers: Sequence[str] = (), marker: Marker = literal) -> str:
+    spelled = []
+    for piece in filter(None, pieces):
+        part = _PARTS.get(piece, piece[1:]) if piece.startswith("$") else literal(piece)
+        spelled.append(marker(piece) if piece in markers else part)
+    return " ".join(spelled)
+
+
+def _bare_calls(
+    calls: Sequence[str], tools: Sequence[Tool], rules: Sequence[str], separator: str | None
+) -> CallGrammar:
+    """A grammar for JSON objects without any marker, with or without others after a separator."""
+    more = "" if separator is None else f"({literal(separator)} call){{0,{MAX_CALLS - 1}}}"
+    starts, objects = [], []
+    for call, tool in zip(calls, tools, strict=True):
+        begin, name, end = call.partition(json.dumps(tool.name))
+        head, tail = _json_tokens(begin + name), _json_tokens(end)
+        lenient = r"\s*".join(pattern(token.strip()) for token in head)
+        starts.append(CallStart(_in_lark(head), lenient, f"{_in_lark(tail)} {more}"))
+        objects.append(_in_lark([*head, *tail]))
+    return CallGrammar(starts, [f"call: {one_of(objects)}", *rules])
+
+
+def _json_tokens(text: str) -> list[str]:
     # Split into the tokens of JSON, so that a call can share a prefix with other allowed JSON.
-    return " ".join(map(literal, ["{", json.dumps(name_key), ": ", json.dumps(tool.name)]))
-
-
-def _end(index: int, arguments_key: str) -> str:
-    return " ".join([*map(literal, [", ", json.dumps(arguments_key), ": "]), f"arguments_{index}", literal("}")])
+    return [token for token in _JSON_TOKENS.split(text) if token]
 
 
 def arguments_rules(tools: Sequence[Tool]) -> list[str]:

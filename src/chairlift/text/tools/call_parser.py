@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, prefix_at_end
+
+if TYPE_CHECKING:
+    from chairlift.text.tool_formats.base import ToolFormat
 
 _ARGUMENTS = ("arguments", "parameters")
 _ANYTHING = re.compile(r"(?s:.*)")
@@ -21,8 +23,8 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class CallParser(ABC):
-    """Finds the calls of one format in a text. A subclass defines how calls open and how to read them.
+class CallParser:
+    """Finds the calls of a format in a text.
 
     - A call names one of the request's tools; anything else that looks like a call is content.
     - A call is held back until its name is complete. Then its arguments are passed on as they arrive, even if their
@@ -30,20 +32,16 @@ class CallParser(ABC):
     - White space around calls is dropped. No other character is lost.
     """
 
-    openings: ClassVar[tuple[str, ...]]
-    closing: ClassVar[str | None] = None  # text that ends a call even if its arguments are malformed
-    arguments_optional: ClassVar[bool] = True
-    name_key: ClassVar[str] = "name"
-    verbatim: ClassVar[bool] = True  # whether the arguments are passed on as the model writes them
-
     def __init__(
         self,
+        format_: ToolFormat,
         names: Collection[str],  # perhaps with the schemas of their arguments
         *,
         max_calls: int | None = None,
         forced: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
+        self._format = format_
         self._names = names
         self.schemas: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._max_calls = max_calls  # text after this many calls is dropped
@@ -53,13 +51,9 @@ class CallParser(ABC):
         self._spaces = ""  # white space: content if more content follows, dropped before a call
         self._in_arguments = False
         self._parts: list[AssistantPart] = []
-        self._opening = re.compile("|".join(map(re.escape, self.openings)))
+        self._opening = re.compile("|".join(map(re.escape, format_.openings)))
         self.reader = Reader()
         self._reading = self._read()
-
-    @abstractmethod
-    def read_calls(self) -> Reading[None]:
-        """Read calls from an opening up to where content may begin; raises NotACall for other text."""
 
     # ---- the AssistantParser interface -----------------------------------------------------------------------------
 
@@ -84,7 +78,7 @@ class CallParser(ABC):
         try:
             while (yield from self._content()):
                 try:
-                    yield from self.read_calls()
+                    yield from self._format.read_calls(self)
                 except NotACall:
                     yield from self._recover()
         except _MaxCallsReached:
@@ -101,7 +95,7 @@ class CallParser(ABC):
                 reader.at = found.start()
                 self._add_content(reader.take())
                 return True
-            held = 0 if reader.over else max(prefix_at_end(reader.text, opening) for opening in self.openings)
+            held = 0 if reader.over else max(prefix_at_end(reader.text, opening) for opening in self._format.openings)
             reader.at = len(reader.text) - held
             self._add_content(reader.take())
             if reader.over:
@@ -110,17 +104,17 @@ class CallParser(ABC):
 
     def _recover(self) -> Reading[None]:
         """Continue after malformed text, which is content unless it belongs to the arguments of a call."""
+        closing = self._format.closing
         if not self._in_arguments:
             self._add_content(self.reader.take())
-        elif self.closing is None:
+        elif closing is None:
             yield from self.reader.run(_ANYTHING)
             self._end_arguments()
         else:
-            closed = yield from self.reader.until(self.closing)
+            closed = yield from self.reader.until(closing)
             self._end_arguments()
-            if closed and self.closing not in self.openings:
-                yield from self.reader.literal(self.closing)
-                self.reader.take()
+            if closed and closing not in self._format.openings:
+                yield from self.read_end(closing)
 
     def _add_content(self, text: str) -> None:
         if self._forced:
@@ -131,7 +125,30 @@ class CallParser(ABC):
             self._spaces = ""
         self._spaces += text[len(stripped) :]
 
-    # ---- for subclasses: calls --------------------------------------------------------------------------------------
+    # ---- for formats -----------------------------------------------------------------------------------------------
+
+    def read_end(self, word: str) -> Reading[None]:
+        """Read what stands behind calls."""
+        yield from self.reader.run(SPACES)
+        yield from self.reader.literal(word)
+        self.reader.take()
+
+    def read_list_or_object(self) -> Reading[None]:
+        yield from self.reader.run(SPACES)
+        if (yield from self.reader.peek()) == "[":
+            yield from self.read_list()
+        else:
+            yield from self.read_object()
+
+    def read_objects(self) -> Reading[None]:
+        """One object, or several with ; or , between them."""
+        while True:
+            yield from self.read_object()
+            yield from self.reader.run(SPACES)
+            if (yield from self.reader.peek()) not in (";", ","):
+                return
+            self.reader.at += 1
+            yield from self.reader.run(SPACES)
 
     def read_list(self) -> Reading[None]:
         """[{"name": …}, …]"""
@@ -148,13 +165,13 @@ class CallParser(ABC):
         """{"name": "…", "arguments": {…}}, in any order; the arguments may be missing, or written as a string."""
         yield from self.reader.one_of("{")
         name: str | None = None
-        arguments = "{}" if self.arguments_optional else None
+        arguments = "{}" if self._format.arguments_optional else None
         begun = False
         while True:
             yield from self.reader.run(SPACES)
             key = yield from self._held_string()
             yield from self.reader.colon()
-            if key == self.name_key and name is None:
+            if key == self._format.name_key and name is None:
                 name = yield from self._held_string()
                 self.check_name(name)
             elif key in _ARGUMENTS and not begun:
@@ -190,6 +207,20 @@ class CallParser(ABC):
         self._in_arguments = True
         yield from self.reader.value(repair=True)
         self._end_arguments()
+
+    def translate_arguments(self, name: str, reading: Reading[None]) -> Reading[None]:
+        """Begin a call whose arguments `reading` emits as JSON, without the braces around them."""
+        self.begin_call(name)
+        self.emit_arguments("{")
+        self.reader.take()
+        try:
+            yield from reading
+        except NotACall:
+            if not self.reader.over:
+                self.emit_arguments("}")
+            raise
+        self.emit_arguments("}")
+        self.reader.take()
 
     def begin_call(self, name: str) -> None:
         if self._calls == self._max_calls:
@@ -238,19 +269,3 @@ def _decoded(text: str) -> object:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         raise NotACall from None
-
-
-class BareJSONParser(CallParser):
-    """Parses calls that are JSON objects without any marker."""
-
-    arguments_optional = False  # only the arguments distinguish {"name": …} from any other JSON
-
-    def read_objects(self) -> Reading[None]:
-        """One object, or several with ; or , between them."""
-        while True:
-            yield from self.read_object()
-            yield from self.reader.run(SPACES)
-            if (yield from self.reader.peek()) not in (";", ","):
-                return
-            self.reader.at += 1
-            yield from self.reader.run(SPACES)

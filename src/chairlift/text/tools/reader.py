@@ -15,6 +15,7 @@ Reading = Generator[None, None, T]
 
 MAX_DEPTH = 64  # The depth of JSON; each level is a generator.
 SPACES = re.compile(r"[ \t\r\n]*")
+NAME = re.compile(r"[a-zA-Z0-9_-]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a JSON string except quotes, escapes and control characters
 _NUMBER = re.compile(r"[-+.0-9eE]*")
 _WORDS = {"t": "true", "f": "false", "n": "null"}
@@ -66,6 +67,15 @@ class Reader:
             if self.over or not any(word.startswith(rest) for word in words):
                 raise NotACall
             yield
+
+    def optional(self, mark: str) -> Reading[bool]:
+        """Read `mark` if it comes next, of which the first two characters are enough to tell."""
+        while len(self.text) < self.at + 2 and not self.over:
+            yield
+        if not self.text.startswith(mark[:2], self.at):
+            return False
+        yield from self.literal(mark)
+        return True
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Read the longest match of `pattern`, which matches any number of characters of some kind."""

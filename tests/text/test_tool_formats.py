@@ -279,6 +279,7 @@ EXAMPLES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("pythonic", "see [1](2), [add] and [x(1)]", None, []),
     ("pythonic", "[add(a=" + "(" * 200, "a=" + "(" * 200, [("add", "{}")]),
     ("pythonic", "[add(a=open('x'))]", "a=open('x'))]", [("add", "{}")]),
+    ("pythonic", "[add(a=]", "a=]", [("add", "{}")]),
 ]
 
 

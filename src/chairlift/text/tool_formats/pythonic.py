@@ -105,7 +105,7 @@ def _expression(reader: Reader) -> Reading[None]:
         if character in "([{":
             opened.append(character)
         elif character in _CLOSING:
-            if opened.pop() != _CLOSING[character]:
+            if not opened or opened.pop() != _CLOSING[character]:
                 raise NotACall
         elif character in "\"'":
             yield from _string(reader, character)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 from chairlift.registry import Registry
-from chairlift.text.tools.call_grammar import CallGrammar, Layout, Marker, arguments_rules
+from chairlift.text.tools.call_grammar import CallGrammar, CallLayout, Marker, arguments_rules
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import Reading
 from chairlift.text.tools.tool import Tool
@@ -24,7 +24,7 @@ class ToolFormat(ABC):
     signs: ClassVar[tuple[str, ...] | None] = None  # templates of the family contain all of them; None: the 1st marker
     fallback: ClassVar[bool] = False  # whether it recognises templates that it does not know
     markers: ClassVar[tuple[str, ...]] = ()  # kept in the text even if they are special tokens
-    layout: Layout
+    layout: CallLayout
 
     openings: ClassVar[tuple[str, ...]]  # texts with which calls begin
     closing: ClassVar[str | None] = None  # text that ends a call even if its arguments are malformed

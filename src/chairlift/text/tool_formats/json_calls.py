@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat
-from chairlift.text.tools.call_grammar import Layout
+from chairlift.text.tools.call_grammar import CallLayout
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tool import Tool
@@ -24,7 +24,7 @@ class HermesFormat(ToolFormat):
     markers = ("<tool_call>", "</tool_call>")
     openings, closing = markers[:1], markers[1]
     content_required = True
-    layout = Layout(f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n")
+    layout = CallLayout(f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from calls.reader.literal("<tool_call>")
@@ -48,7 +48,7 @@ class JSONFormat(ToolFormat):
     fallback = True
     openings = (FENCE, "[", "{")
     arguments_optional = False  # only the arguments distinguish {"name": …} from any other JSON
-    layout = Layout(OBJECT, between="\n")
+    layout = CallLayout(OBJECT, between="\n")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         fenced = (yield from calls.reader.peek()) == FENCE[0]
@@ -73,7 +73,7 @@ class LlamaFormat(ToolFormat):
     openings = (*markers, "{")
     arguments_optional = False
     single_calls = True
-    layout = Layout('{"name": $quoted_name, "parameters": $arguments}', between="; ")
+    layout = CallLayout('{"name": $quoted_name, "parameters": $arguments}', between="; ")
 
     @classmethod
     def recognises(cls, template: str) -> bool:
@@ -98,7 +98,7 @@ class GraniteFormat(ToolFormat):
     markers = ("<|tool_call|>",)
     openings, closing = markers, markers[0]  # a call with malformed arguments ends where the next begins
     content_required = True
-    layout = Layout(OBJECT, opening="<|tool_call|>[", between=", ", closing="]")
+    layout = CallLayout(OBJECT, opening="<|tool_call|>[", between=", ", closing="]")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from calls.reader.literal("<|tool_call|>")
@@ -112,7 +112,7 @@ class PhiFormat(ToolFormat):
     order = 50
     markers = ("<|tool_call|>", "<|/tool_call|>")
     openings, closing = (markers[0], "functools["), markers[1]
-    layout = Layout(OBJECT, opening="<|tool_call|>[", between=", ", closing="]<|/tool_call|>")
+    layout = CallLayout(OBJECT, opening="<|tool_call|>[", between=", ", closing="]<|/tool_call|>")
 
     @classmethod
     def recognises(cls, template: str) -> bool:
@@ -134,7 +134,7 @@ class CohereFormat(ToolFormat):
     openings, closing = markers[:1], markers[1]
     name_key = "tool_name"
     content_required = True
-    layout = Layout(
+    layout = CallLayout(
         '{"tool_call_id": "$number", "tool_name": $quoted_name, "parameters": $arguments}',
         opening="<|START_ACTION|>[\n    ",
         between=",\n    ",

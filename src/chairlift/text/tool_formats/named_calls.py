@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.text.reasoning_formats.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
 from chairlift.text.tool_formats.json_calls import FENCE, FENCE_END, OBJECT
-from chairlift.text.tools.call_grammar import CallGrammar, Layout, Marker
+from chairlift.text.tools.call_grammar import CallGrammar, CallLayout, Marker
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import NAME, SPACES, NotACall, Reading
 from chairlift.text.tools.tool import Tool
@@ -26,9 +26,9 @@ class MistralFormat(ToolFormat):
 
     def __init__(self, template: str) -> None:
         super().__init__(template)
-        self.layout = Layout(OBJECT, opening="[TOOL_CALLS]$space[", between=", ", closing="]")
+        self.layout = CallLayout(OBJECT, opening="[TOOL_CALLS]$space[", between=", ", closing="]")
         if "[ARGS]" in template:
-            self.layout = Layout("[TOOL_CALLS]$name[ARGS]$arguments")
+            self.layout = CallLayout("[TOOL_CALLS]$name[ARGS]$arguments")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from calls.reader.literal("[TOOL_CALLS]")
@@ -85,13 +85,13 @@ class DeepSeekFormat(ToolFormat):
 
     def __init__(self, template: str) -> None:
         super().__init__(template)
-        self.layout = Layout(
+        self.layout = CallLayout(
             f"{self.CALL}$name{self.SEPARATOR}$arguments{self.CALL_END}", opening=self.CALLS, closing=self.CALLS_END
         )
         if FENCE in template:
             fenced = f"$name\n{FENCE}\n$arguments\n{FENCE_END}"
             call = f"{self.CALL}function{self.SEPARATOR}{fenced}{self.CALL_END}"
-            self.layout = Layout(call, opening=self.CALLS, between="\n", closing=self.CALLS_END)
+            self.layout = CallLayout(call, opening=self.CALLS, between="\n", closing=self.CALLS_END)
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         before = yield from calls.reader.one_word(self.CALLS, self.CALL)
@@ -133,7 +133,9 @@ class KimiFormat(ToolFormat):
     markers = (CALLS, CALLS_END, CALL, CALL_END, ARGUMENTS)
     openings, closing = (CALLS,), CALL_END
     content_required = True
-    layout = Layout(f"{CALL}functions.$name:$number{ARGUMENTS}$arguments{CALL_END}", opening=CALLS, closing=CALLS_END)
+    layout = CallLayout(
+        f"{CALL}functions.$name:$number{ARGUMENTS}$arguments{CALL_END}", opening=CALLS, closing=CALLS_END
+    )
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from calls.reader.literal(self.CALLS)
@@ -186,7 +188,7 @@ class HarmonyFormat(ToolFormat):
     markers = (CHANNEL, MESSAGE, CONSTRAIN)
     openings, closing = (f"{CHANNEL}commentary to=functions.",), "<|call|>"
     single_calls = content_required = True
-    layout = Layout(f"{openings[0]}$name {CONSTRAIN}json{MESSAGE}$arguments", between=closing)
+    layout = CallLayout(f"{openings[0]}$name {CONSTRAIN}json{MESSAGE}$arguments", between=closing)
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from calls.reader.literal(self.openings[0])

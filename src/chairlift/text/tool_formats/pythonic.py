@@ -11,8 +11,8 @@ from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat
 from chairlift.text.tools.call_grammar import (
     MAX_CALLS,
     CallGrammar,
+    CallLayout,
     CallStart,
-    Layout,
     Marker,
     json_value,
     literal,
@@ -36,7 +36,7 @@ class PythonicFormat(ToolFormat):
     openings = (markers[0], "[")
     verbatim = False
     single_calls = True
-    layout = Layout("$name($arguments)", opening="[", between=", ", closing="]")
+    layout = CallLayout("$name($arguments)", opening="[", between=", ", closing="]")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         start, end = self.markers

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from chairlift.errors import InvalidParameter
 from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat
-from chairlift.text.tools.call_grammar import Layout, json_value, literal, one_of, pattern
+from chairlift.text.tools.call_grammar import CallLayout, json_value, literal, one_of, pattern
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import NAME, SPACES, NotACall, Reading, prefix_at_end
 from chairlift.text.tools.tool import Tool, as_json, is_text, property_schema
@@ -151,7 +151,7 @@ class QwenCoderFormat(TaggedFormat):
     openings = signs  # the model sometimes omits the outer tag
     content_required = True
     tags = Tags("<function=", ">\n", "<parameter=", ">", "</parameter>\n", "</function>", line="\n")
-    layout = Layout("<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>", between="\n")
+    layout = CallLayout("<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>", between="\n")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         outer = (yield from calls.reader.one_word(*self.openings)) == "<tool_call>"
@@ -174,7 +174,7 @@ class GLMFormat(TaggedFormat):
     openings = markers[:1]
     content_required = True
     tags = Tags("<tool_call>", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
-    layout = Layout("<tool_call>$name\n$arguments</tool_call>", between="\n")
+    layout = CallLayout("<tool_call>$name\n$arguments</tool_call>", between="\n")
 
     def read_calls(self, calls: CallParser) -> Reading[None]:
         yield from self.read_tagged_call(calls)
@@ -189,7 +189,7 @@ class MiniMaxFormat(TaggedFormat):
     openings = markers[:1]
     content_required = True
     tags = Tags('<invoke name="', '">\n', '<parameter name="', '">', "</parameter>\n", "</invoke>")
-    layout = Layout(
+    layout = CallLayout(
         '<invoke name="$name">\n$arguments</invoke>',
         opening="<minimax:tool_call>\n",
         between="\n",

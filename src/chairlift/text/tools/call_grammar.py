@@ -87,7 +87,7 @@ class CallGrammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CallLayout:
     """How calls are written. $name or $quoted_name, $arguments and $number stand for the parts of a call, $space for
     an optional space. The text begins with a marker, unless calls are bare JSON."""
 

@@ -201,6 +201,7 @@ def test_more_weights_than_memory_are_refused() -> None:
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "swoosh"}, "swoosh.*silu"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+    ({"is_causal": False}, "is_causal"),
     ({"model_type": "gemma2", "layer_types": ["full_attention", "mamba"]}, "mamba"),
 ]
 

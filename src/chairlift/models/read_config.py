@@ -39,6 +39,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}")
     if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):  # there are no images here
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
+    if fields.raw("is_causal") is False:  # Embedding models say it, and transformers takes it from any config.
+        raise UnsupportedModel("is_causal is false: attention to later tokens is not supported")
     hidden_size = fields.integer("hidden_size")
     longest = _max_len(fields, max_len)
     parallel = _is_on(fields, family.parallel_block)

@@ -202,3 +202,8 @@ def test_what_resembles_a_parameter() -> None:
     assert resembling("mesages", known) == "messages"
     for other in ("colour", "client_metadata", "chat_template", "N", "x" * 100_000):
         assert resembling(other, known) is None
+
+
+def test_parameters_of_other_servers_are_no_misspellings(served: FrontEnd) -> None:
+    answer = post(served, CHAT, top_a=0, models=["a", "b"])
+    assert (answer.status_code, answer.headers[HEADER]) == (200, "top_a, models")

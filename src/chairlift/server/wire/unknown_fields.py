@@ -27,6 +27,9 @@ MAX_IGNORED = 256  # different fields of one request; others that only differ by
 MAX_CLIENTS = 1024  # Their fields were logged; the oldest one is forgotten.
 MAX_KNOWN_NAME = 64  # characters; no parameter is longer, so longer names resemble none
 
+# Parameters of other servers, which clients of many servers send, that differ from one of ours by a letter.
+_NO_MISSPELLINGS = frozenset({"top_a", "models"})
+
 UnknownFieldsRule = Literal["ignore", "refuse"]
 
 
@@ -41,7 +44,7 @@ class UnknownFields:
         """Ignore the field `name`, or refuse it if it resembles one of the `known`."""
         if _shape(path) in self._paths:
             return
-        if meant := resembling(name, known):
+        if name not in _NO_MISSPELLINGS and (meant := resembling(name, known)):
             raise InvalidParameter(path, f"unknown parameter; did you mean {meant!r}?", "unknown_parameter")
         self.ignore(path, "unknown parameter", "unknown_parameter")
 

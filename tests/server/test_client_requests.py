@@ -247,6 +247,25 @@ def test_history_as_clients_send_it_back(server: RunningServer) -> None:
         assert IGNORED not in response.headers
 
 
+def test_tools_as_clients_name_and_choose_them(described_server: RunningServer) -> None:
+    untyped = {"function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
+    named = {"type": "function", "function": {"name": "other"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    response = chat(described_server, tools=[WEATHER, untyped], tool_choice=choice, max_tokens=60)
+    assert response.status_code == 200, response.text
+    assert IGNORED not in response.headers
+    calls = response.json()["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"other"}
+
+
+def test_an_empty_suffix_is_none(server: RunningServer) -> None:
+    texts = [
+        server.post(TEXT, {"prompt": "hello", "max_tokens": 3, "temperature": 0, **more}).json()["choices"][0]["text"]
+        for more in ({}, {"suffix": ""})
+    ]
+    assert texts[0] == texts[1]
+
+
 # ---- recorded bodies ------------------------------------------------------------------------------------------------
 
 READ_FILE = {

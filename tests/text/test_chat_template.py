@@ -118,6 +118,8 @@ def both(template: str) -> tuple[Tokenizer, Any]:
 def test_content_may_be_text_parts_and_arguments_may_be_json_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"
     call = {"function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.x[1] }}")
     assert template.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == "2"

@@ -155,6 +155,25 @@ def test_tool_choices() -> None:
         ToolUse.of(JSONFormat(""), None, None, True)
 
 
+def test_allowed_tools_are_the_only_ones() -> None:
+    tools = [CLOCK, function(name="other")]
+
+    def restricted(mode: str, *names: str) -> ToolUse:
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        return ToolUse.of(JSONFormat(""), tools, choice, True)
+
+    assert [tool.name for tool in restricted("auto", "other").tools] == ["other"]
+    assert restricted("required", "get_time").forced
+    assert not restricted("auto").tools
+    for refused in (("never", "other"), ("auto", "other", "third"), ("required",)):
+        with pytest.raises(InvalidParameter, match="tool_choice"):
+            restricted(*refused)
+    for wrong in (None, [], {}, {"mode": "auto"}, {"mode": "auto", "tools": ["other"]}):
+        with pytest.raises(InvalidParameter, match="allowed_tools"):
+            ToolUse.of(JSONFormat(""), tools, {"type": "allowed_tools", "allowed_tools": wrong}, None)
+
+
 def test_without_tools_all_text_is_content() -> None:
     for without in (use(HERMES, tools=()), use(HERMES, choice="none")):
         assert isinstance(without.parser(), PlainParser)

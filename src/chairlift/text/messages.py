@@ -15,6 +15,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_COMPLETED = 200_000  # characters of arguments that were cut off
 MAX_VALUES = 100_000  # The limit of a message or a template variable.
 MAX_NAME = 100  # characters of a key in an error
+_TEXT_PARTS = ("text", "input_text", "output_text")  # The last two are those of the Responses API.
 # The beginning of an entry of an object or a list, such as `, "key": tr`.
 _STRING = r'"(?:[^"\\]|\\.)*+\\?'
 _INCOMPLETE_ENTRY = re.compile(rf'(?s),?\s*(?:{_STRING}(?:"\s*(?::\s*(?:{_STRING}|[-+.\w]*))?)?|[-+.\w]*)\s*')
@@ -90,12 +91,13 @@ def _text(name: str, content: Any, role: str, *, optional: bool) -> str | None:
 
 def _part(name: str, part: Any, role: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text" and (kind != "refusal" or role != "assistant"):
+    if kind not in _TEXT_PARTS and (kind != "refusal" or role != "assistant"):
         problem = f"only parts of type 'text' are supported, got {kind!r}"
         raise InvalidParameter(name, f"{problem}: this server reads text only")
-    if not isinstance(part.get(kind), str):
-        raise InvalidParameter(f"{name}.{kind}", "must be a string")
-    return str(part[kind])
+    key = "text" if kind in _TEXT_PARTS else kind
+    if not isinstance(part.get(key), str):
+        raise InvalidParameter(f"{name}.{key}", "must be a string")
+    return str(part[key])
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:

@@ -191,13 +191,21 @@ def known_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] 
 
 def known_choice(choice: Any) -> Any:
     """Return a tool_choice without unknown fields."""
-    return _known_function("tool_choice", choice, ("name",)) if isinstance(choice, dict) else choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "allowed_tools":
+        return _known_function("tool_choice", choice, ("name",))
+    kept = without_unknown("tool_choice", choice, ("type", "allowed_tools"))
+    if isinstance(allowed := kept.get("allowed_tools"), dict):
+        kept["allowed_tools"] = without_unknown("tool_choice.allowed_tools", allowed, ("mode", "tools"))
+    return kept
 
 
 def _known_function(path: str, given: dict[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    if given.get("type") != "function":
+    """Return a function, of which most servers take a type to be given."""
+    if given.get("type", "function") != "function":
         return given  # refused as such
-    kept = without_unknown(path, given, ("type", "function"))
+    kept = {"type": "function", **without_unknown(path, given, ("type", "function"))}
     if isinstance(function := kept.get("function"), dict):
         kept["function"] = without_unknown(f"{path}.function", function, fields)
     return kept
@@ -233,7 +241,7 @@ class TextGeneration(GenerationRequest):
     def _encode(self, prompt: str | list[int], max_tokens: int) -> list[int]:
         if not isinstance(prompt, str):
             check_token_ids("prompt", prompt)
-        if self.body.suffix is not None:
+        if self.body.suffix:
             return encode_fill_in_middle(self.model.tokenizer, prompt, self.body.suffix, max_tokens=max_tokens)
         if isinstance(prompt, str):
             return self.model.tokenizer.encode(prompt, max_tokens=max_tokens)

@@ -119,6 +119,26 @@ def _depth(value: Any) -> int:
     return depth
 
 
+def allowed_tools(choice: Any, tools: list[Tool]) -> tuple[Any, list[Tool]]:
+    """Return what is left of OpenAI's tool_choice "allowed_tools": its mode, and the tools that it names."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, tools
+    path, by_name = "tool_choice.allowed_tools", {tool.name: tool for tool in tools}
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
+        raise InvalidParameter(path, "must be an object with a mode and tools")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise InvalidParameter(f"{path}.mode", "must be auto or required")
+    names: set[str] = set()
+    for index, given in enumerate(allowed["tools"]):
+        function = given.get("function") if isinstance(given, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            raise InvalidParameter(f"{path}.tools[{index}]", "must name one of the tools")
+        names.add(name)
+    return allowed["mode"], [tool for tool in tools if tool.name in names]
+
+
 def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """Validate OpenAI's tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name"}}."""
     if choice is None:

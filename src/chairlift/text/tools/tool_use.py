@@ -20,7 +20,7 @@ from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import Message, ToolFormat
 from chairlift.text.tools.call_grammar import CallGrammar, marker_speller
-from chairlift.text.tools.tool import Calling, Tool, ToolChoice, checked_choice, checked_tools
+from chairlift.text.tools.tool import Calling, Tool, ToolChoice, allowed_tools, checked_choice, checked_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,10 @@ class ToolUse:
     def of(cls, format_: ToolFormat, tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
         """Validate the tool parameters of a chat request."""
         checked = checked_tools(tools or [])
-        chosen = checked_choice(choice, checked)
         if parallel is not None and not checked:
             raise InvalidParameter("parallel_tool_calls", "only goes with tools")
+        choice, checked = allowed_tools(choice, checked)
+        chosen = checked_choice(choice, checked)
         offered = [] if chosen.calling is Calling.NONE else checked
         return cls(format_, offered, chosen, parallel is not False)
 

@@ -132,6 +132,29 @@ def test_nested_fields_are_named_with_their_path(
     assert response.headers[HEADER].endswith(location)
 
 
+def test_variables_that_the_template_does_not_read_are_unknown(served: FrontEnd, strict: FrontEnd) -> None:
+    given = {"self": 1, "tokenizer": 1, "preserve_thinking": True, "\ud800": 1, "style": None}
+    for path in (CHAT, RESPONSES, MESSAGES):
+        answer = post(served, path, chat_template_kwargs=given)
+        assert answer.status_code == 200, answer.text
+        named = [f"chat_template_kwargs.{name}" for name in ("self", "tokenizer", "preserve_thinking", "%3F")]
+        assert answer.headers[HEADER] == ", ".join(named)
+        assert post(strict, path, chat_template_kwargs={"self": 1}).status_code == 400
+
+
+def test_a_count_takes_the_whole_request_that_is_counted(served: FrontEnd) -> None:
+    whole = {
+        "max_tokens": 5,
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "stream": True,
+    }
+    answers = [post(served, "/v1/messages/count_tokens", **fields) for fields in ({}, whole)]
+    assert answers[0].json() == answers[1].json()
+    assert HEADER not in answers[1].headers
+
+
 def test_fields_of_messages_that_the_template_reads_are_known() -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.mood }}{{ m['place'] }}{% endfor %}"
     assert {"mood", "place", "content"} <= ChatTemplate(template).names

@@ -102,6 +102,11 @@ class CountTokensRequest(GenerationBody):
     # Satisfied by every answer: this server has one speed, and no refusals after which others would be asked.
     speed: Literal["standard", "fast"] | None = None
     fallbacks: Literal["default"] | Entries[dict[str, Any]] | None = None
+    # Clients that count the body of a later request send these too, which change no count.
+    max_tokens: Any = None
+    stop_sequences: Any = None
+    metadata: Any = None
+    service_tier: Any = None
     # Declared to be refused with a reason.
     thread: Any = None
     container: Any = None

@@ -24,6 +24,7 @@ from chairlift.text.assistant_parts import AssistantParser
 from chairlift.text.fill_in_middle import encode_fill_in_middle
 from chairlift.text.messages import checked_messages
 from chairlift.text.reasoning import ReasoningUse, split_reasoning
+from chairlift.text.reasoning_formats.base import SWITCHES
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool import Calling, ToolChoice
 from chairlift.text.tools.tool_use import ToolUse
@@ -81,7 +82,7 @@ class ChatGeneration(GenerationRequest):
     ) -> ChatPrompt:
         """Tokenize these messages with the settings of the request."""
         body, tokenizer, format_ = self.body, self.model.tokenizer, self.model.reasoning_format
-        tools, effort, variables = self.tools, _effort(body), checked_variables(body.chat_template_kwargs)
+        tools, effort, variables = self.tools, _effort(body), checked_variables(body.chat_template_kwargs, tokenizer)
         if body.add_generation_prompt is not None:
             variables["add_generation_prompt"] = body.add_generation_prompt
         if body.verbosity is not None:
@@ -174,12 +175,13 @@ def encode_messages(
     return use.encode(model.tokenizer, messages, reasoning=model.reasoning_format, **options)
 
 
-def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables of chat_template_kwargs without those that requests set by other parameters."""
+def checked_variables(given: Mapping[str, Any] | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the variables of chat_template_kwargs that the template reads; others are unknown fields. Those that
+    requests set by other parameters are refused."""
     for reserved in _RESERVED_VARIABLES:
         if reserved in (given or ()):
             raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
-    return dict(given or {})
+    return without_unknown("chat_template_kwargs", dict(given or {}), {*SWITCHES, *tokenizer.template_reads})
 
 
 def known_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -91,7 +91,7 @@ class EmbeddingGeneration(GenerationRequest):
                 add_generation_prompt=bool(body.add_generation_prompt),
                 continue_final_message=bool(body.continue_final_message),
                 max_tokens=max_tokens,
-                **checked_variables(body.chat_template_kwargs),
+                **checked_variables(body.chat_template_kwargs, self.model.tokenizer),
             )
             prompts = [prompt]
         encoded = body.encoding_format == "base64"

@@ -178,10 +178,12 @@ def encode_messages(
 def checked_variables(given: Mapping[str, Any] | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the variables of chat_template_kwargs that the template reads; others are unknown fields. Those that
     requests set by other parameters are refused."""
+    if not given:
+        return {}
     for reserved in _RESERVED_VARIABLES:
-        if reserved in (given or ()):
+        if reserved in given:
             raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
-    return without_unknown("chat_template_kwargs", dict(given or {}), {*SWITCHES, *tokenizer.template_reads})
+    return without_unknown("chat_template_kwargs", dict(given), {*SWITCHES, *tokenizer.template_reads})
 
 
 def known_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -43,7 +43,7 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
             shape, recurs = shapes.choose(**needs)
             assert all(getattr(shape, name) >= needs[name] for name in needs)
             assert all(getattr(shape, name) <= getattr(largest, name) for name in needs)
-            assert shape.size <= largest.size
+            assert shape.sections.size <= largest.sections.size
             assert shape.singles <= min(shape.chunks, shape.tokens)
             assert recurs or shape.tokens == needs["tokens"]
             assert recurs or {shape.singles, shape.samples} <= {0, *shapes.decode_buckets, shape.tokens}

@@ -44,7 +44,9 @@ def test_drafts_change_no_token(tiny: LoadedModel) -> None:
     assert found.proposed > found.accepted
     logprobs = [[one.logprobs for one in each.outcomes.values()][2] for each in (expected, found)]
     assert [one and one.rank for one in logprobs[0]] == [one and one.rank for one in logprobs[1]]
-    assert [one and one.logprob for one in logprobs[0]] == pytest.approx([one and one.logprob for one in logprobs[1]])
+    # Drafts change the shapes of products, and so the last bits of float32.
+    values = [[one and one.logprob for one in each] for each in logprobs]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 def test_blocks_that_only_drafts_needed_are_sent_again() -> None:

@@ -39,7 +39,7 @@ def test_a_request_needs_the_host_for_any_parameter_without_device_support(
 
 
 def test_every_field_declares_itself_and_has_an_implementation_if_it_needs_one() -> None:
-    assert [*PARAMETERS] == [field.name for field in fields(SamplingParams)]
+    assert [*PARAMETERS] == [field.name for field in fields(SamplingParams) if field.init]
     for name, parameter in PARAMETERS.items():
         if parameter.stage in (Stage.LOGITS, Stage.FILTER):
             assert SAMPLING_PARAMETERS.get(parameter.implementation or name).declaration is None

@@ -163,9 +163,10 @@ class Settings:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value, parts = getattr(self, name), getattr(hint, "__metadata__", ())
             flags = [flag for part in parts for flag in getattr(part, "param_decls", None) or ()]
+            option = next((flag for flag in flags if flag.startswith("--")), name)
             for check in filter(callable, parts):
                 if value is not None:
-                    check(flags[0].removeprefix("--").replace("-", "_") if flags else name, value)
+                    check(option.removeprefix("--").replace("-", "_"), value)
 
 
 def each(check: Check) -> Check:

@@ -93,7 +93,8 @@ class AdmissionControl(Admission):
     @property
     def num_preparing(self) -> int:
         """Number of sequences that are reserved but not yet submitted to the engine."""
-        return sum(one.count for one in self._reservations)
+        # Another thread may read this while requests come and go.
+        return sum(one.count for one in list(self._reservations))
 
     @asynccontextmanager
     async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:

@@ -22,6 +22,7 @@ from chairlift_lab.common.model_shapes import SHAPES
 from tests.kernels.test_compilation import without_interpreter
 from tests.kernels.test_plain_gpu import FAMILIES
 from tests.kernels.tiny_config import CONFIG
+from tests.models.test_families import CONFIGS
 
 PROGRAM = """
 import json, sys
@@ -31,6 +32,24 @@ options = {"load_format": "dummy", "max_batch_tokens": 512, "max_batch_requests"
 for gpu, more in json.loads(sys.argv[2]):
     specs = kernels_of_model(sys.argv[1], EngineConfig(**options | more), gpu)
     print(json.dumps([json.loads(spec.text) for spec in specs]))
+"""
+
+
+FAMILIES_PROGRAM = """
+import json, sys, traceback
+from chairlift.config import EngineConfig
+from chairlift.engine.kernel_cache import kernels_of_model
+from chairlift.errors import ChairliftError
+
+options = EngineConfig(load_format="dummy", max_batch_tokens=64, max_batch_requests=2)
+for folder in sys.argv[1:]:
+    try:
+        found = len(kernels_of_model(folder, options, "h200"))
+    except ChairliftError as error:
+        found = str(error)
+    except Exception:
+        found = traceback.format_exc()
+    print(json.dumps(found))
 """
 
 
@@ -162,6 +181,30 @@ def test_the_generic_kernels_of_norms_behind_blocks_serve_all_steps(family: str,
     count, missing, _ = json.loads(run.stdout.splitlines()[-1])
     assert missing == []
     assert 8 <= count <= 30
+
+
+WALKED = ["hunyuan", "cohere qk norm", "stablelm parallel, qk norm"]
+REFUSED = "has no kernels of ours there"
+
+
+@pytest.mark.parametrize("names", [WALKED, pytest.param(list(CONFIGS), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_the_steps_of_every_family_can_be_walked_for_a_gpu(names: list[str], tmp_path: Path) -> None:
+    """Otherwise an engine would fail at its start, which CI without a GPU would not see."""
+    file = tmp_path / "program.py"
+    file.write_text(FAMILIES_PROGRAM)
+    for name in names:
+        CONFIGS[name]().save_pretrained(tmp_path / name)
+    run = subprocess.run(
+        [sys.executable, str(file), *(str(tmp_path / name) for name in names)],
+        env=without_interpreter(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60 * len(names),
+    )
+    assert run.returncode == 0, run.stderr
+    found = dict(zip(names, map(json.loads, run.stdout.splitlines()[-len(names) :]), strict=True))
+    assert {name: each for name, each in found.items() if not isinstance(each, int) and REFUSED not in each} == {}
+    assert all(isinstance(found[name], int) for name in WALKED)
 
 
 def kernels_by_runs(folder: Path, config: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:

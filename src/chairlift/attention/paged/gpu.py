@@ -234,7 +234,7 @@ class PagedGPUStep(StepAttention):
 
         plain = projection.plain()
         if plain is None:
-            return super().from_projection(layer, projection)
+            return StepAttention.from_projection(self, layer, projection)  # `super()` fails in classes with slots.
         batch, heads, sinks = self.batch, plain.qkv.unflatten(1, (-1, layer.head_dim)), projection.sinks
         fresh = Fresh(plain.q_norm, plain.k_norm, plain.eps, plain.cos, plain.sin, plain.v_norm)
         if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, heads, fresh):

@@ -7,9 +7,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.core.events import StepDone
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
-from chairlift.speculation.control.proposer import Draft, DraftTerms
 from chairlift.speculation.proposers import PROPOSERS
-from chairlift.speculation.proposers.base import StandaloneProposer
+from chairlift.speculation.proposers.base import Draft, DraftTerms, StandaloneProposer
 
 MODEL = os.environ.get("CHAIRLIFT_EXAMPLE_MODEL", "smollm2-135m")
 PROMPT = "Repeat this list: apple, banana, cherry, apple, banana, cherry, apple, banana, cherry, apple,"

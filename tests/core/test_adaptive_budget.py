@@ -14,8 +14,8 @@ from chairlift.core.budgets.knee import KneeBudget
 from chairlift.core.budgets.latency import LatencyBudget, tokens_per_second_needed
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided
+from chairlift.core.plan import NO_LIMIT, LimitReason, StepLimits
 from chairlift.core.request import Request, Status
-from chairlift.core.step_limits import NO_LIMIT, LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 from tests.core.driving import make_request
 from tests.core.timed import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from chairlift.core.budgets.base import BatchLoad
 from chairlift.core.events import BudgetDecided
+from chairlift.core.plan import StepLimits
 from chairlift.core.scheduler.scheduler import WaitReason
-from chairlift.core.step_limits import StepLimits
 from tests.core.driving import events_of, make_request, make_scheduler, shape, step
 
 

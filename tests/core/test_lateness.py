@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.core.budgets.latency import LatencyBudget
 from chairlift.core.cost_model import CostModel
-from chairlift.core.step_limits import StepLimits
+from chairlift.core.plan import StepLimits
 from tests.core.test_adaptive_budget import load, percentile, serve
 from tests.core.test_cost_model import SHAPE
 from tests.core.timed import Noise, cpu_like, jitter

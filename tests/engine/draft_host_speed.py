@@ -29,7 +29,7 @@ from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
-from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_models import HeadNetwork
 from chairlift.speculation.draft_passes import ComputedDrafts, DraftShape
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.text.tokenizer import Tokenizer

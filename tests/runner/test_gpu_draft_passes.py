@@ -19,10 +19,10 @@ from chairlift.kernels.triton.likeliest import likeliest
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
-from chairlift.speculation.control.proposer import LEVELS
 from chairlift.speculation.draft_passes import DraftPasses, DraftShape
 from chairlift.speculation.drafter import DraftTask
 from chairlift.speculation.head_layers import EPS, unit
+from chairlift.speculation.proposers.base import LEVELS
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.runner.test_gpu_graphs import record, runner_of
 from tests.runner.test_gpu_speculation import drafts_of

@@ -27,7 +27,7 @@ from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_models import HeadNetwork
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.head_layers import DraftHead
 from chairlift.speculation.head_states import RecentStates

@@ -12,7 +12,7 @@ from chairlift.engine.startup import LoadedModel
 from chairlift.kernels.triton.drafts.recent_states import store_states
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.step import LaunchedStep
-from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_models import HeadNetwork
 from chairlift.speculation.head_states import KEPT, LENGTH
 from tests.runner.gpu_speculation import GREEDY, start, work_of, write_random_head
 from tests.runner.test_gpu_graphs import recent_of, runner_of

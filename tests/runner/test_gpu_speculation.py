@@ -18,8 +18,8 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.speculation.control.proposer import Draft, DraftTerms
 from chairlift.speculation.draft_models import FirstLayers
+from chairlift.speculation.proposers.base import Draft, DraftTerms
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.drafting import draft_by_pattern, fixed_length
 from tests.speculation.running import Run, Work, assert_same_output, drafter_of, often_right, proposer_with, run

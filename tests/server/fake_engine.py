@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.server.wire.messages import (
     FailedToLoad,
     FromEngine,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.app import make_app
 from chairlift.server.front_end import UvicornServer

@@ -16,7 +16,7 @@ from anthropic import types
 from anthropic.types import beta
 from anthropic.types.shared import ErrorResponse
 
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.anthropic.endpoint import MessagesGeneration
 from chairlift.server.anthropic.types import MessagesRequest

@@ -10,7 +10,7 @@ from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer
 from tests.core.driving import deterministic_token
 
 Continue = Callable[[Request, int], Sequence[int]]

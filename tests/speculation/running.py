@@ -17,9 +17,9 @@ from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.models.decoder import Decoder
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.proposer import Proposer
 from chairlift.speculation.draft_proposer import DraftModelProposer
 from chairlift.speculation.drafter import DraftNetwork
+from chairlift.speculation.proposers.base import Proposer
 from tests.speculation.drafting import RandomProposer
 
 Work = Sequence[tuple[Sequence[int], SamplingParams]]

@@ -16,9 +16,8 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.speculation.control.controller import Calibration
 from chairlift.speculation.control.payoff import SpeculationTuning
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms
-from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.draft_models import FirstLayers
+from chairlift.speculation.draft_models import FirstLayers, HeadNetwork
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms
 from tests.speculation.drafting import LeastChance
 from tests.speculation.running import (
     assert_same_output,

@@ -11,7 +11,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation import draft_proposer
-from chairlift.speculation.control.proposer import Draft, DraftTerms
+from chairlift.speculation.proposers.base import Draft, DraftTerms
 from tests.speculation.drafting import draft_by_pattern
 from tests.speculation.running import drafter_of, run, start
 

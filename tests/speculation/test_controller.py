@@ -10,14 +10,13 @@ import pytest
 
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import DraftsVerified
-from chairlift.core.plan import BlockCopy, Chunk, PlanBuilder, StepPlan, StepResult
+from chairlift.core.plan import BlockCopy, Chunk, PlanBuilder, StepLimits, StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
-from chairlift.core.step_limits import StepLimits
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import Pace, SpeculationTuning
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, run_to_end
 from tests.speculation.drafting import FixedProposer, fixed_length
 

@@ -19,13 +19,12 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models.decoder import Decoder
-from chairlift.speculation import draft_head, draft_proposer
-from chairlift.speculation.control.proposer import A_FEW, Draft, DraftTerms
-from chairlift.speculation.draft_head import HeadNetwork
-from chairlift.speculation.draft_models import FirstLayers
+from chairlift.speculation import draft_models, draft_proposer
+from chairlift.speculation.draft_models import FirstLayers, HeadNetwork
 from chairlift.speculation.drafter import DraftTask, OneCall
 from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
+from chairlift.speculation.proposers.base import A_FEW, Draft, DraftTerms
 from chairlift_lab.training.settings import TrainSettings
 from chairlift_lab.training.train_draft import train_draft
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
@@ -131,7 +130,7 @@ def test_a_rounded_head_drafts_the_same_in_one_call_as_pass_by_pass(
     folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, a_few: int
 ) -> None:
     """Also if more than `a_few` known tokens are computed in a call of their own."""
-    monkeypatch.setattr(draft_head, "A_FEW", a_few)
+    monkeypatch.setattr(draft_models, "A_FEW", a_few)
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
     engine = start(rounded, speculate=f"draft:{draft}", draft_length=4)
     proposer = drafter_of(engine)

@@ -10,7 +10,7 @@ from chairlift.core.events import Event, RequestFinished
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.request import FinishReason, Request
 from chairlift.errors import EngineDead
-from chairlift.speculation.control.proposer import Draft, DraftTerms
+from chairlift.speculation.proposers.base import Draft, DraftTerms
 from tests.engine.fake_executor import PARAMS, make_engine, run_to_end, tokens_of
 from tests.speculation.drafting import FixedProposer, fixed_length
 

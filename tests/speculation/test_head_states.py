@@ -13,7 +13,7 @@ from chairlift.core.request import Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
-from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_models import HeadNetwork
 from chairlift.speculation.drafter import ComputedBatch
 from chairlift.speculation.head_states import KeptStates
 from tests.speculation.running import SETTINGS, drafter_of, run, start, uneven_work

@@ -17,7 +17,7 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms
 from tests.core.driving import (
     make_request,
     make_scheduler,

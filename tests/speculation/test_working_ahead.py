@@ -24,7 +24,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer
 from chairlift.speculation.proposers.ngram import NgramProposer
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chairlift.core.kv.prefix_index import Miss
-from chairlift.core.plan import StepPlan, StepTiming, TokenLogprobs
+from chairlift.core.plan import StepLimits, StepPlan, StepTiming, TokenLogprobs
 from chairlift.core.request import Ending
-from chairlift.core.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from chairlift.core.kv.state_slots import StateUsage
+from chairlift.core.plan import StepLimits
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from chairlift.core.step_limits import StepLimits
 
 
 class BlockState(NamedTuple):

@@ -12,8 +12,7 @@ from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced
 from chairlift.core.executor import Executor
 from chairlift.core.plan import BAD_LOGITS, StepPlan
 from chairlift.core.policies.base import Policy
-from chairlift.core.request import Ending, FinishReason, Request, completion_ids
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import Ending, FinishReason, Request, RequestLimits, completion_ids
 from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed
 from chairlift.core.sampling.structure import Structure

@@ -20,9 +20,8 @@ from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storage
-from chairlift.speculation.control.proposer import Proposer
 from chairlift.speculation.drafter import Drafter
-from chairlift.speculation.proposers.base import LoadedProposer
+from chairlift.speculation.proposers.base import LoadedProposer, Proposer
 from chairlift.structured.output import StructuredOutput
 
 MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save

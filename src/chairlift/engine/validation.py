@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chairlift.core.beam import BeamSearch
 from chairlift.core.executor import ExecutorCapabilities
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler

@@ -23,9 +23,9 @@ from chairlift.attention.batch import PagedLayout, StepBatch
 from chairlift.attention.paged.slots import MIN_UPDATES, Sections, Slots, Staging
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.graphs import Graphs, StepKernels, memory_taken, round_up
-from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft
 from chairlift.speculation.drafter import DraftNetwork, DraftTask
 from chairlift.speculation.head_states import RecentStates
+from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)  # Each has a graph; with more requests, passes are launched kernel by kernel.
 

@@ -24,10 +24,10 @@ from chairlift.kernels.graphs import kernels_for
 from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.programs.base import limit_torch_threads
 from chairlift.sampling.draw import draw, filter_probabilities, filters_of
-from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, Proposer, is_greedy
 from chairlift.speculation.draft_passes import DraftPasses
 from chairlift.speculation.drafter import ComputedBatch, Drafter, DraftNetwork, DraftTask, OneCall
 from chairlift.speculation.head_states import KEPT, LENGTH, RecentStates
+from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft, DraftTerms, Proposer, is_greedy
 
 MAX_LENGTH = A_FEW - 1
 MAX_CATCH_UP_TOKENS = 256  # Requests further behind share so many tokens of one step.

@@ -24,7 +24,7 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.kernels.graphs import Graphs
 from chairlift.models.base import HiddenStates
-from chairlift.speculation.control.proposer import Draft
+from chairlift.speculation.proposers.base import Draft
 
 if TYPE_CHECKING:  # it reads computed batches
     from chairlift.speculation.head_states import HeadStates, RecentStates

@@ -18,8 +18,8 @@ from pathlib import Path
 from chairlift.core.events import TokenProduced
 from chairlift.core.request import Request
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.proposer import Draft, DraftTerms, Proposer
 from chairlift.speculation.head_layers import MAX_LENGTH
+from chairlift.speculation.proposers.base import Draft, DraftTerms, Proposer
 from chairlift_lab.bench.speculation import encode_prompt
 from chairlift_lab.common.engines import EngineMaker
 from chairlift_lab.common.speculation_replay import RECORDED_HEAD, RecordedAnswer

@@ -30,7 +30,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.progress import Note
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import SpeculationTuning
-from chairlift.speculation.control.proposer import A_FEW, LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft, DraftTerms, Proposer
 from chairlift.speculation.proposers.ngram import NgramProposer
 
 RECORDED_HEAD = "draft:smollm2-135m"

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.server.config import ServerConfig
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import (

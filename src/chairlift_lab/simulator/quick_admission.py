@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from chairlift.core.kv.prefix_index import PrefixMatch
+from chairlift.core.plan import NO_LIMIT, StepLimits
 from chairlift.core.scheduler.admission import MAX_PASSED_OVER
-from chairlift.core.step_limits import NO_LIMIT, StepLimits
 from chairlift_lab.simulator.scheduler import SimulatedRequest
 from chairlift_lab.simulator.steady_decodes import SteadyDecodes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
-from chairlift.core.kv.resource import Resource
+from chairlift.core.kv.block_pool import Resource
 from chairlift.core.plan import PlanBuilder
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams

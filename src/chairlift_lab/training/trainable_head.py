@@ -1,4 +1,4 @@
-"""A draft head as a torch module: computes the same as `HeadNetwork` of speculation/draft_head.py, on whole texts.
+"""A draft head as a torch module: computes the same as `HeadNetwork` of speculation/draft_models.py, on whole texts.
 
 In use, the second draft token is computed from the head's state at the first: the head attends to keys from the
 target's states, and then to keys from its own. It is trained in the same way, at all positions of a text at once.

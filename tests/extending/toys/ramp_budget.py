@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chairlift.core.budgets.base import BUDGETS, BatchLoad, TokenBudget
-from chairlift.core.step_limits import StepLimits
+from chairlift.core.plan import StepLimits
 
 
 @BUDGETS.register("ramp")

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
-from chairlift.speculation.control.proposer import Draft, DraftTerms
 from chairlift.speculation.proposers import PROPOSERS
-from chairlift.speculation.proposers.base import StandaloneProposer
+from chairlift.speculation.proposers.base import Draft, DraftTerms, StandaloneProposer
 
 
 @PROPOSERS.register("toy")

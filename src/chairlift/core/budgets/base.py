@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from chairlift.core.cost_model import CostModel, StepShape, chunk_kv
+from chairlift.core.plan import LimitReason, StepLimits
 from chairlift.core.request import Request
-from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 from chairlift.registry import Registry, make_choice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chairlift.core.budgets.base import BUDGETS, BatchLoad, TokenBudget
 from chairlift.core.cost_model import CostModel
-from chairlift.core.step_limits import StepLimits
+from chairlift.core.plan import StepLimits
 
 
 @BUDGETS.register("fixed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chairlift.core.budgets.base import BUDGETS, AdaptiveBudget, BatchLoad, StepForecast, knee
-from chairlift.core.step_limits import LimitReason, StepLimits
+from chairlift.core.plan import LimitReason, StepLimits
 
 
 @BUDGETS.register("knee")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from chairlift.core.budgets.base import BUDGETS, AdaptiveBudget, BatchLoad, StepForecast, knee
 from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.plan import LimitReason, StepLimits
 from chairlift.core.request import Request
-from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 
 _ROOM_FOR_PROMPTS = 16  # prompt tokens that must fit beside the decodes of all slots within the target

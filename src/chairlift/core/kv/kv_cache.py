@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chairlift.core.kv.block_pool import BlockPool
+from chairlift.core.kv.block_pool import BlockPool, Resource
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
-from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request

@@ -20,9 +20,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from chairlift.core.kv.block_pool import BlockPool
+from chairlift.core.kv.block_pool import BlockPool, Resource
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
-from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.snapshots import ForkState, RequestStates, Snapshots
 from chairlift.core.plan import NO_SLOT, BlockCopy, Chunk, ChunkStates
 from chairlift.core.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from chairlift.core.kv.resource import Resource
+from chairlift.core.kv.block_pool import Resource
 from chairlift.core.plan import PlanBuilder
 from chairlift.core.policies.base import PolicyDecision
 from chairlift.core.request import Request, Status

@@ -18,7 +18,7 @@ from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.orderings.fcfs import FcfsOrdering
-from chairlift.core.plan import PlanBuilder, StepPlan, StepResult
+from chairlift.core.plan import PlanBuilder, StepLimits, StepPlan, StepResult
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import packing
@@ -28,7 +28,6 @@ from chairlift.core.scheduler.results import EndingCheck, ResultApplier
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES, WaitingQueue, WaitReason
-from chairlift.core.step_limits import StepLimits
 from chairlift.errors import InvalidParameter
 
 CANNOT_MEET_DEADLINE = "at the measured speed it could not be finished in time"

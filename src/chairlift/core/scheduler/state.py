@@ -6,9 +6,9 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
+from chairlift.core.kv.block_pool import Resource
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss
-from chairlift.core.kv.resource import Resource
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.plan import BlockSwap, PlanBuilder

@@ -27,8 +27,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken, round_up
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
-from chairlift.runner.gpu.forward import StepForward
-from chairlift.runner.gpu.preparation import StepPreparation
+from chairlift.runner.gpu.forward import StepForward, StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, PackedStep, Packer, SampledTokens
 from chairlift.runner.memory import HostBlocks, make_copies

@@ -32,10 +32,9 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
-from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.plan import Chunk, StepLimits, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.snapshot import BlockState, SchedulerObserver, SchedulerSnapshot
-from chairlift.core.step_limits import StepLimits
 from chairlift.server.wire.messages import DashboardFrame, RecorderFault, RecordSteps
 
 if TYPE_CHECKING:

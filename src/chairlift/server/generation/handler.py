@@ -18,8 +18,7 @@ from functools import partial
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from chairlift.core.request import completion_ids
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits, completion_ids
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.endpoint import GenerationRequest, Tokenized

@@ -8,7 +8,7 @@ import msgspec
 
 from chairlift.core.kv.state_slots import StateUsage
 from chairlift.core.plan import TokenLogprobs
-from chairlift.core.request_limits import RequestLimits
+from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 
 # ---- to the engine -----------------------------------------------------------------------------------------------

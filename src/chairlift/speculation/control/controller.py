@@ -26,7 +26,7 @@ from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.errors import InvalidParameter
 from chairlift.speculation.control.payoff import DraftPayoff, SpeculationTuning
-from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer, is_greedy
+from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer, is_greedy
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chairlift.core.request import Request
-from chairlift.speculation.control.proposer import Draft, DraftTerms
 from chairlift.speculation.proposers import PROPOSERS
-from chairlift.speculation.proposers.base import StandaloneProposer
+from chairlift.speculation.proposers.base import Draft, DraftTerms, StandaloneProposer
 
 FEW = 16  # new tokens up to which indexing one by one is faster than in bulk
 MOST_AT_ONCE = 8192  # further tokens that are indexed in one step; a request that is not done then gets no draft yet

@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.core.budgets.base import BatchLoad, StepForecast, TokenBudget, chunk_sizes
 from chairlift.core.cost_model import CostModel, StepShape
-from chairlift.core.step_limits import LimitReason, StepLimits
+from chairlift.core.plan import LimitReason, StepLimits
 from chairlift.engine.engine import Engine
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic

@@ -164,10 +164,11 @@ def test_a_client_that_reads_a_large_response_too_slowly_is_disconnected() -> No
         with front.connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**18)  # or the system would hold half of it
             connection.sendall(post())
-            for _ in range(30):
-                assert connection.recv(2**18)
+            num_read = 0
+            while num_read < size and (data := connection.recv(2**18)):
+                num_read += len(data)
                 time.sleep(0.1)
-            assert len(read_to_end(connection)) < size // 4
+            assert num_read < size // 2
         with front.connect() as connection:
             connection.sendall(post())
             assert len(reply(connection).read()) > size

@@ -17,7 +17,7 @@ from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedMod
 from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import HiddenStates
 from chairlift.models.dummy import dummy_tensors
-from chairlift.models.fallback.adapters.base import with_bias
+from chairlift.models.fallback.adapters import with_bias
 from chairlift.models.fallback.model import (
     FallbackInfo,
     TransformersModel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from chairlift.errors import UnsupportedModel
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from chairlift.loading.stored_weight import StoredWeight
+
+WeightParts: TypeAlias = "Mapping[str, Tensor]"
 
 
 class QuantizedReader(ABC):
@@ -32,7 +34,7 @@ class QuantizedReader(ABC):
         """The quantized weights among all tensors of a checkpoint: the tensor that holds each part of each weight."""
 
     @abstractmethod
-    def read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
+    def read(self, weight: str, parts: WeightParts) -> StoredWeight:
         """Build the weight from its parts."""
 
     @abstractmethod

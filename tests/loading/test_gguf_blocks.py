@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.gguf.blocks import GGUFWeight
+from chairlift.loading.gguf.checkpoint import Source
 from chairlift.loading.gguf.file import GGUFFile
-from chairlift.loading.gguf.names import Source
 from tests.loading.gguf_writing import finish
 
 ROWS, HEADS = 24, 4

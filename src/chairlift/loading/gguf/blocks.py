@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.loading.gguf.checkpoint import Source
 from chairlift.loading.gguf.file import GGUFFile
-from chairlift.loading.gguf.names import Source
 from chairlift.loading.stored_weight import GroupedIntegers, MicroscaledFloats, StoredWeight
 
 GROUP = 32  # columns with a scale of their own, in all three kinds

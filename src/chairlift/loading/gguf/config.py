@@ -1,20 +1,26 @@
 """GGUF metadata as the `config.json` that Hugging Face would have written for the same model.
 
-What GGUF leaves out because its own runtime hard-codes it (activation, layer pattern, attention scale) is
-filled in here, per architecture. RoPE settings use the `rope_theta` / `rope_scaling` spelling.
+What GGUF leaves out because its own runtime hard-codes it (activation, layer pattern, attention scale) is in
+families.toml. RoPE settings use the `rope_theta` / `rope_scaling` spelling. One `rope_type` is our own:
+`frequency_factors`, whose `factors` [rotary_dim / 2] divide the inverse frequencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chairlift.errors import UnsupportedModel
 from chairlift.loading.gguf.file import GGUFFile, corrupt
 from chairlift.loading.gguf.metadata import Metadata, token_id
-from chairlift.loading.gguf.rope import rope_scaling
 
 Config = dict[str, Any]
 
@@ -34,13 +40,43 @@ _SAMPLING_KEYS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFamily:
+    """A table of families.toml, which explains the fields."""
+
+    architectures: tuple[str, ...]
+    class_name: str
+    when: str | None = None
+    when_not_zero: str | None = None
+    rotates_neighbours: bool = False
+    norm_offset: float = 0.0
+    names: Mapping[str, str]
+    whole_names: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def families() -> dict[str, GGUFFamily]:
+    """The families by their model_type."""
+    tables = tomllib.loads(Path(__file__).with_name("families.toml").read_text())
+    groups, made = tables.pop("_names"), {}
+    for model_type, table in tables.items():
+        names = {kind: name for group in table.pop("names") for kind, name in groups[group].items()}
+        names |= table.pop("own", {})
+        architectures, class_name = tuple(table.pop("architectures")), table.pop("class")
+        made[model_type] = GGUFFamily(architectures=architectures, class_name=class_name, names=names, **table)
+    return made
+
+
 def hf_config(file: GGUFFile) -> Config:
     everything = Metadata(file)
     architecture = everything.string("general.architecture")
-    if architecture not in _FAMILIES:
+    candidates = {name: family for name, family in families().items() if architecture in family.architectures}
+    if not candidates:
+        supported = sorted({name for family in families().values() for name in family.architectures})
         raise UnsupportedModel(
             f"{file.path}: the GGUF architecture {architecture!r} is not supported; "
-            f"supported are {', '.join(sorted(_FAMILIES))}"
+            f"supported are {', '.join(supported)}"
         )
     if everything.integer("split.count", 1) != 1:
         raise UnsupportedModel(
@@ -48,7 +84,20 @@ def hf_config(file: GGUFFile) -> Config:
         )
     model = everything.below(f"{architecture}.")
     config = _common(model)
-    return config | _FAMILIES[architecture](model, config) | _token_ids(everything)
+    model_type, family = next((name, family) for name, family in candidates.items() if _holds(family, model))
+    if family.rotates_neighbours and "partial_rotary_factor" in config:
+        raise UnsupportedModel(f"{file.path}: RoPE over a part of each head is not supported here")
+    config |= {"model_type": model_type, "architectures": [family.class_name]}
+    for name, entry in family.config.items():
+        config[name] = _read_entry(model, config, entry) if isinstance(entry, dict) else entry
+    return config | _token_ids(everything)
+
+
+def _holds(family: GGUFFamily, model: Metadata) -> bool:
+    """Whether a file of one of the family's architectures is of this family."""
+    if family.when_not_zero is not None:
+        return model.integer(family.when_not_zero, 0, least=0) > 0
+    return family.when is None or model.has(family.when)
 
 
 def hf_generation_config(file: GGUFFile) -> Config:
@@ -134,260 +183,134 @@ def _vocab_size(model: Metadata) -> int:
     return embeddings.shape[0]
 
 
-# Architecture-specific fields
+# ---- how families.toml says that a field is read ---------------------------------------------------------------------
 
 
-def _llama(model: Metadata, config: Config) -> Config:
-    """Llama itself, and Mistral and Mixtral, which share its GGUF architecture."""
-    _require_full_rotation(model, config)
-    num_experts = model.integer("expert_count", 0, least=0)
-    window = model.integer("attention.sliding_window", 0, least=0)
-    if num_experts:
-        return {
-            "model_type": "mixtral",
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": num_experts,
-            "num_experts_per_tok": model.integer("expert_used_count"),
-            "sliding_window": window or None,
-        }
-    if window:
-        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    mlp_bias = "blk.0.ffn_gate.bias" in model.file.tensors
-    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": mlp_bias}
+def _read_entry(model: Metadata, config: Config, entry: Mapping[str, Any]) -> Any:
+    """The value of an entry such as { integer = KEY, default = 6 }; a default may be another field."""
+    (kind, argument), *options = entry.items()
+    more = {name: config[value] if isinstance(value, str) else value for name, value in options}
+    return _READERS[kind](model, config, argument, **more)
 
 
-def _require_full_rotation(model: Metadata, config: Config) -> None:
-    if "partial_rotary_factor" in config:
-        raise UnsupportedModel(f"{model.file.path}: RoPE over a part of each head is not supported here")
+def _window(model: Metadata, config: Config, key: str) -> int | None:
+    return model.integer(key, 0, least=0) or None
 
 
-def _smollm3(model: Metadata, config: Config) -> Config:
-    _require_full_rotation(model, config)
-    interval = 4
-    return {
-        "model_type": "smollm3",
-        "architectures": ["SmolLM3ForCausalLM"],
-        "no_rope_layer_interval": interval,
-        # 1: the layer rotates, 0: it does not (the name is Hugging Face's)
-        "no_rope_layers": [int((layer + 1) % interval != 0) for layer in range(config["num_hidden_layers"])],
-        "use_sliding_window": False,
-    }
+def _full_every(model: Metadata, config: Config, every: int | str) -> list[str]:
+    """Every nth layer sees the whole text, if the others have a window."""
+    every = config[every] if isinstance(every, str) else every
+    windowed = bool(config["sliding_window"])
+    return _layer_types([windowed and (i + 1) % every != 0 for i in range(config["num_hidden_layers"])])
 
 
-def _qwen2(model: Metadata, config: Config) -> Config:
-    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
-
-
-def _qwen3(model: Metadata, config: Config) -> Config:
-    return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
-
-
-def _qwen3_moe(model: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-    }
-
-
-def _gpt_oss(model: Metadata, config: Config) -> Config:
-    """The scaling of RoPE is not rounded to whole pairs, which files do not say."""
-    scaling = config["rope_scaling"]
-    return {
-        "model_type": "gpt_oss",
-        "architectures": ["GptOssForCausalLM"],
-        "intermediate_size": model.integer("expert_feed_forward_length", config["intermediate_size"]),
-        "num_local_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "sliding_window": model.integer("attention.sliding_window"),
-        "layer_types": _layer_types([layer % 2 == 0 for layer in range(config["num_hidden_layers"])]),
-        "rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False},
-    }
-
-
-def _gemma(model: Metadata, config: Config, full_every: int, widest: int) -> Config:
-    """What Gemma 2 and 3 share. The 27B models, of `widest` layers, scale their queries by another width."""
-    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    per_head = config["hidden_size"] // config["num_attention_heads"]
-    window = model.integer("attention.sliding_window", 0, least=0)
-    return {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": per_head if num_layers == widest else head_dim,
-        "sliding_window": window or None,
-        "layer_types": _layer_types([bool(window) and (i + 1) % full_every != 0 for i in range(num_layers)]),
-        "attn_logit_softcapping": _softcap(model, "attn_logit_softcapping"),
-        "final_logit_softcapping": _softcap(model, "final_logit_softcapping"),
-    }
-
-
-def _gemma2(model: Metadata, config: Config) -> Config:
-    shared = _gemma(model, config, full_every=2, widest=46)
-    return shared | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
-
-
-def _gemma3(model: Metadata, config: Config) -> Config:
-    pattern = model.integer("attention.sliding_window_pattern", 6)
-    return _gemma(model, config, full_every=pattern, widest=62) | {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "rope_theta": model.number("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": model.number("rope.freq_base_swa", 10000.0),
-        "sliding_window_pattern": pattern,
-    }
-
-
-def _phi3(model: Metadata, config: Config) -> Config:
-    longest = config["max_position_embeddings"]
-    return {
-        "model_type": "phi3",
-        "architectures": ["Phi3ForCausalLM"],
-        "original_max_position_embeddings": model.integer("rope.scaling.original_context_length", longest),
-        "sliding_window": model.integer("attention.sliding_window", 0, least=0) or None,
-    }
-
-
-def _olmo2(model: Metadata, config: Config) -> Config:
-    """OLMo 2, or OLMo 3, which shares its GGUF architecture and adds a sliding window."""
-    slides = model.numbers("attention.sliding_window_pattern")
-    if slides is None:
-        return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
-    if len(slides) != config["num_hidden_layers"]:
-        corrupt(model.file.path, "olmo2.attention.sliding_window_pattern must have one entry per layer")
-    return {
-        "model_type": "olmo3",
-        "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": model.integer("attention.sliding_window"),
-        "layer_types": _layer_types(slides.tolist()),
-    }
-
-
-def _granite(model: Metadata, config: Config) -> Config:
-    _require_full_rotation(model, config)
-    return {
-        "model_type": "granite",
-        "architectures": ["GraniteForCausalLM"],
-        "attention_multiplier": model.number("attention.scale"),
-        "embedding_multiplier": model.number("embedding_scale"),
-        "residual_multiplier": model.number("residual_scale"),
-        "logits_scaling": model.number("logit_scale"),
-    }
-
-
-def _glm4(model: Metadata, config: Config) -> Config:
-    return {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
-
-
-def _cohere(model: Metadata, config: Config) -> Config:
-    """Command R, or Command R7B and A, which add a sliding window."""
-    shared = {"logit_scale": model.number("logit_scale"), "layer_norm_eps": config["rms_norm_eps"]}
-    if not model.has("attention.sliding_window"):
-        has_norms = "blk.0.attn_q_norm.weight" in model.file.tensors
-        return shared | {"model_type": "cohere", "architectures": ["CohereForCausalLM"], "use_qk_norm": has_norms}
-    return shared | {
-        "model_type": "cohere2",
-        "architectures": ["Cohere2ForCausalLM"],
-        "sliding_window": model.integer("attention.sliding_window"),
-        "layer_types": _layer_types([(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]),
-    }
-
-
-def _exaone4(model: Metadata, config: Config) -> Config:
-    window = model.integer("attention.sliding_window", 0, least=0)
-    slides = [bool(window) and (i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]
-    return {
-        "model_type": "exaone4",
-        "architectures": ["Exaone4ForCausalLM"],
-        "sliding_window": window or None,
-        "sliding_window_pattern": 4 if window else None,
-        "layer_types": _layer_types(slides),
-    }
-
-
-def _seed_oss(model: Metadata, config: Config) -> Config:
-    has_bias = "blk.0.attn_output.bias" in model.file.tensors
-    return {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "attention_out_bias": has_bias}
-
-
-def _ernie(model: Metadata, config: Config) -> Config:
-    return {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "use_bias": config["attention_bias"]}
-
-
-def _starcoder2(model: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "starcoder2",
-        "architectures": ["Starcoder2ForCausalLM"],
-        "hidden_act": "gelu_pytorch_tanh",
-        "norm_epsilon": config["rms_norm_eps"],
-        "use_bias": config["attention_bias"],
-        "sliding_window": model.integer("attention.sliding_window", 0, least=0) or None,
-    }
-
-
-def _nemotron(model: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "nemotron",
-        "architectures": ["NemotronForCausalLM"],
-        "hidden_act": "relu2",
-        "norm_eps": config["rms_norm_eps"],
-        "mlp_bias": "blk.0.ffn_up.bias" in model.file.tensors,
-    }
-
-
-def _hunyuan(model: Metadata, config: Config) -> Config:
-    return {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
-
-
-def _arcee(model: Metadata, config: Config) -> Config:
-    _require_full_rotation(model, config)
-    return {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}
-
-
-def _olmoe(model: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "olmoe",
-        "architectures": ["OlmoeForCausalLM"],
-        "num_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "norm_topk_prob": False,
-    }
+def _sliding_by(model: Metadata, config: Config, key: str) -> list[str]:
+    slides = model.numbers(key)
+    if slides is None or len(slides) != config["num_hidden_layers"]:
+        corrupt(model.file.path, f"{model.prefix}{key} must have one entry per layer")
+    return _layer_types(slides.tolist())
 
 
 def _layer_types(slides: list[bool]) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention" for sliding in slides]
 
 
-def _softcap(model: Metadata, key: str) -> float | None:
-    return model.number(key) if model.has(key) else None
+def _rotated_but_every(model: Metadata, config: Config, every: int) -> list[int]:
+    """1: the layer rotates, 0: it does not (the field's name is Hugging Face's)."""
+    return [int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])]
 
 
-_FAMILIES: dict[str, Callable[[Metadata, Config], Config]] = {
-    "llama": _llama,
-    "smollm3": _smollm3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe,
-    "gpt-oss": _gpt_oss,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "phi3": _phi3,
-    "olmo2": _olmo2,
-    "olmoe": _olmoe,
-    "arcee": _arcee,
-    "cohere2": _cohere,
-    "command-r": _cohere,
-    "ernie4_5": _ernie,
-    "exaone4": _exaone4,
-    "glm4": _glm4,
-    "granite": _granite,
-    "hunyuan-dense": _hunyuan,
-    "nemotron": _nemotron,
-    "seed_oss": _seed_oss,
-    "starcoder2": _starcoder2,
+def _query_scalar(model: Metadata, config: Config, widest: int) -> int:
+    """Gemma's 27B models, of `widest` layers, scale their queries by another width."""
+    is_widest = config["num_hidden_layers"] == widest
+    return int(config["hidden_size"] // config["num_attention_heads"] if is_widest else config["head_dim"])
+
+
+def _untruncated(model: Metadata, config: Config, name: str) -> Config:
+    """A scaling of RoPE that is not rounded to whole pairs, which files do not say."""
+    scaling = config[name]
+    return {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    "integer": lambda model, config, key, default=None: model.integer(key, default),
+    "number": lambda model, config, key, default=None: model.number(key, default),
+    "optional_number": lambda model, config, key: model.number(key) if model.has(key) else None,
+    "has_tensor": lambda model, config, name: name in model.file.tensors,
+    "same_as": lambda model, config, name: config[name],
+    "if_windowed": lambda model, config, value: value if config["sliding_window"] else None,
+    "window": _window,
+    "full_every": _full_every,
+    "sliding_by": _sliding_by,
+    "rotated_but_every": _rotated_but_every,
+    "query_scalar": _query_scalar,
+    "untruncated": _untruncated,
 }
+
+
+# ---- RoPE ------------------------------------------------------------------------------------------------------------
+
+
+def rope_scaling(model: Metadata, rotary_dim: int) -> dict[str, Any] | None:
+    tensors = model.file.tensors
+    if "rope_freqs.weight" in tensors:
+        return _named_or_explicit(model, _factors(model, "rope_freqs.weight", rotary_dim))
+    if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": _factors(model, "rope_factors_long.weight", rotary_dim),
+            "short_factor": _factors(model, "rope_factors_short.weight", rotary_dim),
+            "original_max_position_embeddings": model.integer("rope.scaling.original_context_length"),
+        }
+    kind = model.string("rope.scaling.type") or "none"
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(f"{model.file.path}: the RoPE scaling {kind!r} is not supported")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": model.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = model.integer("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if model.has(f"rope.scaling.yarn_{key}"):
+                scaling[key] = model.number(f"rope.scaling.yarn_{key}")
+    return scaling
+
+
+def _named_or_explicit(model: Metadata, factors: list[float]) -> dict[str, Any] | None:
+    """Recover Llama 3's rope scaling, of which GGUF stores only one divisor per frequency.
+
+    Every Llama 3.x so far has the same bounds and another factor; if those bounds reproduce the stored divisors, the
+    scaling gets its name back. Otherwise the divisors are used as they are.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return None
+    scaling = {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": model.integer("rope.scaling.original_context_length", 8192),
+    }
+    theta = model.number("rope.freq_base", 10000.0)
+    if np.allclose(factors, _llama3_factors(scaling, theta, len(factors))):
+        return scaling
+    return {"rope_type": "frequency_factors", "factors": factors}
+
+
+def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArray[np.float64]:
+    inv_freq = theta ** -(np.arange(count) / count)
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: a high frequency, unchanged
+    factors: NDArray[np.float64] = 1.0 / (kept + (1.0 - kept) / scaling["factor"])
+    return factors
+
+
+def _factors(model: Metadata, name: str, rotary_dim: int) -> list[float]:
+    tensor = model.file.tensors[name]
+    if tensor.shape != (rotary_dim // 2,):
+        corrupt(model.file.path, f"{name} has the shape {tensor.shape} where {rotary_dim // 2} are needed")
+    factors = model.file.read(tensor)
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        corrupt(model.file.path, f"{name} must hold positive numbers")
+    return [float(str(factor)) for factor in factors]

@@ -12,7 +12,7 @@ from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput, ThinkingBudgets
-from chairlift.text.reasoning_formats.think import ThinkFormat
+from chairlift.text.reasoning_formats.marked import ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
 from tests.runner import gpu_engine
 from tests.runner.gpu_engine import generate, random_prompts

@@ -22,11 +22,8 @@ from chairlift.text.assistant_parts import (
 )
 from chairlift.text.reasoning import ReasoningUse, effort_variables
 from chairlift.text.reasoning_formats.base import Phase, ReasoningFormat, choose_reasoning
-from chairlift.text.reasoning_formats.cohere import CohereReasoning
-from chairlift.text.reasoning_formats.granite import GraniteReasoning
 from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
-from chairlift.text.reasoning_formats.mistral import MagistralFormat
-from chairlift.text.reasoning_formats.think import ThinkFormat
+from chairlift.text.reasoning_formats.marked import CohereReasoning, GraniteReasoning, MagistralFormat, ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.json_calls import HermesFormat
 from chairlift.text.tool_formats.named_calls import HarmonyFormat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.registry import Registry
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart, ReasoningDelta
 from chairlift.text.tools.call_grammar import Marker, pattern
-from chairlift.text.tools.reader import prefix_at_end
+from chairlift.text.tools.reader import first_of
 
 
 class Phase(StrEnum):
@@ -24,7 +23,7 @@ Message = dict[str, Any]
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 
 
-class ReasoningFormat(ABC):
+class ReasoningFormat:
     """The reasoning format of one model family: reasoning between two markers at the start of the output."""
 
     begins: tuple[str, ...]  # the first one is the usual one
@@ -36,10 +35,10 @@ class ReasoningFormat(ABC):
     def __init__(self, template: str) -> None:
         self.template = template
 
-    @staticmethod
-    @abstractmethod
-    def recognises(template: str) -> bool:
+    @classmethod
+    def recognises(cls, template: str) -> bool:
         """Return whether a chat template belongs to this family."""
+        return all(end in template for end in cls.ends)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -109,7 +108,7 @@ def renamed_reasoning(message: Message, name: str) -> Message:
 
 
 REASONING_FORMATS: Registry[type[ReasoningFormat]] = Registry(
-    "reasoning_parser", "chairlift.text.reasoning_formats", separator="_"
+    "reasoning_parser", "chairlift.text.reasoning_formats", grouped=True
 )
 NO_REASONING = "none"
 
@@ -173,14 +172,9 @@ class MarkedReasoningParser:
                 self._phase = Phase.CLOSED
 
     def _read_reasoning(self) -> list[AssistantPart]:
-        found = [(at, end) for end in self._ends if (at := self._held.find(end)) >= 0]
-        if found:
-            at, end = min(found)
-            parts = self._trimmed.add(self._held[:at])
-            self._held, self._phase, self._after_end = self._held[at + len(end) :], Phase.CLOSED, True
-            return parts
-        cut = len(self._held) - max(prefix_at_end(self._held, end) for end in self._ends)
-        text, self._held = self._held[:cut], self._held[cut:]
+        text, end, self._held = first_of(self._ends, self._held)
+        if end is not None:
+            self._phase, self._after_end = Phase.CLOSED, True
         return self._trimmed.add(text)
 
     def _read_content(self) -> list[AssistantPart]:

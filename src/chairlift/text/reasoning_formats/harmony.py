@@ -17,7 +17,7 @@ from chairlift.text.reasoning_formats.base import (
     renamed_reasoning,
 )
 from chairlift.text.tools.call_grammar import Marker, literal
-from chairlift.text.tools.reader import prefix_at_end
+from chairlift.text.tools.reader import first_of
 
 CHANNEL, MESSAGE, START, END, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
 _ANALYSIS, _FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
@@ -36,8 +36,8 @@ class HarmonyReasoning(ReasoningFormat):
     repeats = True
     answer = _FINAL
 
-    @staticmethod
-    def recognises(template: str) -> bool:
+    @classmethod
+    def recognises(cls, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template
 
     @property
@@ -127,18 +127,14 @@ class HarmonyParser:
         return []
 
     def _read_body(self) -> list[AssistantPart] | None:
-        found = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
-        if found:
-            at, end = min(found)
-            body, self._held = self._held[:at], self._held[at + len(end) :]
-            parts = self._add(body)
-            if self._call_open:
-                parts += self._content.push(_CALL)
-            self._in_header, self._is_reasoning, self._call_open = True, False, False
-            return parts
-        cut = len(self._held) - max(prefix_at_end(self._held, end) for end in _ENDS)
-        body, self._held = self._held[:cut], self._held[cut:]
-        return self._add(body) or None
+        body, end, self._held = first_of(_ENDS, self._held)
+        parts = self._add(body)
+        if end is None:
+            return parts or None
+        if self._call_open:
+            parts += self._content.push(_CALL)
+        self._in_header, self._is_reasoning, self._call_open = True, False, False
+        return parts
 
     def _add(self, text: str) -> list[AssistantPart]:
         if not text:

@@ -7,7 +7,7 @@ whole text were present, and the text may be split anywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -165,3 +165,16 @@ def prefix_at_end(text: str, marker: str) -> int:
     """Return the length of the longest proper prefix of `marker` that `text` ends with."""
     longest = min(len(text), len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def first_of(marks: Sequence[str], text: str) -> tuple[str, str | None, str]:
+    """Split a text at the first of these marks: the text before it, the mark, and the text behind it.
+
+    Without one: the text that is no part of any, None, and the rest, with which a mark may begin.
+    """
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        at, mark = min(found)
+        return text[:at], mark, text[at + len(mark) :]
+    cut = len(text) - max(prefix_at_end(text, mark) for mark in marks)
+    return text[:cut], None, text[cut:]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.layers.formats.fp8 import FP8, multiply, round_rows
+from chairlift.layers.linear import Build
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
 
@@ -301,7 +302,7 @@ def test_fused_decode_over_an_8_bit_cache(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     routing = Routing(num_experts=num_experts, top_k=top_k, normalize=True)
-    block = MixtureOfExperts(hidden, inner, routing, activation="silu", dtype=dtype, device=DEVICE)
+    block = MixtureOfExperts(hidden, inner, routing, Build(dtype, DEVICE), activation="silu")
     for weight in (block.gate_up.plain, block.down.plain):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     for tokens in (1, 5, 64, 700):

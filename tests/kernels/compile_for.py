@@ -79,9 +79,8 @@ from chairlift.kernels.triton.products import product
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
-from chairlift.layers.microscaled import PANEL, RUN, num_chunks
-from chairlift.layers.recurrent.gated_norm import GateOrder
-from chairlift.layers.recurrent.recurrence import RecurrenceRule
+from chairlift.layers.expert_weights import PANEL, RUN, num_chunks
+from chairlift.layers.recurrent.base import GateOrder, RecurrenceRule
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_hopper_prefill, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch
-from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
+from chairlift.layers.linear import Build
+from chairlift.layers.recurrent.base import GateOrder, RecurrenceRule, RecurrentMixer, RecurrentShape
 from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
-from chairlift.layers.recurrent.gated_norm import GateOrder
 from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
-from chairlift.layers.recurrent.recurrence import RecurrenceRule
 from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
 
 SLOTS = 9
@@ -130,7 +128,7 @@ def exact_convolution(
 def make_layer(shape: RecurrentShape, device: torch.device = CPU) -> RecurrentMixer:
     """A layer with seeded weights, the same on every device."""
     torch.manual_seed(0)
-    layer = shape.make(HIDDEN, 1e-5, torch.float32, device, PlainWeight)
+    layer = shape.make(HIDDEN, 1e-5, Build(torch.float32, device))
     for _, target in layer.targets():
         target.copy_(torch.randn(target.shape) * 0.5)
     for part in layer.parts():

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch
-from chairlift.layers.recurrent.base import RecurrentShape
-from chairlift.layers.recurrent.convolution import CausalConvolution
-from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule
+from chairlift.layers.recurrent.base import CausalConvolution, LinearRecurrence, RecurrenceRule, RecurrentShape
 from tests.kernels.recurrent_cases import (
     CPU,
     HIDDEN,

@@ -15,6 +15,7 @@ from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import ExpertRouter, Routing
@@ -46,7 +47,7 @@ def test_routing_and_grouping(name: str, tokens: int, more: str, device: torch.d
     rule = replace(RULES[name], router_bias=more == "bias", float32=more == "float32")
     torch.manual_seed(tokens)
     dtype = torch.bfloat16 if more == "float32" else torch.float32
-    router = ExpertRouter(HIDDEN, rule, dtype=dtype, device=device)
+    router = ExpertRouter(HIDDEN, rule, Build(dtype, device))
     assert router.linear.weight.plain is not None
     router.linear.weight.plain.normal_(std=0.1)
     for bias in (router.linear.bias, router.correction_bias):
@@ -64,7 +65,7 @@ def test_routing_and_grouping(name: str, tokens: int, more: str, device: torch.d
 
 
 def test_scores_that_are_not_numbers(device: torch.device) -> None:
-    router = ExpertRouter(HIDDEN, RULES["mixtral"], dtype=torch.float32, device=device)
+    router = ExpertRouter(HIDDEN, RULES["mixtral"], Build(torch.float32, device))
     assert router.linear.weight.plain is not None
     router.linear.weight.plain.zero_()
     x = torch.full((2, HIDDEN), torch.nan, device=device)
@@ -108,9 +109,7 @@ def make_block(kind: str, device: torch.device) -> tuple[MixtureOfExperts, Clamp
         bias=gate is not None,
         has_gates=kind != "no gate",
         activation=gate or ("relu2" if kind == "no gate" else "silu"),
-        dtype=torch.float32,
-        device=device,
-        format=format,
+        build=Build(torch.float32, device, format),
     )
     assert block.router.linear.weight.plain is not None
     block.router.linear.weight.plain.normal_(std=0.1)

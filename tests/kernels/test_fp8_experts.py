@@ -12,6 +12,7 @@ from chairlift.layers.expert_weights import ExpertWeights, kept_forms
 from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.formats.fp8 import FP8, FP8Weight, round_rows
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.linear import Build
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
 from chairlift.loading.stored_weight import ScaledFloats
@@ -30,7 +31,7 @@ KEEPS: dict[str, Any] = {"dtype": torch.float32, "keeps": frozenset({"fp8", "mxf
 
 def make_block(device: torch.device, dtype: torch.dtype = torch.float32) -> MixtureOfExperts:
     routing = Routing(num_experts=EXPERTS, top_k=2)
-    block = MixtureOfExperts(HIDDEN, INNER, routing, activation="silu", dtype=dtype, device=device, format=FP8Weight)
+    block = MixtureOfExperts(HIDDEN, INNER, routing, Build(dtype, device, FP8Weight), activation="silu")
     torch.manual_seed(0)
     for _, target in block.expert_targets(("gate", "up"), "down"):
         target.copy_(torch.randn(target.shape, device=device) * 0.1)

@@ -16,6 +16,7 @@ from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.linear import Build
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.models import build_model
@@ -40,7 +41,7 @@ def make_block(
     has_gates, format = kind != "no gate", {"fp8": FP8Weight, "mxfp4": CheckpointWeight}.get(kind, PlainWeight)
     size = INNER * (3 if kind == "three" else 2) if shared_size is None else shared_size
     options: dict[str, Any] = {"has_gates": has_gates, "activation": "silu" if has_gates else "relu2"}
-    options |= {"dtype": torch.float32, "device": device, "format": format}
+    options["build"] = Build(torch.float32, device, format)
     shared = SharedExpert(HIDDEN, size, is_gated=is_gated, **options)
     rule = Routing(
         num_experts=EXPERTS, top_k=TOP_K, normalize=True, scale=2.5, weights_inputs=kind == "weighted inputs"
@@ -91,7 +92,7 @@ def routed(block: MixtureOfExperts, x: Tensor, num_shared: int) -> tuple[Tensor,
 def test_every_token_has_them_with_weight_one(name: str, device: torch.device) -> None:
     rule = RULES[name]
     torch.manual_seed(len(name))
-    router = ExpertRouter(HIDDEN, rule, dtype=torch.float32, device=device)
+    router = ExpertRouter(HIDDEN, rule, Build(torch.float32, device))
     assert router.linear.weight.plain is not None
     router.linear.weight.plain.normal_(std=0.1)
     if router.correction_bias is not None:

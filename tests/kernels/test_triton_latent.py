@@ -15,6 +15,7 @@ from chairlift.attention.paged.gpu import PagedGPUAttention, PagedGPUStep
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.triton.latent import absorbed
 from chairlift.layers.latent_attention import HeadUpProjection, LatentShape
+from chairlift.layers.linear import Build
 from tests.kernels.attention_cases import TOLERANCE, as_ints
 
 CPU, EPS = torch.device("cpu"), 1e-6
@@ -59,7 +60,7 @@ def make_case(
     torch.manual_seed(len(starts))
     shape = LatentShape(None, rank, nope, rope, value, bias=False, interleaved_rope=False)
     layer = AttentionLayer(0, heads, 1, rank + rope, (nope + rope) ** -0.5, latent_dim=rank)
-    up = HeadUpProjection(heads, shape, dtype=dtype, device=device)
+    up = HeadUpProjection(heads, shape, Build(dtype, device))
     up.weight.normal_(std=rank**-0.5)
     total = sum(counts)
     needed = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]

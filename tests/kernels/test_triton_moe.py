@@ -16,6 +16,7 @@ from chairlift.kernels.gpu import GPUS, META, described_gpu
 from chairlift.kernels.triton.experts import activation, grouping
 from chairlift.kernels.triton.experts.tiling import tiling_for
 from chairlift.kernels.triton.launch import generic_kernels
+from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -143,8 +144,7 @@ def make_block(device: torch.device, *, num_experts: int, top_k: int, hidden: in
         inner,
         Routing(num_experts=num_experts, top_k=top_k, normalize=True),
         activation="silu",
-        dtype=torch.float32,
-        device=device,
+        build=Build(torch.float32, device),
     )
     router = block.router.linear.weight.plain
     assert router is not None
@@ -181,8 +181,7 @@ def test_experts_with_biases_a_clamped_gate_or_weighted_inputs(weights_inputs: b
         Routing(num_experts=5, top_k=3, weights_inputs=weights_inputs),
         bias=not weights_inputs,
         activation=gate_of,
-        dtype=torch.float32,
-        device=device,
+        build=Build(torch.float32, device),
     )
     weights = [
         block.router.linear.weight.plain,

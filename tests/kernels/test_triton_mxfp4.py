@@ -10,9 +10,9 @@ from torch import Tensor
 
 from chairlift.kernels.triton.experts import grouping, products
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
-from chairlift.layers.expert_weights import ExpertWeights
+from chairlift.layers.expert_weights import ExpertWeights, packed, unpacked
 from chairlift.layers.formats.checkpoint import CheckpointWeight
-from chairlift.layers.microscaled import packed, unpacked
+from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.routing import Routing
@@ -37,9 +37,7 @@ def filled(device: torch.device) -> tuple[MixtureOfExperts, list[Tensor], list[T
         Routing(num_experts=EXPERTS, top_k=2),
         bias=True,
         activation=ClampedGate(1.702, 7.0),
-        format=CheckpointWeight,
-        dtype=torch.float32,
-        device=device,
+        build=Build(torch.float32, device, CheckpointWeight),
     )
     inner: list[Tensor] = []
     outer: list[Tensor] = []

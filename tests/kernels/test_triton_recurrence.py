@@ -8,11 +8,8 @@ import torch
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm, step_gates
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
-from chairlift.layers.recurrent import convolution, recurrence
-from chairlift.layers.recurrent import gated_norm as gated_norms
-from chairlift.layers.recurrent.base import RecurrentShape
-from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
-from chairlift.layers.recurrent.recurrence import RecurrenceRule, StepGate
+from chairlift.layers.recurrent import base
+from chairlift.layers.recurrent.base import GatedNorm, GateOrder, RecurrenceRule, RecurrentShape, StepGate
 from tests.kernels.recurrent_cases import (
     CPU,
     HIDDEN,
@@ -139,8 +136,7 @@ def test_layers(shape: RecurrentShape, device: torch.device, monkeypatch: pytest
     states = {spec.name: torch.randn(SLOTS, *spec.shape) for spec in shape.states()}
     found, kept = [], []
     for on_gpu, where in ((False, CPU), (True, device)):
-        for module in (convolution, gated_norms, recurrence):
-            monkeypatch.setattr(module, "on_gpu", lambda device, value=on_gpu: value)
+        monkeypatch.setattr(base, "on_gpu", lambda device, value=on_gpu: value)
         layer, batch = make_layer(shape, where), make_batch(where)
         own = {name: state.clone().to(where) for name, state in states.items()}
         found.append(layer(x.to(where), batch, own)[: int(batch.starts[-1])].cpu())

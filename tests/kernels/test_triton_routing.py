@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.layers.linear import Build
 from chairlift.layers.routing import ExpertRouter, Routing
 
 RULES: dict[str, Routing] = {
@@ -49,7 +50,7 @@ def by_hand(logits: Tensor, bias: Tensor | None, rule: Routing) -> dict[int, flo
 def test_routing(name: str, device: torch.device) -> None:
     rule = RULES[name]
     generator = torch.Generator().manual_seed(len(name))
-    router = ExpertRouter(4, rule, dtype=torch.float32, device=device)
+    router = ExpertRouter(4, rule, Build(torch.float32, device))
     if router.correction_bias is not None:
         router.correction_bias.copy_(torch.randn(rule.num_experts, generator=generator) * 0.3)
     logits = (torch.randn(37, rule.num_experts, generator=generator) * 2).to(device)
@@ -63,7 +64,7 @@ def test_routing(name: str, device: torch.device) -> None:
 
 def test_scores_that_are_not_numbers_choose_experts_that_exist(device: torch.device) -> None:
     for rule in RULES.values():
-        router = ExpertRouter(4, rule, dtype=torch.float32, device=device)
+        router = ExpertRouter(4, rule, Build(torch.float32, device))
         if router.correction_bias is not None:
             router.correction_bias.zero_()
         _, experts = router.choose_on_gpu(torch.full((3, rule.num_experts), torch.nan, device=device), torch.float32)

@@ -15,8 +15,8 @@ from chairlift.config import EngineConfig
 from chairlift.engine import settings
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
-from chairlift.layers.block_experts import BlockExperts
 from chairlift.layers.embedding import StoredEmbedding
+from chairlift.layers.expert_weights import BlockExperts
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.models import build_model

@@ -13,9 +13,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model
 from chairlift.layers.formats.blocks import BlockWeight
-from chairlift.layers.formats.int4 import Int4Weight
+from chairlift.layers.formats.int4 import Int4Weight, round_groups
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.group_rounding import round_groups
 from chairlift.layers.linear import Linear
 from chairlift.loading.stored_weight import GroupedIntegers
 from chairlift.models.decoder import Decoder

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from chairlift.layers.formats.none import PlainWeight, can_pack
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.routing import Routing
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def _linear(out_features: int, in_features: int, bias: bool, dtype: torch.dtype) -> Linear:
-    linear = Linear.empty(in_features, out_features, bias=bias, dtype=dtype, device=CPU)
+    linear = Build(dtype, CPU).linear(in_features, out_features, bias=bias)
     assert linear.weight.plain is not None
     linear.weight.plain.normal_(std=in_features**-0.5)
     if linear.bias is not None:
@@ -85,7 +85,7 @@ def test_a_shared_weight_keeps_its_plain_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm(unit_offset: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm = RMSNorm(24, 1e-5, unit_offset=unit_offset, dtype=dtype, device=CPU)
+    norm = RMSNorm(24, 1e-5, Build(dtype, CPU), unit_offset=unit_offset)
     stored = torch.randn(24).to(norm.weight.dtype)
     norm.weight.copy_(stored)
     norm.finalize()
@@ -106,8 +106,7 @@ def test_experts_against_a_loop_over_tokens(normalize: bool) -> None:
         8,
         Routing(num_experts=5, top_k=2, normalize=normalize),
         activation="silu",
-        dtype=torch.float32,
-        device=CPU,
+        build=Build(torch.float32, CPU),
     )
     router = moe.router.linear.weight.plain
     assert router is not None

@@ -12,9 +12,8 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.decoder import Decoder
-from chairlift.models.loader import targets
+from chairlift.models.loader import fill, targets
 from chairlift.models.read_config import decoder_config
-from chairlift.models.weights import fill
 from chairlift.models.wrappers import canonical_name
 
 CPU = torch.device("cpu")

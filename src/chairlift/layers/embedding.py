@@ -8,6 +8,7 @@ from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.linear import Build
 
 
 class Embedding:
@@ -65,15 +66,9 @@ class StoredEmbedding(Embedding):
         return self.weight.num_bytes
 
 
-def empty_embedding(
-    vocab_size: int,
-    hidden_size: int,
-    scale: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    format: type[WeightFormat],
-) -> Embedding:
+def empty_embedding(vocab_size: int, hidden_size: int, scale: float, build: Build) -> Embedding:
     """A table to be filled; in formats that keep the blocks of a file, it may stay in those."""
+    format, dtype, device = build.format, build.dtype, build.device
     if format.traits.becomes_blocks(dtype, device):
         return StoredEmbedding(format.empty(vocab_size, hidden_size, dtype, device), scale, dtype)
-    return Embedding(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device), scale, dtype)
+    return Embedding(build.empty(vocab_size, hidden_size), scale, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,23 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ALONE, Fusion, WeightFormat
+from chairlift.layers.formats.blocks import BlockWeight
+from chairlift.layers.formats.checkpoint import CheckpointWeight
 from chairlift.layers.formats.fp8 import FP8, FP8Weight, round_rows
-from chairlift.layers.microscaled import PANEL, RUN, can_pack, num_chunks, packed, unpacked
-from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
+from chairlift.layers.linear import Build
+from chairlift.layers.parts import Part
+from chairlift.loading.stored_weight import GROUP, MicroscaledFloats, ScaledFloats, StoredWeight
 
-if TYPE_CHECKING:  # triton is not needed on a CPU
+if TYPE_CHECKING:
     from chairlift.kernels.triton.experts.products import ExpertMatrix
+
 
 Form = Literal["plain", "fp8", "mxfp4"]
 
 
-class ExpertWeights:
+class ExpertWeights(Part):
     """[experts, out, in]; memory is allocated when the first rows come.
 
     `keeps`: the forms in which rows stay if a checkpoint stores them so; `rounds`: all rows become 8-bit floats. Every
     row of 8-bit floats has a scale; rows that a checkpoint stores with scales per block are rounded again. 4-bit floats
-    with a power of two per 32 columns (MXFP4) lie in memory as `layers/microscaled.py` says.
+    with a power of two per 32 columns (MXFP4) lie in memory as `packed` says.
     """
 
     in_blocks = False  # the checkpoint stored them in blocks of a GGUF file, which a CPU multiplies
@@ -77,10 +82,6 @@ class ExpertWeights:
     def multiply(self, expert: int, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows [T, in] times the plain weight of an expert -> [T, out]; bias [experts, out]."""
         return F.linear(rows, self.plain[expert], None if bias is None else bias[expert])
-
-    def finalize(self) -> None:
-        """Called once all rows are filled."""
-        return
 
     @property
     def num_bytes(self) -> int:
@@ -184,11 +185,48 @@ class ExpertRows:
         self._weights.fill(self._expert, self._first, source)
 
 
+class BlockExperts(ExpertWeights):
+    """On a CPU, a weight of its own for each expert, in the blocks of a GGUF file; those that the checkpoint does not
+    store in blocks become plain."""
+
+    def __init__(
+        self, num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(num_experts, out_features, in_features, dtype=dtype, device=device)
+        sizes = out_features, in_features, dtype, device
+        self._experts: Sequence[WeightFormat] = [CheckpointWeight.empty(*sizes) for _ in range(num_experts)]
+
+    def fill(self, expert: int, first: int, source: Tensor | StoredWeight) -> None:
+        self._experts[expert].fill_rows(first, source)
+
+    def finalize(self) -> None:
+        self._experts = [weight.finalized() for weight in self._experts]
+        self.in_blocks = all(weight.panels is not None for weight in self._experts)
+
+    def multiply(self, expert: int, rows: Tensor, bias: Tensor | None) -> Tensor:
+        fusion = ALONE if bias is None else Fusion(bias[expert])
+        return self._experts[expert].product(rows, fusion).rows
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self._experts)
+
+
 def kept_forms(format: type[WeightFormat], dtype: torch.dtype, device: torch.device) -> frozenset[Form]:
     """The forms in which a checkpoint's weights stay, if the layers have this format."""
     if not format.traits.keeps_stored or not on_gpu(device):
         return frozenset()
     return frozenset({"mxfp4"} if FP8Weight.obstacles(dtype, device) else {"mxfp4", "fp8"})
+
+
+def empty_experts(num_experts: int, out_features: int, in_features: int, build: Build) -> ExpertWeights:
+    """Weights to be filled, which stay in those forms of a checkpoint that the device computes with."""
+    format, dtype, device = build.format, build.dtype, build.device
+    keeps = kept_forms(format, dtype, device)
+    sizes = num_experts, out_features, in_features
+    if format.traits.keeps_stored and not keeps and not BlockWeight.obstacles(dtype, device):
+        return BlockExperts(*sizes, dtype=dtype, device=device)
+    return ExpertWeights(*sizes, dtype=dtype, device=device, keeps=keeps, rounds=format.traits.rounds_experts)
 
 
 def _values(form: Form, numbers: Tensor, scales: Tensor, columns: int) -> Tensor:
@@ -206,3 +244,56 @@ def _round(source: Tensor | StoredWeight, device: torch.device) -> tuple[Tensor,
     if values.is_meta:  # a GPU that is only described: there is nothing to round
         return torch.empty_like(values, dtype=torch.uint8), values.new_empty(len(values), dtype=torch.float32)
     return round_rows(values)
+
+
+PANEL = 16  # rows stored one behind the other
+RUN = GROUP  # words of a chunk
+CHUNK = 4 * RUN  # columns
+# The scales that are stored are those of the checkpoint times 2 ** -65, as the exponent of a bfloat16: with the
+# smallest number of 4 bits, whose bits are those of 2 ** -127, they stay within its range.
+EXPONENT = 62
+_PLACES = ((15, 6), (12, 3), (14, 9), (13, 0))  # The sign and the other bits of each number are shifted by these.
+
+
+def can_pack(rows: int, columns: int) -> bool:
+    return rows % PANEL == 0 and columns % GROUP == 0
+
+
+def num_chunks(columns: int) -> int:
+    return -(-columns // CHUNK)
+
+
+def packed(weight: MicroscaledFloats) -> tuple[Tensor, Tensor]:
+    """[rows, columns] -> words [panels, chunks, PANEL, RUN] int16, exponents [chunks, rows] int32, four bytes each.
+
+    A chunk of a row is 128 columns in 32 words of 16 bits: word i has columns i, i + 32, i + 64 and i + 96, one of each
+    group of 32 columns that share a scale. So a tile of words is four tiles of the weight, and no number moves to
+    another thread. The bits of a number lie where few operations move them to those of a bfloat16:
+
+        bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+        number   0  2  3  1  2  2  2  0  0  0  1  1  1  3  3  3    the sign first, then two of exponent, one of mantissa
+
+    16 rows of a chunk are stored one behind the other: a program reads memory in sequence.
+    """
+    columns = weight.shape[1]
+    missing = num_chunks(columns) * 4 - columns // GROUP
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(-2)  # [rows, groups, 32]
+    chunks = F.pad(codes, (0, 0, 0, missing)).unflatten(1, (-1, 4)).int()  # [rows, chunks, 4, 32]
+    words = torch.zeros_like(chunks[:, :, 0])
+    for index, (sign, rest) in enumerate(_PLACES):
+        code = chunks[:, :, index]
+        words |= (code >> 3) << sign | (code & 7) << rest
+    exponents = F.pad((weight.exponents.int() + EXPONENT).clamp(max=254), (0, missing)).to(torch.uint8)
+    return (
+        words.to(torch.int16).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous(),
+        exponents.contiguous().view(torch.int32).t().contiguous(),
+    )
+
+
+def unpacked(words: Tensor, exponents: Tensor, columns: int) -> MicroscaledFloats:
+    """The inverse of `packed`."""
+    chunks = words.transpose(1, 2).flatten(0, 1).int()  # [rows, chunks, 32]
+    numbers = [(chunks >> sign & 1) << 3 | chunks >> rest & 7 for sign, rest in _PLACES]
+    codes = torch.stack(numbers, dim=2).flatten(1, 2)[:, : columns // GROUP].to(torch.uint8).unflatten(-1, (-1, 2))
+    stored = exponents.t().flatten().view(torch.uint8).unflatten(0, (len(chunks), -1))[:, : columns // GROUP]
+    return MicroscaledFloats(codes[..., 0] | codes[..., 1] << 4, (stored.int() - EXPONENT).to(torch.uint8))

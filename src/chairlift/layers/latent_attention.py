@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.attention.interface import AttentionLayer, LatentProjection, StepAttention
-from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.norm import RMSNorm
-from chairlift.layers.parts import Part, PermutedHeads, Target, Targets
+from chairlift.layers.parts import Part, PermutedHeads, Target, Targets, present
 from chairlift.layers.rope import Rotation
 from chairlift.layers.rows import in_tiles
 
@@ -41,14 +38,12 @@ class LatentShape:
         return q + latent + up + num_heads * self.value_dim * hidden_size + hidden_size * self.bias
 
 
-class HeadUpProjection:
+class HeadUpProjection(Part):
     """The matrices that turn a latent into keys and values; always plain, because both forms read them."""
 
-    def __init__(self, num_heads: int, shape: LatentShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        size = (num_heads, shape.nope_dim + shape.value_dim, shape.rank)
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, num_heads: int, shape: LatentShape, build: Build) -> None:
+        self.weight = build.empty(num_heads, shape.nope_dim + shape.value_dim, shape.rank)
         self.nope_dim = shape.nope_dim
-        self._batch_invariant = False
 
     def targets(self, name: str) -> Targets:
         yield f"{name}.weight", self.weight.flatten(0, 1)
@@ -56,12 +51,6 @@ class HeadUpProjection:
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes
-
-    def finalize(self) -> None:
-        """Nothing to pack."""
-
-    def make_batch_invariant(self) -> None:
-        self._batch_invariant = True
 
     def absorb(self, q: Tensor) -> Tensor:
         return self._by_head(q, self.weight[:, : self.nope_dim])
@@ -82,24 +71,13 @@ class HeadUpProjection:
             torch.bmm(by_head, weight, out=out.transpose(0, 1))
             return out
 
-        return in_tiles(multiply, x.flatten(1)) if self._batch_invariant else multiply(x)
+        return in_tiles(multiply, x.flatten(1)) if self.batch_invariant else multiply(x)
 
 
-class LatentAttention:
+class LatentAttention(Part):
     """Projects to queries and one latent per token, and attends from them; the caller applies the output projection."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        layer: AttentionLayer,
-        shape: LatentShape,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
-        norm: dict[str, Any] = {"unit_offset": False, "dtype": dtype, "device": device}
+    def __init__(self, hidden_size: int, layer: AttentionLayer, shape: LatentShape, build: Build) -> None:
         self.layer = layer
         self.shape = shape
         self._head_dim = shape.nope_dim + shape.rope_dim
@@ -107,15 +85,15 @@ class LatentAttention:
         # One product for everything that is computed from the hidden state: the queries or their latent, and the latent
         # of keys and values.
         self._sizes = [queries if shape.q_rank is None else shape.q_rank, shape.rank + shape.rope_dim]
-        self.down = Linear.empty(hidden_size, sum(self._sizes), bias=shape.bias, **options)
+        self.down = build.linear(hidden_size, sum(self._sizes), bias=shape.bias)
         self.q_norm: RMSNorm | None = None
         self.q_up: Linear | None = None
         if shape.q_rank is not None:
-            self.q_norm = RMSNorm(shape.q_rank, shape.eps, **norm)
-            self.q_up = Linear.empty(shape.q_rank, queries, bias=False, **options)
-        self.kv_norm = RMSNorm(shape.rank, shape.eps, **norm)
-        self.up = HeadUpProjection(layer.num_heads, shape, dtype=dtype, device=device)
-        self.output = Linear.empty(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias, **options)
+            self.q_norm = RMSNorm(shape.q_rank, shape.eps, build)
+            self.q_up = build.linear(shape.q_rank, queries)
+        self.kv_norm = RMSNorm(shape.rank, shape.eps, build)
+        self.up = HeadUpProjection(layer.num_heads, shape, build)
+        self.output = build.linear(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias)
 
     def targets(self) -> Targets:
         direct, shape = self.q_up is None, self.shape
@@ -142,14 +120,8 @@ class LatentAttention:
         rotated = torch.arange(self.shape.rope_dim).view(-1, 2).T.flatten()
         return PermutedHeads(target, torch.cat((torch.arange(unrotated), unrotated + rotated)), axis=0)
 
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.down, self.output) if self.q_up is None else (self.down, self.q_up, self.output)
-
-    def parts(self) -> Iterator[Part]:
-        yield from self.linears()
-        yield from (self.kv_norm, self.up)
-        if self.q_norm is not None:
-            yield self.q_norm
+    def parts(self) -> tuple[Part, ...]:
+        return present(self.down, self.q_up, self.output, self.kv_norm, self.up, self.q_norm)
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attention: StepAttention) -> Tensor:
         q, latent = self.down(x).split(self._sizes, dim=1)

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import Fusion, WeightFormat
-from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Targets
+from chairlift.layers.formats.base import Fusion
+from chairlift.layers.linear import Build, Linear
+from chairlift.layers.parts import Part, Targets
 from chairlift.layers.rows import one_by_one
 
 Activation = Callable[[Tensor], Tensor]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "relu": F.relu,
-    "relu2": _squared_relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 # What the Triton kernels call those that they have.
 KERNEL_NAMES: dict[object, str] = {F.silu: "silu", _gelu_tanh: "gelu_tanh"}
@@ -44,9 +37,9 @@ ACTIVATION_NAMES = (*ACTIVATIONS, "xielu")  # those of dense blocks; experts hav
 class XIELU:
     """An activation with learned factors: above * x² + beta * x, and below * (eˣ - 1 - x) + beta * x for x < 0."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._alphas = {name: torch.empty(1, dtype=dtype, device=device) for name in ("alpha_p", "alpha_n")}
-        self._constants = {name: torch.empty((), dtype=dtype, device=device) for name in ("beta", "eps")}
+    def __init__(self, build: Build) -> None:
+        self._alphas = {name: build.empty(1) for name in ("alpha_p", "alpha_n")}
+        self._constants = {name: build.empty() for name in ("beta", "eps")}
 
     def targets(self, name: str) -> Targets:
         yield from ((f"{name}.{key}", tensor) for key, tensor in (self._alphas | self._constants).items())
@@ -72,10 +65,6 @@ class ScaledActivation:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._activation(x * self._before).mul_(self._after)
-
-
-def make_activation(name: str, dtype: torch.dtype, device: torch.device) -> Activation:
-    return XIELU(dtype, device) if name == "xielu" else ACTIVATIONS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +95,7 @@ def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
     return activation(gate).mul_(up)
 
 
-class DenseMLP:
+class DenseMLP(Part):
     """Two products with an activation between them."""
 
     width: ClassVar[int]  # columns of the first product for each row of the second
@@ -115,22 +104,18 @@ class DenseMLP:
         self,
         hidden_size: int,
         intermediate_size: int,
+        build: Build,
         *,
         activation: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat] = PlainWeight,
+        bias: bool = False,
         multipliers: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """`multipliers`: of the activation's input, and of the block's output."""
-        options: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
-        self.first = Linear.empty(hidden_size, self.width * intermediate_size, **options)
-        self.down = Linear.empty(intermediate_size, hidden_size, **options)
-        self._activation = make_activation(activation, dtype, device)
+        self.first = build.linear(hidden_size, self.width * intermediate_size, bias=bias)
+        self.down = build.linear(intermediate_size, hidden_size, bias=bias)
+        self._activation: Activation = XIELU(build) if activation == "xielu" else ACTIVATIONS[activation]
         if multipliers != (1.0, 1.0):
             self._activation = ScaledActivation(self._activation, *multipliers)
-        self._batch_invariant = False
 
     def targets(self, inner_names: Sequence[str], down_name: str) -> Targets:
         """`inner_names`: of the first product in the checkpoint; with a gate, one name for both parts or two."""
@@ -144,21 +129,8 @@ class DenseMLP:
     def learned_activation(self) -> XIELU | None:
         return self._activation if isinstance(self._activation, XIELU) else None
 
-    def linears(self) -> tuple[Linear, Linear]:
+    def parts(self) -> tuple[Linear, Linear]:
         return self.first, self.down
-
-    def make_batch_invariant(self) -> None:
-        self.first.make_batch_invariant()
-        self.down.make_batch_invariant()
-        self._batch_invariant = True
-
-    @property
-    def num_bytes(self) -> int:
-        return self.first.num_bytes + self.down.num_bytes
-
-    def finalize(self) -> None:
-        self.first.finalize()
-        self.down.finalize()
 
     def activate(self, x: Tensor) -> Tensor:
         """[rows, width * size] -> [rows, size]."""
@@ -167,7 +139,7 @@ class DenseMLP:
     def inner(self, x: Tensor) -> Tensor:
         """Everything but the down projection."""
         inner = self.first(x)
-        if self._batch_invariant and not on_gpu(x.device):
+        if self.batch_invariant and not on_gpu(x.device):
             return one_by_one(self.activate, inner)
         return self.activate(inner)
 
@@ -180,10 +152,6 @@ class GatedMLP(DenseMLP):
     """down(activation(gate(x)) * up(x)), with gate and up in one product."""
 
     width = 2
-
-    @property
-    def gate_up(self) -> Linear:
-        return self.first
 
     def inner(self, x: Tensor) -> Tensor:
         if self._activation in KERNEL_NAMES and len(x) and self.first.fuses("gate", len(x)):

@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.block_experts import BlockExperts, keeps_blocks
-from chairlift.layers.expert_weights import ExpertWeights, kept_forms
-from chairlift.layers.formats.base import Fusion, WeightFormat
+from chairlift.layers.expert_weights import ExpertWeights, empty_experts
+from chairlift.layers.formats.base import Fusion
 from chairlift.layers.formats.fp8 import round_rows
-from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, gated
-from chairlift.layers.parts import Targets, prefixed
+from chairlift.layers.parts import Part, Targets, prefixed, present
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
 
@@ -27,34 +25,23 @@ if TYPE_CHECKING:  # triton is not needed on a CPU
     from chairlift.kernels.triton.experts.products import Gate, SharedMatrix
 
 
-class SharedExpert:
+class SharedExpert(Part):
     """A feed-forward block that computes every token beside the chosen experts; some families gate its output."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
+        build: Build,
         *,
         is_gated: bool,
         has_gates: bool = True,
         activation: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat] = PlainWeight,
     ) -> None:
         """`is_gated`: a gate multiplies the output; `has_gates`: the block itself has one."""
-        self.mlp = (GatedMLP if has_gates else UngatedMLP)(
-            hidden_size,
-            intermediate_size,
-            activation=activation,
-            bias=False,
-            dtype=dtype,
-            device=device,
-            format=format,
-        )
-        self.gate = Linear.empty(hidden_size, 1, bias=False, dtype=dtype, device=device) if is_gated else None
+        self.mlp = (GatedMLP if has_gates else UngatedMLP)(hidden_size, intermediate_size, build, activation=activation)
+        self.gate = build.plain.linear(hidden_size, 1) if is_gated else None
         self.activation = activation
-        self._batch_invariant = False
 
     def resembles(self, intermediate_size: int, has_gates: bool, activation: str | ClampedGate) -> bool:
         """Whether the block is the sum of experts of this size and kind, whose kernels have the activation."""
@@ -67,14 +54,8 @@ class SharedExpert:
         if self.gate is not None:
             yield from self.gate.targets([gate_name])
 
-    def linears(self) -> tuple[Linear, ...]:
-        return self.mlp.linears() if self.gate is None else (*self.mlp.linears(), self.gate)
-
-    def make_batch_invariant(self) -> None:
-        for linear in self.linears():
-            linear.make_batch_invariant()
-        self.mlp.make_batch_invariant()
-        self._batch_invariant = True
+    def parts(self) -> tuple[Part, ...]:
+        return present(self.mlp, self.gate)
 
     def matrices(self, count: int) -> tuple[SharedMatrix, SharedMatrix] | None:
         """Both products as those of `count` experts, if the weights lie in memory as the kernels of experts read
@@ -99,10 +80,10 @@ class SharedExpert:
             assert self.gate.weight.plain is not None
             return add_gated_(total, product, x, self.gate.weight.plain)
         gate = self.gate(x)
-        return total.add_(product * (one_by_one(torch.sigmoid, gate) if self._batch_invariant else gate.sigmoid()))
+        return total.add_(product * (one_by_one(torch.sigmoid, gate) if self.batch_invariant else gate.sigmoid()))
 
 
-class MixtureOfExperts:
+class MixtureOfExperts(Part):
     """A router and experts, each a feed-forward block."""
 
     def __init__(
@@ -110,35 +91,25 @@ class MixtureOfExperts:
         hidden_size: int,
         intermediate_size: int,
         routing: Routing,
+        build: Build,
         *,
         shared: SharedExpert | None = None,
         bias: bool = False,
         has_gates: bool = True,
         latent_size: int = 0,
         activation: str | ClampedGate,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat] = PlainWeight,
     ) -> None:
         """`has_gates`: the experts are gated blocks; `latent_size`: they read a projection of the rows to this size;
-        `format`: of the model's linear maps, which decides in which form the experts' weights are kept."""
+        the format of the build decides in which form the experts' weights are kept."""
         num_experts, size, inner = routing.num_experts, latent_size or hidden_size, intermediate_size
-        self.router = ExpertRouter(hidden_size, routing, dtype=dtype, device=device)
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
-        forms: dict[str, Any] = {"keeps": kept_forms(format, dtype, device), "rounds": format.traits.rounds_experts}
-
-        def weights(out_features: int, in_features: int) -> ExpertWeights:
-            if not forms["keeps"] and keeps_blocks(format, dtype, device):
-                return BlockExperts(num_experts, out_features, in_features, dtype=dtype, device=device)
-            return ExpertWeights(num_experts, out_features, in_features, **options, **forms)
-
-        self.gate_up, self.down = weights((1 + has_gates) * inner, size), weights(size, inner)
-        self.gate_up_bias = torch.empty(self.gate_up.shape[:2], **options) if bias else None
-        self.down_bias = torch.empty(self.down.shape[:2], **options) if bias else None
+        self.router = ExpertRouter(hidden_size, routing, build.plain)
+        self.gate_up = empty_experts(num_experts, (1 + has_gates) * inner, size, build)
+        self.down = empty_experts(num_experts, size, inner, build)
+        self.gate_up_bias = build.empty(*self.gate_up.shape[:2]) if bias else None
+        self.down_bias = build.empty(*self.down.shape[:2]) if bias else None
         self.latent: tuple[Linear, Linear] | None = None
         if latent_size:
-            into = Linear.empty(hidden_size, latent_size, bias=False, dtype=dtype, device=device)
-            self.latent = into, Linear.empty(latent_size, hidden_size, bias=False, dtype=dtype, device=device)
+            self.latent = build.plain.linear(hidden_size, latent_size), build.plain.linear(latent_size, hidden_size)
         self.shared = shared
         self._has_gates = has_gates
         self._num_experts = num_experts
@@ -146,7 +117,6 @@ class MixtureOfExperts:
         self._weights_inputs = routing.weights_inputs
         assert not (bias and routing.weights_inputs)
         self._activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-        self._batch_invariant = False
         self._num_shared = 0  # experts of the inner size of the others that the shared one is made of
         if shared is not None and not bias and not latent_size and shared.resembles(inner, has_gates, activation):
             self._num_shared = shared.mlp.down.in_features // inner
@@ -164,29 +134,13 @@ class MixtureOfExperts:
                     yield f"{index}.{name}.bias", part
                 yield f"{index}.{down_name}.bias", down
 
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.router.linear, *(self.latent or ()), *(self.shared.linears() if self.shared is not None else ()))
-
-    def make_batch_invariant(self) -> None:
-        self.router.make_batch_invariant()
-        for linear in self.latent or ():
-            linear.make_batch_invariant()
-        if self.shared is not None:
-            self.shared.make_batch_invariant()
-        self._batch_invariant = True
+    def parts(self) -> tuple[Part, ...]:
+        return present(self.router, *(self.latent or ()), self.shared, self.gate_up, self.down)
 
     @property
     def num_bytes(self) -> int:
-        shared = 0 if self.shared is None else sum(linear.num_bytes for linear in self.shared.linears())
-        shared += sum(linear.num_bytes for linear in self.latent or ())
-        biases = sum(bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
-        return self.router.num_bytes + shared + self.gate_up.num_bytes + self.down.num_bytes + biases
-
-    def finalize(self) -> None:
-        for linear in self.linears():
-            linear.finalize()
-        self.gate_up.finalize()
-        self.down.finalize()
+        biases = (self.gate_up_bias, self.down_bias)
+        return super().num_bytes + sum(bias.nbytes for bias in biases if bias is not None)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden].
@@ -212,7 +166,7 @@ class MixtureOfExperts:
         """The experts of the shared block, if the kernels of the routed ones compute them, too, for so many tokens."""
         from chairlift.kernels.triton.experts.tiling import folds_shared
 
-        can_fold = self._num_shared and not self._batch_invariant and folds_shared(tokens)
+        can_fold = self._num_shared and not self.batch_invariant and folds_shared(tokens)
         return self._num_shared if can_fold and self._shared_matrices() is not None else 0
 
     def _shared_matrices(self) -> tuple[SharedMatrix, SharedMatrix] | None:
@@ -263,7 +217,7 @@ class MixtureOfExperts:
             x.dtype,
             self.gate_up.form,
             x.device,
-            invariant=self._batch_invariant,
+            invariant=self.batch_invariant,
         )
         shared_rows = shared_tile_rows(tokens, tilings.rows) if num_shared else tilings.rows
         groups = grouping.group_by_expert(
@@ -271,7 +225,7 @@ class MixtureOfExperts:
         )
         # Widening weights of 8 bits takes no longer than reading them as long as they are read once.
         few = has_few_pairs(pairs, self._num_experts)
-        rounds = self.gate_up.form == "fp8" and (self._batch_invariant or not few)
+        rounds = self.gate_up.form == "fp8" and (self.batch_invariant or not few)
         first, second = self._options(weights)
 
         def product(rows: Tensor, weights: ExpertWeights, tiling: ExpertTiling, **more: Any) -> Tensor:
@@ -293,7 +247,7 @@ class MixtureOfExperts:
         from chairlift.kernels.triton.experts.few_rows import can_route_few
         from chairlift.kernels.triton.launch import tuned
 
-        return tuned() and not self._batch_invariant and can_route_few(len(x), self._top_k)
+        return tuned() and not self.batch_invariant and can_route_few(len(x), self._top_k)
 
     def few_rows(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """As `grouped`, in three kernels: the routing of x, and two products of `rows`, which are x but for models that
@@ -357,7 +311,7 @@ class MixtureOfExperts:
         def outer(rows: Tensor) -> Tensor:
             return self.down.multiply(expert, rows, self.down_bias)
 
-        if not self._batch_invariant:
+        if not self.batch_invariant:
             return outer(self._activate(inner(x)))
         return in_tiles(outer, one_by_one(self._activate, in_tiles(inner, x)))
 

@@ -3,81 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.parts import Targets
+from chairlift.layers.linear import Build
+from chairlift.layers.parts import Part, Targets
 
 
-class RMSNorm:
-    """Scales each row to unit mean square, then by a learned weight; the mean is computed in float32.
+class Norm(Part):
+    """A normalisation of each row, then a learned weight and perhaps a bias.
 
     With `unit_offset` the checkpoint stores the weight minus one (Gemma), and the product is computed in float32 before
     rounding.
     """
 
-    bias: Tensor | None = None
-    centers = False  # rows are not shifted to zero mean
-
-    def __init__(self, size: int, eps: float, *, unit_offset: bool, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
-        self.eps = eps
-        self.unit_offset = unit_offset
-
-    def targets(self, name: str) -> Targets:
-        yield f"{name}.weight", self.weight
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
-
-    def finalize(self) -> None:
-        if self.unit_offset:
-            self.weight += 1.0
-
-    def move_weight(self, scale_columns: Callable[[Tensor], bool]) -> bool:
-        """Make the weight part of the matrix that follows, if that is possible. Called before `finalize`."""
-        if not scale_columns(self.weight + 1.0 if self.unit_offset else self.weight):
-            return False
-        self.weight.fill_(0.0 if self.unit_offset else 1.0)
-        return True
-
-    def make_batch_invariant(self) -> None:
-        """Nothing to do: a row is normalised by itself."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if on_gpu(x.device) and x.dim() == 2:
-            from chairlift.kernels.triton.norms import rms_norm
-
-            return rms_norm(x, self.weight, self.eps)
-        rows = x.to(self.weight.dtype)
-        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)
-
-
-class LayerNorm:
-    """Shifts each row to zero mean and scales it to unit variance, then applies a learned weight and bias.
-
-    With `unit_offset` the checkpoint stores the weight minus one. With two sizes (heads, size), every head has a weight
-    of its own.
-    """
-
-    centers = True
+    centers: ClassVar[bool]  # rows are shifted to zero mean
 
     def __init__(
-        self,
-        size: int | tuple[int, int],
-        eps: float,
-        *,
-        bias: bool,
-        unit_offset: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: int | tuple[int, int], eps: float, build: Build, *, unit_offset: bool = False, bias: bool = False
     ) -> None:
-        self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
+        dtype = torch.float32 if unit_offset else build.dtype
+        self.weight = torch.empty(size, dtype=dtype, device=build.device)
         self.bias = torch.empty_like(self.weight) if bias else None
         self.eps = eps
         self.unit_offset = unit_offset
@@ -96,11 +46,41 @@ class LayerNorm:
             self.weight += 1.0
 
     def move_weight(self, scale_columns: Callable[[Tensor], bool]) -> bool:
-        """Not possible: kernels whose matrix holds the weight do not subtract the mean."""
+        """Make the weight part of the matrix that follows, if that is possible. Called before `finalize`."""
         return False
 
-    def make_batch_invariant(self) -> None:
-        """Nothing to do: a row is normalised by itself."""
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class RMSNorm(Norm):
+    """Scales each row to unit mean square; the mean is computed in float32."""
+
+    centers = False
+
+    def move_weight(self, scale_columns: Callable[[Tensor], bool]) -> bool:
+        if not scale_columns(self.weight + 1.0 if self.unit_offset else self.weight):
+            return False
+        self.weight.fill_(0.0 if self.unit_offset else 1.0)
+        return True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if on_gpu(x.device) and x.dim() == 2:
+            from chairlift.kernels.triton.norms import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
+        rows = x.to(self.weight.dtype)
+        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class LayerNorm(Norm):
+    """Shifts each row to zero mean and scales it to unit variance.
+
+    With two sizes (heads, size), every head has a weight of its own. Kernels whose matrix holds the weight do not
+    subtract the mean, so that it cannot be moved there.
+    """
+
+    centers = True
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(self.weight.dtype)
@@ -108,9 +88,6 @@ class LayerNorm:
             return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
         normed = F.layer_norm(rows, rows.shape[-1:], eps=self.eps) * self.weight
         return (normed if self.bias is None else normed + self.bias).to(x.dtype)
-
-
-Norm = RMSNorm | LayerNorm
 
 
 def add_normed_(

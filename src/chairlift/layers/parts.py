@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from chairlift.loading.stored_weight import StoredWeight
+
+if TYPE_CHECKING:
+    from chairlift.layers.linear import Linear
 
 
 class Target(Protocol):
@@ -42,19 +45,37 @@ Targets = Iterator[tuple[str, Target]]
 """Names of tensors in a checkpoint, each with the part of the model that it is copied to."""
 
 
-class Part(Protocol):
-    """A part of a model that has weights."""
+class Part:
+    """A part of a model that has weights, or consists of such parts."""
+
+    batch_invariant = False  # every row is the same, bit for bit, whatever the other rows of the batch are
+
+    def parts(self) -> Iterable[Part]:
+        """What it consists of."""
+        return ()
+
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear maps in it."""
+        return tuple(linear for part in self.parts() for linear in part.linears())
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts())
 
     def finalize(self) -> None:
         """Called once all weights are filled, before the first step."""
-        ...
+        for part in self.parts():
+            part.finalize()
 
     def make_batch_invariant(self) -> None:
-        """Make every row the same, bit for bit, whatever the other rows of the batch are."""
-        ...
+        self.batch_invariant = True
+        for part in self.parts():
+            part.make_batch_invariant()
+
+
+def present(*parts: Part | None) -> tuple[Part, ...]:
+    """Those parts that a model has."""
+    return tuple(part for part in parts if part is not None)
 
 
 def prefixed(prefix: str, targets: Targets) -> Targets:

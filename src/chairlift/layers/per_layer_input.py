@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import Fusion, WeightFormat
-from chairlift.layers.linear import Linear
+from chairlift.layers.formats.base import Fusion
+from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ACTIVATIONS, KERNEL_NAMES
 from chairlift.layers.norm import RMSNorm
-from chairlift.layers.parts import Targets
+from chairlift.layers.parts import Part, Targets
 from chairlift.layers.rows import one_by_one
 
 
-class PerLayerEmbedding:
+class PerLayerEmbedding(Part):
     """The inputs of all layers: a row of a table, and a product of the token's usual embedding."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        num_layers: int,
-        size: int,
-        hidden_size: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
-        self.table = torch.empty(vocab_size, num_layers * size, dtype=dtype, device=device)
-        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
-        self.projection = Linear.empty(hidden_size, num_layers * size, **options)
-        self.norm = RMSNorm(size, eps, unit_offset=False, dtype=dtype, device=device)
+    def __init__(self, vocab_size: int, num_layers: int, size: int, hidden_size: int, eps: float, build: Build) -> None:
+        self.table = build.empty(vocab_size, num_layers * size)
+        self.projection = build.linear(hidden_size, num_layers * size)
+        self.norm = RMSNorm(size, eps, build)
         self._shape = (num_layers, size)
         self._scale = hidden_size**-0.5
-        self._dtype = dtype
+        self._dtype = build.dtype
 
     def targets(self) -> Targets:
         yield "embed_tokens_per_layer.weight", self.table
         yield from self.projection.targets(["per_layer_model_projection"])
         yield from self.norm.targets("per_layer_projection_norm")
 
+    def parts(self) -> tuple[Part, ...]:
+        return self.projection, self.norm
+
     @property
     def num_bytes(self) -> int:
-        return self.table.nbytes + self.projection.num_bytes + self.norm.num_bytes
-
-    def finalize(self) -> None:
-        self.projection.finalize()
-
-    def make_batch_invariant(self) -> None:
-        self.projection.make_batch_invariant()
+        return super().num_bytes + self.table.nbytes
 
     def __call__(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """tokens [T], their embeddings [T, hidden] -> [T, layers, size]."""
@@ -70,50 +52,25 @@ class PerLayerEmbedding:
         return projected.add_(stored, alpha=stored_scale).mul_(scale)
 
 
-class PerLayerInput:
+class PerLayerInput(Part):
     """The end of a layer: norm(projection(activation(gate(x)) * input)), which the caller adds to the residual stream.
 
     The caller applies the norm, because one kernel does it together with the addition.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        size: int,
-        eps: float,
-        *,
-        activation: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
-        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": format}
-        self.gate = Linear.empty(hidden_size, size, **options)
-        self.projection = Linear.empty(size, hidden_size, **options)
-        self.norm = RMSNorm(hidden_size, eps, unit_offset=False, dtype=dtype, device=device)
+    def __init__(self, hidden_size: int, size: int, eps: float, build: Build, *, activation: str) -> None:
+        self.gate = build.linear(hidden_size, size)
+        self.projection = build.linear(size, hidden_size)
+        self.norm = RMSNorm(hidden_size, eps, build)
         self._activation = ACTIVATIONS[activation]
-        self._batch_invariant = False
 
     def targets(self) -> Targets:
         yield from self.gate.targets(["per_layer_input_gate"])
         yield from self.projection.targets(["per_layer_projection"])
         yield from self.norm.targets("post_per_layer_input_norm")
 
-    def linears(self) -> tuple[Linear, Linear]:
-        return self.gate, self.projection
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gate.num_bytes + self.projection.num_bytes + self.norm.num_bytes
-
-    def finalize(self) -> None:
-        self.gate.finalize()
-        self.projection.finalize()
-
-    def make_batch_invariant(self) -> None:
-        self.gate.make_batch_invariant()
-        self.projection.make_batch_invariant()
-        self._batch_invariant = True
+    def parts(self) -> tuple[Part, ...]:
+        return self.gate, self.projection, self.norm
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """x [T, hidden], inputs [T, size] -> what is added to `x`, before its norm."""
@@ -121,5 +78,5 @@ class PerLayerInput:
             behind = Fusion(activation=KERNEL_NAMES[self._activation], times=inputs)
             return self.projection(self.gate.weight.product(x, behind).rows)
         gate = self.gate(x)
-        gate = one_by_one(self._activation, gate) if self._batch_invariant else self._activation(gate)
+        gate = one_by_one(self._activation, gate) if self.batch_invariant else self._activation(gate)
         return self.projection(gate.mul_(inputs))

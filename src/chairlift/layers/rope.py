@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.parts import Part
 from chairlift.layers.rows import one_by_one
 
 
@@ -45,7 +46,7 @@ class Rotation(NamedTuple):
     query_scale: Tensor | None = None  # [T, 1], of queries
 
 
-class RotaryEmbedding:
+class RotaryEmbedding(Part):
     """Turns positions into rotations.
 
     They are computed at every step instead of looked up in a table: for a decode batch this costs some ten
@@ -57,10 +58,6 @@ class RotaryEmbedding:
         self._scale = rope.scale
         self._query_scaling = rope.query_scaling
         self._dtype = dtype
-        self._batch_invariant = False
-
-    def make_batch_invariant(self) -> None:
-        self._batch_invariant = True
 
     def __call__(self, positions: Tensor) -> Rotation:
         scaling = self._query_scaling
@@ -71,7 +68,7 @@ class RotaryEmbedding:
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype), query_scale)
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
         cos, sin = (
-            one_by_one(function, angles) if self._batch_invariant else function(angles)
+            one_by_one(function, angles) if self.batch_invariant else function(angles)
             for function in (torch.cos, torch.sin)
         )
         return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype), query_scale)

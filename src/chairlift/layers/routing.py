@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Targets
+from chairlift.layers.linear import Build, Linear
+from chairlift.layers.parts import Part, Targets
 from chairlift.layers.rows import one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
@@ -55,35 +55,29 @@ class Routing:
         assert 1 <= self.top_k <= self.top_groups * size
 
 
-class ExpertRouter:
+class ExpertRouter(Part):
     """Scores every expert for every token and chooses the best."""
 
-    def __init__(self, hidden_size: int, routing: Routing, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, routing: Routing, build: Build) -> None:
         self.routing = routing
-        self._dtype = torch.float32 if routing.float32 else dtype
-        self.linear = Linear.empty(
-            hidden_size, routing.num_experts, bias=routing.router_bias, dtype=self._dtype, device=device
-        )
+        self._dtype = torch.float32 if routing.float32 else build.dtype
+        own = Build(self._dtype, build.device)
+        self.linear = own.linear(hidden_size, routing.num_experts, bias=routing.router_bias)
         self.correction_bias: Tensor | None = None
         if routing.correction_bias:
-            self.correction_bias = torch.empty(routing.num_experts, dtype=torch.float32, device=device)
-        self._batch_invariant = False
+            self.correction_bias = build.empty(routing.num_experts, dtype=torch.float32)
 
     def targets(self, name: str, correction_bias_name: str, correction_bias_is_row: bool = False) -> Targets:
         yield from self.linear.targets([name])
         if self.correction_bias is not None:
             yield correction_bias_name, self.correction_bias[None] if correction_bias_is_row else self.correction_bias
 
-    def make_batch_invariant(self) -> None:
-        self.linear.make_batch_invariant()
-        self._batch_invariant = True
+    def parts(self) -> tuple[Linear]:
+        return (self.linear,)
 
     @property
     def num_bytes(self) -> int:
         return self.linear.num_bytes + (0 if self.correction_bias is None else self.correction_bias.nbytes)
-
-    def finalize(self) -> None:
-        self.linear.finalize()
 
     def __call__(self, x: Tensor, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> the weights and the indices of each token's experts, both [T, top_k + num_shared].
@@ -148,7 +142,7 @@ class ExpertRouter:
         if self.routing.scores == "softmax":
             return torch.softmax(logits, dim=-1, dtype=torch.float32)
         logits = logits.float()
-        return one_by_one(torch.sigmoid, logits) if self._batch_invariant else logits.sigmoid()
+        return one_by_one(torch.sigmoid, logits) if self.batch_invariant else logits.sigmoid()
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         routing = self.routing

@@ -72,16 +72,32 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
+class DecoderTraits:
+    """What all models of a family have in common."""
+
+    names: PartNames = LLAMA_NAMES
+    norms: NormNames = PRE_NORMS
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_unit_offset: bool = False  # the checkpoint stores norm weights minus one
+    qk_norm_after_rope: bool = False
+    head_bias: bool = False
+    gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
+    gated_attention: bool = False  # a gate of its own multiplies each number of the attention's output
+    v_norm: bool = False  # values are normalised per head, without a weight
+    layer_scalars: bool = False  # the residual stream is multiplied by a stored number behind every layer
+    interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(DecoderTraits):
     family: str
     vocab_size: int
     hidden_size: int
     max_len: int  # the longest sequence
     layers: tuple[LayerConfig, ...]
     activation: str
-    norms: NormNames
     norm_eps: float
-    norm_unit_offset: bool  # the checkpoint stores norm weights minus one
     qk_norm: QKNorm | None
     qkv_bias: bool
     output_bias: bool
@@ -90,23 +106,13 @@ class DecoderConfig:
     embedding_scale: float
     logit_softcap: float | None
     text_part_only: bool  # the checkpoint also holds parts for images, which are left out
-    names: PartNames = LLAMA_NAMES
-    norm_kind: Literal["rms", "layer"] = "rms"
-    norm_bias: bool = False
-    qk_norm_after_rope: bool = False
     qkv_clip: float | None = None  # largest size of numbers in queries, keys (both normalised) and values
-    interleaved_rope: bool = False  # the checkpoint pairs neighbouring dimensions of a head instead of its halves
-    gated_mlp: bool = True  # False: down(activation(up(x))) instead of down(activation(gate(x)) * up(x))
     parallel_block: bool = False  # attention and feed-forward block read the same residual stream
     attention_output_scale: float = 1.0
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # They multiply the gate before its activation, and the output.
-    gated_attention: bool = False  # a gate of its own multiplies each number of the attention's output
     residual_multiplier: float = 1.0  # It multiplies everything that is added to the embeddings.
     logit_scale: float = 1.0
-    head_bias: bool = False
-    v_norm: bool = False  # values are normalised per head, without a weight
     per_layer_input_size: int = 0  # Every layer has inputs of this size for every token; 0: there are none
-    layer_scalars: bool = False  # the residual stream is multiplied by a stored number behind every layer
     num_mtp_layers: int = 0  # layers behind the last that predict further tokens, which are left out
 
     @property

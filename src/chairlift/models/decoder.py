@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from chairlift.attention.interface import StepAttention
 from chairlift.layers.embedding import empty_embedding
 from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Part
+from chairlift.layers.linear import Build, Linear
+from chairlift.layers.parts import Part, present
 from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.layers.rows import softcapped
@@ -26,7 +25,7 @@ from chairlift.models.programs.base import ModelParts, fuse
 from chairlift.models.self_attention import make_norm
 
 
-class Decoder:
+class Decoder(Part):
     """Embedding, layers, final norm, head. Built with empty weights, which a `DecoderLoader` fills."""
 
     def __init__(
@@ -53,23 +52,20 @@ class Decoder:
         self.recurrent_layers = config.recurrent_layers
         self.dtype = dtype
         self.device = device
-        self.batch_invariant = batch_invariant
         scale = config.embedding_scale / config.residual_multiplier
-        self.embedding = empty_embedding(config.vocab_size, config.hidden_size, scale, dtype, device, format)
-        self.layers = [DecoderLayer(config, layer, dtype, device, format) for layer in config.layers]
+        build = Build(dtype, device, format)
+        self.embedding = empty_embedding(config.vocab_size, config.hidden_size, scale, build)
+        self.layers = [DecoderLayer(config, layer, build) for layer in config.layers]
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}
         self.per_layer: PerLayerEmbedding | None = None
         if config.per_layer_input_size:
             sizes = config.vocab_size, len(config.layers), config.per_layer_input_size, config.hidden_size
-            self.per_layer = PerLayerEmbedding(*sizes, config.norm_eps, dtype=dtype, device=device, format=format)
-        self.norm = make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
+            self.per_layer = PerLayerEmbedding(*sizes, config.norm_eps, build)
+        self.norm = make_norm(config, config.hidden_size, config.stream_eps, build)
         self.head = self._make_head()
         if batch_invariant:
-            for part in self.parts():
-                part.make_batch_invariant()
-            for rotary in self.rotary.values():
-                rotary.make_batch_invariant()
+            self.make_batch_invariant()
         self.mapped_bytes = 0  # This many bytes of weights are mapped from a file.
         self.taps: tuple[int, ...] = ()  # layers whose input `hidden_states` returns as well
         parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
@@ -81,8 +77,8 @@ class Decoder:
             return Linear(self.embedding.weight)
         if config.tied_head:
             return Linear(self.embedding.table, shared=True, format=format)
-        options: dict[str, Any] = {"bias": config.head_bias, "dtype": self.dtype, "device": self.device}
-        return Linear.empty(config.hidden_size, config.vocab_size, format=format, **options)
+        build = Build(self.dtype, self.device, format)
+        return build.linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     @property
     def quantization(self) -> str:
@@ -123,13 +119,8 @@ class Decoder:
         model.layers, model.taps, model.program = self.layers[:count], (), self.program.first(count)
         return model
 
-    def parts(self) -> Iterator[Part]:
-        for layer in self.layers:
-            yield from layer.parts()
-        yield self.norm
-        yield self.head
-        if self.per_layer is not None:
-            yield self.per_layer
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.layers, self.norm, self.head, *present(self.per_layer), *self.rotary.values())
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden], the input of the first layer."""

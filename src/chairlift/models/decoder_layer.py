@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from chairlift.attention.interface import StepAttention
 from chairlift.attention.recurrent import RecurrentStep
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.formats.base import WeightFormat, count_formats
-from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.formats.base import count_formats
 from chairlift.layers.latent_attention import LatentAttention
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.norm import Norm
-from chairlift.layers.parts import Part, Targets, prefixed
+from chairlift.layers.parts import Part, Targets, prefixed, present
 from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
@@ -53,46 +50,39 @@ class LayerStep:
         self.inputs = None if self.inputs is None else pick_rows(self.inputs, rows)
 
 
-class DecoderLayer:
+class DecoderLayer(Part):
     """Attention or a recurrent block, and a feed-forward block, with norms where the family has them.
 
     Each is added to the residual stream. A layer may also have attention and a recurrent block side by side.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: LayerConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat] = PlainWeight,
-    ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "format": format}
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, build: Build) -> None:
         self.rope = layer.rope
         self.names = config.names
         self._experts, self._states = layer.experts, layer.recurrent
         self.heads: SelfAttention | None = None
         self.latent: LatentAttention | None = None
         if layer.attention is not None and layer.latent is not None:
-            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, **options)
+            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, build)
         elif layer.attention is not None:
-            self.heads = SelfAttention(config, layer, dtype, device, format)
+            self.heads = SelfAttention(config, layer, build)
         self.recurrent = None
         if layer.mixer is not None:
-            self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, dtype, device, format)
+            self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, build)
         self.mixers = tuple(mixer for mixer in (self.heads, self.latent, self.recurrent) if mixer is not None)
         self.dense: DenseMLP | None = None
         self.mixture: MixtureOfExperts | None = None
         if layer.experts is not None and layer.intermediate_size:
-            self.mixture = _make_mixture(config, layer.intermediate_size, layer.experts, **options)
+            self.mixture = _make_mixture(config, layer.intermediate_size, layer.experts, build)
         elif layer.intermediate_size:
-            self.dense = _make_dense(config, layer.intermediate_size, **options)
+            options: dict[str, Any] = {"bias": config.mlp_bias, "multipliers": config.mlp_multipliers}
+            block = GatedMLP if config.gated_mlp else UngatedMLP
+            sizes = config.hidden_size, layer.intermediate_size
+            self.dense = block(*sizes, build, activation=config.activation, **options)
         self.mlp: DenseMLP | MixtureOfExperts | None = self.mixture or self.dense
         names = config.layer_norms(layer)
         self.norms = {
-            name: make_norm(config, config.hidden_size, config.stream_eps, dtype, device)
-            for name in names
-            if name is not None
+            name: make_norm(config, config.hidden_size, config.stream_eps, build) for name in names if name is not None
         }
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else self.norms[name] for name in names
@@ -100,9 +90,9 @@ class DecoderLayer:
         self.parallel = config.parallel_block and self.before_mlp is not None
         self.per_layer_input: PerLayerInput | None = None
         if config.per_layer_input_size:
-            sizes = config.hidden_size, config.per_layer_input_size, config.norm_eps
-            self.per_layer_input = PerLayerInput(*sizes, activation=config.activation, **options)
-        self.scalar = torch.empty(1, dtype=dtype, device=device) if config.layer_scalars else None
+            sizes = config.hidden_size, config.per_layer_input_size
+            self.per_layer_input = PerLayerInput(*sizes, config.norm_eps, build, activation=config.activation)
+        self.scalar = build.empty(1) if config.layer_scalars else None
 
     def __call__(self, x: Tensor, step: LayerStep, rows: Tensor | None = None) -> Tensor:
         """Add the output of each block to the residual stream x [T, hidden] in place; return it, or only `rows` of it.
@@ -171,16 +161,8 @@ class DecoderLayer:
         if self.scalar is not None:
             yield "layer_scalar", self.scalar
 
-    def linears(self) -> tuple[Linear, ...]:
-        mixers = (linear for mixer in self.mixers for linear in mixer.linears())
-        further = (part.linears() for part in (self.mlp, self.per_layer_input) if part is not None)
-        return *mixers, *chain(*further)
-
-    def parts(self) -> Iterator[Part]:
-        for mixer in self.mixers:
-            yield from mixer.parts()
-        yield from self.norms.values()
-        yield from (part for part in (self.mlp, self.per_layer_input) if part is not None)
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.mixers, *self.norms.values(), *present(self.mlp, self.per_layer_input))
 
 
 def _norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -196,29 +178,15 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     return picked_rows(x, rows)
 
 
-def _make_dense(config: DecoderConfig, inner_size: int, **options: Any) -> DenseMLP:
-    block = GatedMLP if config.gated_mlp else UngatedMLP
-    more: dict[str, Any] = {"bias": config.mlp_bias, "multipliers": config.mlp_multipliers}
-    return block(config.hidden_size, inner_size, activation=config.activation, **more, **options)
-
-
-def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, **options: Any) -> MixtureOfExperts:
-    options["has_gates"] = len(experts.names.inner) > 1
+def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig, build: Build) -> MixtureOfExperts:
+    options: dict[str, Any] = {"has_gates": len(experts.names.inner) > 1}
     shared = None
     if experts.shared_size:
-        is_gated = experts.names.shared_gate is not None
-        sizes = config.hidden_size, experts.shared_size
-        shared = SharedExpert(*sizes, is_gated=is_gated, activation=config.activation, **options)
-    return MixtureOfExperts(
-        config.hidden_size,
-        inner_size,
-        experts.routing,
-        shared=shared,
-        bias=experts.bias,
-        latent_size=experts.latent_size,
-        activation=experts.clamped_gate or config.activation,
-        **options,
-    )
+        sizes, is_gated = (config.hidden_size, experts.shared_size), experts.names.shared_gate is not None
+        shared = SharedExpert(*sizes, build, is_gated=is_gated, activation=config.activation, **options)
+    activation = experts.clamped_gate or config.activation
+    options |= {"shared": shared, "bias": experts.bias, "latent_size": experts.latent_size, "activation": activation}
+    return MixtureOfExperts(config.hidden_size, inner_size, experts.routing, build, **options)
 
 
 def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:

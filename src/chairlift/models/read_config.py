@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -14,13 +15,12 @@ from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedMod
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.mlp import ACTIVATION_NAMES
 from chairlift.layers.rope import Rope
-from chairlift.models.config import DecoderConfig, LayerConfig
+from chairlift.models.config import DecoderConfig, DecoderTraits, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
 from chairlift.models.families import Family, find_family
 from chairlift.models.fields import MAX_LAYERS, Fields
-from chairlift.models.latent import latent_layer, read_latent
 from chairlift.models.recurrent import LayerBlocks
-from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
+from chairlift.models.rope_config import ROPE_SETTINGS, make_rope, rope_parameters, scaled_length
 from chairlift.models.wrappers import text_config
 
 MAX_HEAD_DIM = 2**14  # a rope has half as many frequencies
@@ -44,17 +44,18 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     hidden_size = fields.integer("hidden_size")
     longest = _max_len(fields, max_len)
     parallel = _is_on(fields, family.parallel_block)
-    norms = replace(family.norms, before_mlp=family.norms.before_attention) if parallel else family.norms
+    traits = {each.name: getattr(family, each.name) for each in dataclass_fields(DecoderTraits)}
+    if parallel:
+        traits["norms"] = replace(family.norms, before_mlp=family.norms.before_attention)
     return DecoderConfig(
+        **traits,
         family=inner["model_type"],
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         max_len=longest,
         layers=_layers(family, fields, longest),
         activation=activation,
-        norms=norms,
         norm_eps=fields.number(family.eps_key),
-        norm_unit_offset=family.norm_unit_offset,
         qk_norm=family.qk_norm if family.qk_norm_switch is None or fields.flag(family.qk_norm_switch) else None,
         qkv_bias=_is_on(fields, family.qkv_bias),
         output_bias=_is_on(fields, family.output_bias),
@@ -65,23 +66,13 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         else fields.optional_number("embedding_multiplier") or 1.0,
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         text_part_only=inner is not config,
-        names=family.names,
-        norm_kind=family.norm_kind,
-        norm_bias=family.norm_bias,
-        qk_norm_after_rope=family.qk_norm_after_rope,
         qkv_clip=fields.optional_number("clip_qkv"),
-        interleaved_rope=family.interleaved_rope,
-        gated_mlp=family.gated_mlp,
         parallel_block=parallel,
-        gated_attention=family.gated_attention,
         attention_output_scale=_multiplier(fields, "attention_in_multiplier", "attention_out_multiplier"),
         mlp_multipliers=_mlp_multipliers(fields),
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
         logit_scale=_logit_scale(fields),
-        head_bias=family.head_bias,
-        v_norm=family.v_norm,
         per_layer_input_size=_per_layer_input_size(fields),
-        layer_scalars=family.layer_scalars,
         num_mtp_layers=fields.optional_integer("num_nextn_predict_layers", low=0) or 0,
     )
 
@@ -284,3 +275,52 @@ def _feed_forward(
         factor = 2 if doubled and fields.flag("use_double_wide_mlp") else 1
         return {"intermediate_size": factor * family.inner_size(fields)}
     return {"intermediate_size": expert_size(fields), "experts": experts}
+
+
+MAX_DIM = 2**14
+
+
+def read_latent(fields: Fields) -> LatentShape:
+    """The sizes of latent attention, under DeepSeek's names."""
+    if "index_topk" in fields:
+        raise UnsupportedModel("index_topk: sparse attention, in which a small network chooses keys, is not supported")
+    if fields.raw("use_mla") is False:
+        raise UnsupportedModel("use_mla is false: in this family attention without latents is not supported")
+    sizes = {
+        name: fields.integer(key, high=MAX_DIM)
+        for name, key in (
+            ("rank", "kv_lora_rank"),
+            ("nope_dim", "qk_nope_head_dim"),
+            ("rope_dim", "qk_rope_head_dim"),
+            ("value_dim", "v_head_dim"),
+        )
+    }
+    q_rank = fields.integer("q_lora_rank", high=2**17) if "q_lora_rank" in fields else None
+    return LatentShape(
+        q_rank=q_rank,
+        bias=fields.flag("attention_bias"),
+        interleaved_rope=fields.flag("rope_interleave"),
+        **sizes,
+    )
+
+
+def latent_layer(shape: LatentShape, fields: Fields, rope: Mapping[str, Any], index: int) -> AttentionLayer:
+    """A layer as its cache sees it: one head of keys, whose first numbers are the values."""
+    return AttentionLayer(
+        index=index,
+        num_heads=fields.integer("num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=shape.rank + shape.rope_dim,
+        scale=(shape.nope_dim + shape.rope_dim) ** -0.5 * _yarn_scale(Fields(rope, {}, ROPE_SETTINGS)) ** 2,
+        latent_dim=shape.rank,
+    )
+
+
+def _yarn_scale(rope: Fields) -> float:
+    """The part of yarn's attention factor that also multiplies the dimensions without rotation."""
+    factor = rope.optional_number("factor") or 1.0
+    if not rope.raw("mscale_all_dim") or factor <= 1:
+        return 1.0
+    if (rope.raw("rope_type") or rope.raw("type") or "default") == "default":
+        return 1.0
+    return 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.interface import PlainProjection, Projection, StepAttention
-from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.linear import Linear
+from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.linear import Build
 from chairlift.layers.norm import LayerNorm, Norm, RMSNorm
-from chairlift.layers.output_gate import OutputGate
-from chairlift.layers.parts import Part, PermutedHeads, Targets
+from chairlift.layers.parts import Part, PermutedHeads, Targets, present
+from chairlift.layers.recurrent.base import GateOrder
 from chairlift.layers.rope import Rotation, rotate_
+from chairlift.layers.rows import one_by_one
 from chairlift.models.config import DecoderConfig, LayerConfig
 
 KeptKV = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of one step, by the index of their layer in the KV storage."""
 
 
-class SelfAttention:
+class SelfAttention(Part):
     """Projects to queries, keys and values in one product, rotates them, and attends from them.
 
     The caller applies the output projection, because one kernel may do it together with the addition that follows.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer_config: LayerConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer_config: LayerConfig, build: Build) -> None:
         layer, rope = layer_config.attention, layer_config.rope
         assert layer is not None
         self.layer = layer
@@ -53,20 +45,17 @@ class SelfAttention:
         self._gate_size = self.query_size if self.gate is not None else 0
         hidden = config.hidden_size
         both = self._gate_size + self.query_size + self.key_size + self._value_size
-        self.qkv = Linear.empty(hidden, both, bias=config.qkv_bias, dtype=dtype, device=device, format=format)
-        self.output = Linear.empty(
-            self.query_size, hidden, bias=config.output_bias, dtype=dtype, device=device, format=format
-        )
+        self.qkv = build.linear(hidden, both, bias=config.qkv_bias)
+        self.output = build.linear(self.query_size, hidden, bias=config.output_bias)
         # In float32, as the softmax that they are part of.
-        self.sinks = torch.empty(layer.num_heads, dtype=torch.float32, device=device) if layer.sinks else None
+        self.sinks = build.empty(layer.num_heads, dtype=torch.float32) if layer.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         self._norms_have_weights = config.qk_norm != "unweighted"
         if config.qk_norm is not None and (self._norms_have_weights or (rope is not None and rope.inv_freq)):
-            options: dict[str, Any] = {"eps": config.norm_eps, "dtype": dtype, "device": device}
-            self.q_norm = make_norm(config, _norm_shape(config, layer.num_heads, layer.head_dim), **options)
+            self.q_norm = _qk_norm(config, layer.num_heads, layer.head_dim, build)
             if not self._shares_kv:
-                self.k_norm = make_norm(config, _norm_shape(config, layer.num_kv_heads, layer.head_dim), **options)
+                self.k_norm = _qk_norm(config, layer.num_kv_heads, layer.head_dim, build)
         if not self._norms_have_weights:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:
@@ -115,14 +104,8 @@ class SelfAttention:
         for name, target in targets:
             yield name, target if name in value_names else PermutedHeads(target, order, axis)
 
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output
-
-    def parts(self) -> Iterator[Part]:
-        yield from (self.qkv, self.output)
-        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
-        if self.gate is not None:
-            yield self.gate
+    def parts(self) -> tuple[Part, ...]:
+        return present(self.qkv, self.output, self.q_norm, self.k_norm, self.gate)
 
     def __call__(
         self, x: Tensor, rotation: Rotation | None, attention: StepAttention, kept: KeptKV | None = None
@@ -202,14 +185,12 @@ class SelfAttention:
         return torch.cat([x if norm is None else norm(x) for x, norm in pairs], dim=1)
 
 
-def make_norm(
-    config: DecoderConfig, size: int | tuple[int, int], eps: float, dtype: torch.dtype, device: torch.device
-) -> Norm:
-    options: dict[str, Any] = {"unit_offset": config.norm_unit_offset, "dtype": dtype, "device": device}
+def make_norm(config: DecoderConfig, size: int | tuple[int, int], eps: float, build: Build) -> Norm:
     if config.norm_kind == "layer":
-        return LayerNorm(size, eps, bias=config.norm_bias and isinstance(size, int), **options)
+        bias = config.norm_bias and isinstance(size, int)
+        return LayerNorm(size, eps, build, unit_offset=config.norm_unit_offset, bias=bias)
     assert isinstance(size, int), "no family has a root-mean-square norm with weights of its own for each head"
-    return RMSNorm(size, eps, **options)
+    return RMSNorm(size, eps, build, unit_offset=config.norm_unit_offset)
 
 
 def _norm_targets(name: str, norm: Norm | None) -> Targets:
@@ -218,8 +199,33 @@ def _norm_targets(name: str, norm: Norm | None) -> Targets:
     return ((f"{name.format(head)}.weight", weight) for head, weight in enumerate(norm.weight))
 
 
-def _norm_shape(config: DecoderConfig, heads: int, head_dim: int) -> int | tuple[int, int]:
-    """The shape of a norm of queries or keys."""
-    if config.qk_norm == "each":
-        return heads, head_dim
-    return heads * head_dim if config.qk_norm == "full" else head_dim
+def _qk_norm(config: DecoderConfig, heads: int, head_dim: int, build: Build) -> Norm:
+    """A norm of queries or keys."""
+    size: int | tuple[int, int] = heads * head_dim if config.qk_norm == "full" else head_dim
+    return make_norm(config, (heads, head_dim) if config.qk_norm == "each" else size, config.norm_eps, build)
+
+
+SIGMOID = GateOrder(norm=False, activation="sigmoid")
+
+
+class OutputGate(Part):
+    """Multiplies by the sigmoid of a projection, whose rows a checkpoint has beside those of the queries."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        heads = torch.arange(2 * num_heads * head_dim).view(num_heads, 2, head_dim)
+        self._head_dim = head_dim
+        self._order = torch.cat((heads[:, 1].flatten(), heads[:, 0].flatten()))
+
+    def split_targets(self, targets: Targets) -> Targets:
+        """Put the gates in front of the queries; the checkpoint has the query and the gate of each head together."""
+        for name, target in targets:
+            yield name, PermutedHeads(target, self._order, 0) if target.shape[0] == len(self._order) else target
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        if self.batch_invariant and not on_gpu(x.device):
+            return one_by_one(torch.sigmoid, gate).mul_(x)
+        if on_gpu(x.device):
+            from chairlift.kernels.triton.recurrent.gates import gated_norm
+
+            return gated_norm(x, gate, None, self._head_dim, 0.0, SIGMOID)
+        return torch.sigmoid(gate).mul_(x)

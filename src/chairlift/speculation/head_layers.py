@@ -26,7 +26,7 @@ from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.int8 import Int8Weight
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part
 from chairlift.layers.rope import RotaryEmbedding
@@ -34,9 +34,9 @@ from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.decoder_layer import DecoderLayer, LayerStep
+from chairlift.models.loader import fill
 from chairlift.models.programs.base import fuse_layers
 from chairlift.models.read_config import decoder_config
-from chairlift.models.weights import fill
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
@@ -62,16 +62,16 @@ class DraftHead:
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
         self.attention_layers: tuple[AttentionLayer, ...] = (attention,)
-        options: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
-        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **options)
+        build = Build(dtype, device, target.head_format)
+        self.mix = build.linear(2 * config.hidden_size, config.hidden_size)
         self.joint: Linear | None = None  # one of several hidden states of the target
         if config.taps:
-            self.joint = Linear.empty(config.feature_size, config.hidden_size, **options)
-        self.layer = DecoderLayer(decoder, layer, dtype, device, target.head_format)
+            self.joint = build.linear(config.feature_size, config.hidden_size)
+        self.layer = DecoderLayer(decoder, layer, build)
         assert layer.rope is not None
         self._rope = layer.rope
         self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
-        self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, EPS, build)
         self._run_layer = fuse_layers([self.layer], self.norm, device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: row of the head -> token
         self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)

@@ -31,7 +31,7 @@ from chairlift.kernels.triton.launch import empty_rows
 from chairlift.layers.formats.base import ALONE, Fusion, Part, Product, WeightFormat
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm, RMSNorm
@@ -180,7 +180,7 @@ class Layers:
         self._kind = kind
         self._layers = [_layer(each, kind.format) for each in weights]
         output = weights[0]["output"]
-        self._norm = RMSNorm(len(output), 1e-5, unit_offset=False, dtype=output.dtype, device=output.device)
+        self._norm = RMSNorm(len(output), 1e-5, Build(output.dtype, output.device))
         self._norm.weight.fill_(1.0)
 
     def run(self, inputs: Inputs, count: int | None = None) -> tuple[Tensor, Stream]:
@@ -206,7 +206,7 @@ def _layer(weights: dict[str, Tensor], format: type[WeightFormat]) -> tuple[Line
     linears = {name: Linear(weight, format=format) for name, weight in weights.items()}
     for linear in linears.values():
         linear.finalize()
-    mlp = GatedMLP(16, 16, activation="silu", bias=False, dtype=BF16, device=torch.device("meta"))
+    mlp = GatedMLP(16, 16, Build(BF16, torch.device("meta")), activation="silu")
     mlp.first, mlp.down = linears["gate_up"], linears["down"]
     return linears["qkv"], linears["output"], mlp
 

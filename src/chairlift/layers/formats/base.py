@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.blocks.product import PanelWeight
     from chairlift.kernels.cpu.weights import TileWeight
 
-Part = Literal["norm", "norm and gate", "pairs", "rounded add", "add", "gate", "activation"]
+FusionPart = Literal["norm", "norm and gate", "pairs", "rounded add", "add", "gate", "activation"]
 """What one kernel may do beside a product:
 
     norm            the norm before it, and a bias and an addition behind it, in layers that are fused as a whole
@@ -77,7 +77,7 @@ class FormatTraits:
     kv_dtype: torch.dtype | None = None  # The KV cache has it by default; None: the model's own
     table_dtype: torch.dtype | None = None  # The embedding table has it; None: the model's own
     tile_type: Callable[[], type[TileWeight]] | None = None  # what fused CPU kernels multiply, in `tiles`
-    fuses: Mapping[Part, int] = field(default_factory=dict)  # Each part is fused up to this many rows.
+    fuses: Mapping[FusionPart, int] = field(default_factory=dict)  # Each part is fused up to this many rows.
     fuses_invariantly: bool = False  # if `batch_invariant`, it fuses for any number of rows
 
     def becomes_blocks(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -191,7 +191,7 @@ class WeightFormat(WeightStorage, ABC):
         self.pack()
         return self
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         """Whether `product` of so many rows does this in its kernel, faster than separate kernels."""
         most = self.traits.fuses.get(part, 0)
         if rows > most:

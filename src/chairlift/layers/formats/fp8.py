@@ -14,7 +14,7 @@ from torch import Tensor
 
 from chairlift.kernels.gpu import capability_of, on_gpu
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Part, Product, WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, FusionPart, Product, WeightFormat
 from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 FP8 = torch.float8_e4m3fn
@@ -102,7 +102,7 @@ class FP8Weight(WeightFormat):
         assert self._rows is not None
         return self._rows.nbytes
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         if part == "pairs" and not (rows > 1 and _multiplies_pairs(self.device)):
             return False
         return super().fuses(part, rows)

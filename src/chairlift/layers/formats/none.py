@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Part, Product, WeightFormat
+from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, FusionPart, Product, WeightFormat
 from chairlift.layers.rows import in_tiles
 
 # oneDNN chooses the packed layout for an expected number of rows. Decode steps have some tens of rows; a
@@ -60,7 +60,7 @@ class PlainWeight(WeightFormat):
     def own_bytes(self) -> int:
         return 0 if self._counted_elsewhere else self._num_bytes
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         from chairlift.kernels.triton.launch import tuned
 
         in_whole_layers = part in self.traits.fuses

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chairlift.attention.recurrent import RecurrentBatch, StateSpec
-from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Part, PermutedHeads, Target, Targets
-from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
-from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
-from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
-from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
+from chairlift.layers.linear import Build, Linear
+from chairlift.layers.parts import Part, PermutedHeads, Target, Targets, present
+from chairlift.layers.recurrent.base import (
+    CausalConvolution,
+    GatedNorm,
+    GateOrder,
+    LinearRecurrence,
+    RecurrenceRule,
+    RecurrentMixer,
+    RecurrentShape,
+    StepGate,
+    inputs_spec,
+    matrix_spec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +54,8 @@ class GatedDeltaShape(RecurrentShape):
         products = hidden_size * (self.channels + 2 * self.value_size + 2 * self.heads)
         return products + self.channels * self.width + 2 * self.heads + self.value_dim
 
-    def make(
-        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-    ) -> GatedDeltaNet:
-        return GatedDeltaNet(self, hidden_size, eps, dtype, device, format)
+    def make(self, hidden_size: int, eps: float, build: Build) -> GatedDeltaNet:
+        return GatedDeltaNet(self, hidden_size, eps, build)
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -59,27 +64,19 @@ class GatedDeltaNet(RecurrentMixer):
     The gates stay plain: they are another product where the other weights are rounded.
     """
 
-    def __init__(
-        self,
-        shape: GatedDeltaShape,
-        hidden_size: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
+    def __init__(self, shape: GatedDeltaShape, hidden_size: int, eps: float, build: Build) -> None:
         self.shape = shape
         size, heads = shape.value_size, shape.heads
         self._sizes = [shape.channels, size, heads, heads]  # They are those of q, k and v, of z, rates and steps.
-        first = sum(self._sizes) if format is PlainWeight else shape.channels + size
-        self.inputs = Linear.empty(hidden_size, first, bias=False, dtype=dtype, device=device, format=format)
+        first = sum(self._sizes) if build.format is PlainWeight else shape.channels + size
+        self.inputs = build.linear(hidden_size, first)
         self.gates: Linear | None = None
-        if format is not PlainWeight:
-            self.gates = Linear.empty(hidden_size, 2 * heads, bias=False, dtype=dtype, device=device)
-        self.convolution = CausalConvolution(shape.channels, shape.width, bias=False, silu=True, device=device)
-        self.step = StepGate(heads, device=device)
-        self.norm = GatedNorm(size, shape.value_dim, eps, GateOrder(), repeats=heads, device=device)
-        self.output = Linear.empty(size, hidden_size, bias=False, dtype=dtype, device=device, format=format)
+        if build.format is not PlainWeight:
+            self.gates = build.plain.linear(hidden_size, 2 * heads)
+        self.convolution = CausalConvolution(shape.channels, shape.width, bias=False, silu=True, device=build.device)
+        self.step = StepGate(heads, device=build.device)
+        self.norm = GatedNorm(size, shape.value_dim, eps, GateOrder(), repeats=heads, device=build.device)
+        self.output = build.linear(size, hidden_size)
         self.recurrence = LinearRecurrence(RecurrenceRule(delta=True, normalize=True, scale=shape.key_dim**-0.5))
 
     def targets(self) -> Targets:
@@ -107,11 +104,8 @@ class GatedDeltaNet(RecurrentMixer):
         yield from self.inputs.targets(names[:count], sizes[:count])
         yield from self.gates.targets(names[count:], sizes[count:])
 
-    def parts(self) -> Iterator[Part]:
-        yield self.inputs
-        if self.gates is not None:
-            yield self.gates
-        yield from (self.convolution, self.step, self.recurrence, self.norm, self.output)
+    def parts(self) -> tuple[Part, ...]:
+        return present(self.inputs, self.gates, self.convolution, self.step, self.recurrence, self.norm, self.output)
 
     def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
         shape = self.shape

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from chairlift.attention.recurrent import RecurrentBatch, StateSpec
-from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build
 from chairlift.layers.parts import Part, Targets
-from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
-from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
-from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
-from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
+from chairlift.layers.recurrent.base import (
+    CausalConvolution,
+    GatedNorm,
+    GateOrder,
+    LinearRecurrence,
+    RecurrenceRule,
+    RecurrentMixer,
+    RecurrentShape,
+    StepGate,
+    inputs_spec,
+    matrix_spec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +41,26 @@ class KimiDeltaShape(RecurrentShape):
         products = hidden_size * (4 * self.size + self.heads + 2 * self.head_dim) + 2 * self.head_dim * self.size
         return products + 3 * self.size * self.width + self.heads + self.size + self.head_dim
 
-    def make(
-        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-    ) -> KimiDeltaAttention:
-        return KimiDeltaAttention(self, hidden_size, eps, dtype, device, format)
+    def make(self, hidden_size: int, eps: float, build: Build) -> KimiDeltaAttention:
+        return KimiDeltaAttention(self, hidden_size, eps, build)
 
 
 class KimiDeltaAttention(RecurrentMixer):
     """Queries, keys and values in one product; the decay and the output's gate each come through a narrow layer."""
 
-    def __init__(
-        self,
-        shape: KimiDeltaShape,
-        hidden_size: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
+    def __init__(self, shape: KimiDeltaShape, hidden_size: int, eps: float, build: Build) -> None:
         self.shape = shape
         size, heads, dim = shape.size, shape.heads, shape.head_dim
-        self.inputs = Linear.empty(hidden_size, 3 * size, bias=False, dtype=dtype, device=device, format=format)
+        self.inputs = build.linear(hidden_size, 3 * size)
         # The narrow layers and the rate stay plain: they are small, and the decay is sensitive to rounding.
         self._narrow = (heads, dim, dim)
-        self.narrow = Linear.empty(hidden_size, sum(self._narrow), bias=False, dtype=dtype, device=device)
-        self.decay = Linear.empty(dim, size, bias=False, dtype=dtype, device=device)
-        self.gate = Linear.empty(dim, size, bias=False, dtype=dtype, device=device)
-        self.convolution = CausalConvolution(3 * size, shape.width, bias=False, silu=True, device=device)
-        self.step = StepGate(heads, dim, device=device)
-        self.norm = GatedNorm(size, dim, eps, GateOrder(activation="sigmoid"), repeats=heads, device=device)
-        self.output = Linear.empty(size, hidden_size, bias=False, dtype=dtype, device=device, format=format)
+        self.narrow = build.plain.linear(hidden_size, sum(self._narrow))
+        self.decay = build.plain.linear(dim, size)
+        self.gate = build.plain.linear(dim, size)
+        self.convolution = CausalConvolution(3 * size, shape.width, bias=False, silu=True, device=build.device)
+        self.step = StepGate(heads, dim, device=build.device)
+        self.norm = GatedNorm(size, dim, eps, GateOrder(activation="sigmoid"), repeats=heads, device=build.device)
+        self.output = build.linear(size, hidden_size)
         self.recurrence = LinearRecurrence(RecurrenceRule(delta=True, normalize=True, scale=dim**-0.5))
 
     def targets(self) -> Targets:
@@ -79,17 +75,9 @@ class KimiDeltaAttention(RecurrentMixer):
         yield from self.norm.targets("o_norm")
         yield from self.output.targets(["o_proj"])
 
-    def parts(self) -> Iterator[Part]:
-        yield from (
-            self.inputs,
-            self.narrow,
-            self.decay,
-            self.gate,
-            self.convolution,
-            self.step,
-            self.norm,
-            self.output,
-        )
+    def parts(self) -> tuple[Part, ...]:
+        weights = (self.inputs, self.narrow, self.decay, self.gate, self.convolution)
+        return *weights, self.step, self.norm, self.output
 
     def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
         heads = (-1, self.shape.head_dim)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chairlift.attention.recurrent import RecurrentBatch, StateSpec
-from chairlift.layers.formats.base import WeightFormat
-from chairlift.layers.linear import Linear
+from chairlift.layers.linear import Build
 from chairlift.layers.parts import Part, Targets
-from chairlift.layers.recurrent.base import RecurrentMixer, RecurrentShape
-from chairlift.layers.recurrent.convolution import CausalConvolution, inputs_spec
-from chairlift.layers.recurrent.gated_norm import GatedNorm, GateOrder
-from chairlift.layers.recurrent.recurrence import LinearRecurrence, RecurrenceRule, StepGate, matrix_spec
+from chairlift.layers.recurrent.base import (
+    CausalConvolution,
+    GatedNorm,
+    GateOrder,
+    LinearRecurrence,
+    RecurrenceRule,
+    RecurrentMixer,
+    RecurrentShape,
+    StepGate,
+    inputs_spec,
+    matrix_spec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +61,31 @@ class Mamba2Shape(RecurrentShape):
         convolution = self.channels * (self.width + self.convolution_bias)
         return products + convolution + 3 * self.heads + self.size * self.order.norm
 
-    def make(
-        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device, format: type[WeightFormat]
-    ) -> Mamba2Mixer:
-        return Mamba2Mixer(self, hidden_size, eps, dtype, device, format)
+    def make(self, hidden_size: int, eps: float, build: Build) -> Mamba2Mixer:
+        return Mamba2Mixer(self, hidden_size, eps, build)
 
 
 class Mamba2Mixer(RecurrentMixer):
     """One product gives the gate z, the inputs x, B and C of the recurrence, and its time steps."""
 
-    def __init__(
-        self,
-        shape: Mamba2Shape,
-        hidden_size: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: type[WeightFormat],
-    ) -> None:
+    def __init__(self, shape: Mamba2Shape, hidden_size: int, eps: float, build: Build) -> None:
         self.shape = shape
         size, heads = shape.size, shape.heads
         self._sizes = (size, shape.channels, heads)
-        self.inputs = Linear.empty(
-            hidden_size, sum(self._sizes), bias=shape.input_bias, dtype=dtype, device=device, format=format
-        )
+        self.inputs = build.linear(hidden_size, sum(self._sizes), bias=shape.input_bias)
         self.convolution = CausalConvolution(
-            shape.channels, shape.width, bias=shape.convolution_bias, silu=True, device=device
+            shape.channels, shape.width, bias=shape.convolution_bias, silu=True, device=build.device
         )
-        self.step = StepGate(heads, limits=shape.step_limits, device=device)
-        self.skip = torch.empty(heads, dtype=torch.float32, device=device)
-        self.norm = GatedNorm(size, size // shape.groups, eps, shape.order, device=device)
-        self.output = Linear.empty(size, hidden_size, bias=shape.output_bias, dtype=dtype, device=device, format=format)
+        self.step = StepGate(heads, limits=shape.step_limits, device=build.device)
+        self.skip = build.empty(heads, dtype=torch.float32)
+        self.norm = GatedNorm(size, size // shape.groups, eps, shape.order, device=build.device)
+        self.output = build.linear(size, hidden_size, bias=shape.output_bias)
         self.recurrence = LinearRecurrence(RecurrenceRule(delta=False))
         self._scales: Tensor | None = None
         if shape.scales is not None:
             counts = (size, size, shape.group_size, shape.group_size, heads)
             each = [torch.full((count,), scale) for count, scale in zip(counts, shape.scales, strict=True)]
-            self._scales = torch.cat(each).to(device)
+            self._scales = torch.cat(each).to(build.device)
 
     def targets(self) -> Targets:
         yield from self.inputs.targets(["in_proj"])
@@ -100,8 +95,8 @@ class Mamba2Mixer(RecurrentMixer):
         yield from self.norm.targets("norm")
         yield from self.output.targets(["out_proj"])
 
-    def parts(self) -> Iterator[Part]:
-        yield from (self.inputs, self.convolution, self.step, self.recurrence, self.norm, self.output)
+    def parts(self) -> tuple[Part, ...]:
+        return (self.inputs, self.convolution, self.step, self.recurrence, self.norm, self.output)
 
     def __call__(self, x: Tensor, batch: RecurrentBatch, states: Mapping[str, Tensor]) -> Tensor:
         shape = self.shape

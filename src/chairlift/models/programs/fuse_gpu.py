@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +25,7 @@ from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import DenseMLP
-from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm
-from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer, LayerStep
@@ -81,115 +76,57 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-class Operation(Protocol):
-    """A part of a layer, which reads the residual stream and may add to it."""
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """The product to queries, keys and values, with the norm in front of it; then the attention."""
-
-    layer: DecoderLayer
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        layer, attention = self.layer, self.layer.attention
-        qkv = stream.product(layer.before_attention, attention.qkv)
-        rotation = None if layer.rope is None else step.rotations[layer.rope]
-        step.mixed = [attention.attend(qkv, rotation, step.attention, step.kept)]
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Mixers of other kinds, or several, which read the normed rows."""
-
-    layer: DecoderLayer
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        step.mixed = self.layer.mix(stream.normed(self.layer.before_attention), step)
-
-
-@dataclass(frozen=True, slots=True)
-class NormBeside:
-    """The norm of a feed-forward block that reads the same rows as the mixers."""
-
-    norm: Norm | None
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        step.beside = stream.normed(self.norm)
-
-
-@dataclass(frozen=True, slots=True)
-class Project:
-    """The output projection of a mixer, and its addition."""
-
-    mixer: int
-    output: Linear
-    norms: BlockNorms
-    experts: MixtureOfExperts | None  # those that follow, if their kernels have the norm between
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        stream.add(self.output, step.mixed[self.mixer], self.norms, self.experts)
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    mlp: DenseMLP
-    norms: BlockNorms
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        stream.add_dense(self.mlp, self.norms, step.beside)
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    experts: MixtureOfExperts
-    norms: BlockNorms
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        stream.add_experts(self.experts, step.positions, self.norms, step.beside)
-
-
-@dataclass(frozen=True, slots=True)
-class AddInput:
-    """The block at the end of a layer that reads the token's own inputs of this layer."""
-
-    part: PerLayerInput
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        assert step.inputs is not None
-        stream.add_late(self.part(stream.normed(None), step.inputs), self.part.norm)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    scalar: Tensor
-
-    def __call__(self, stream: Stream, step: LayerStep) -> None:
-        stream.scale(self.scalar)
+Operation = Callable[[Stream, LayerStep], None]
+"""A part of a layer, which reads the residual stream and may add to it."""
 
 
 def operations_of(layer: DecoderLayer, next_norm: Norm | None = None) -> list[Operation]:
     """A layer as operations, of which the first makes `LayerStep.mixed`; `next_norm` is that of the next layer."""
-    operations: list[Operation] = [Attend(layer) if layer.mixers == (layer.heads,) else Mix(layer)]
-    if layer.parallel:
-        operations.append(NormBeside(layer.before_mlp))
-    first, second = (
-        BlockNorms(layer.before_attention, layer.after_attention, layer.before_mlp),
-        BlockNorms(layer.before_mlp, layer.after_mlp, next_norm),
-    )
-    with_norm = layer.mixture if _may_have_norm(layer) else None
+    first = BlockNorms(layer.before_attention, layer.after_attention, layer.before_mlp)
+    second = BlockNorms(layer.before_mlp, layer.after_mlp, next_norm)
+    heads, dense, mixture = layer.heads, layer.dense, layer.mixture
+    own_input, scalar = layer.per_layer_input, layer.scalar
+    with_norm = mixture if _may_have_norm(layer) else None  # experts whose kernels have the norm before them
+    operations: list[Operation] = []
+    if heads is not None and layer.mixers == (heads,):  # The product to queries, keys and values has the norm.
+
+        def attend(stream: Stream, step: LayerStep) -> None:
+            qkv = stream.product(layer.before_attention, heads.qkv)
+            rotation = None if layer.rope is None else step.rotations[layer.rope]
+            step.mixed = [heads.attend(qkv, rotation, step.attention, step.kept)]
+
+        operations.append(attend)
+    else:
+
+        def mix(stream: Stream, step: LayerStep) -> None:
+            step.mixed = layer.mix(stream.normed(layer.before_attention), step)
+
+        operations.append(mix)
+    if layer.parallel:  # The feed-forward block reads the same rows as the mixers.
+
+        def norm_beside(stream: Stream, step: LayerStep) -> None:
+            step.beside = stream.normed(layer.before_mlp)
+
+        operations.append(norm_beside)
     for index, mixer in enumerate(layer.mixers):
-        operations.append(Project(index, mixer.output, first, with_norm))
-    if layer.mixture is not None:
-        operations.append(Experts(layer.mixture, second))
-    if layer.dense is not None:
-        operations.append(FeedForward(layer.dense, second))
-    if layer.per_layer_input is not None:
-        operations.append(AddInput(layer.per_layer_input))
-    if layer.scalar is not None:
-        operations.append(Scale(layer.scalar))
+
+        def project(stream: Stream, step: LayerStep, index: int = index, output: Linear = mixer.output) -> None:
+            stream.add(output, step.mixed[index], first, with_norm)
+
+        operations.append(project)
+    if mixture is not None:
+        operations.append(lambda stream, step: stream.add_experts(mixture, step.positions, second, step.beside))
+    if dense is not None:
+        operations.append(lambda stream, step: stream.add_dense(dense, second, step.beside))
+    if own_input is not None:
+
+        def add_input(stream: Stream, step: LayerStep) -> None:
+            assert step.inputs is not None
+            stream.add_late(own_input(stream.normed(None), step.inputs), own_input.norm)
+
+        operations.append(add_input)
+    if scalar is not None:
+        operations.append(lambda stream, step: stream.scale(scalar))
     return operations
 
 

@@ -117,6 +117,19 @@ class Stream:
             self.x = pick_rows(self.x, rows)
             step.pick(rows)
 
+    def _pick_from_many(self, rows: Tensor, step: LayerStep) -> None:
+        """The same for kernels that read no positions behind the mixers."""
+        if len(self.x) <= MANY_ROWS:
+            self._rows = rows
+            return
+        self.x, self._delta = pick_rows(self._sum(), rows), None
+        step.mixed = [pick_rows(each, rows) for each in step.mixed]
+        if len(self.x) < len(step.positions):
+            step.positions = pick_rows(step.positions, rows)
+
+    def _sum(self) -> Tensor:
+        return self.x if self._delta is None else self.x + self._delta
+
     def final(self, norm: Norm) -> Tensor:
         """The normed stream at the end, its needed rows only."""
         normed = self.normed(norm)
@@ -162,13 +175,7 @@ class FusedStream(Stream):
             self._normed = add_normed_(self.x, linear(y), norms.following)
 
     def pick(self, rows: Tensor, step: LayerStep, *, has_experts: bool) -> None:
-        if len(self.x) <= MANY_ROWS:
-            self._rows = rows
-            return
-        self.x = pick_rows(self.x, rows)
-        step.mixed = [pick_rows(each, rows) for each in step.mixed]
-        if len(self.x) < len(step.positions):
-            step.positions = pick_rows(step.positions, rows)
+        self._pick_from_many(rows, step)
 
     def final(self, norm: Norm) -> Tensor:
         return norm(self.x if self._rows is None else pick_rows(self.x, self._rows))
@@ -255,21 +262,12 @@ class RoundedStream(Stream):
         self._add_rounded(linear, *round_rows(y))
 
     def pick(self, rows: Tensor, step: LayerStep, *, has_experts: bool) -> None:
-        if len(self.x) <= MANY_ROWS:
-            self._rows = rows
-            return
-        self.x, self._delta = pick_rows(self._sum(), rows), None
-        step.mixed = [pick_rows(each, rows) for each in step.mixed]
-        if len(self.x) < len(step.positions):
-            step.positions = pick_rows(step.positions, rows)
+        self._pick_from_many(rows, step)
 
     def final(self, norm: Norm) -> Tensor:
         if self._rows is not None:
             return norm(pick_rows(self._sum(), self._rows))
         return self.normed(norm)
-
-    def _sum(self) -> Tensor:
-        return self.x if self._delta is None else self.x + self._delta
 
     def _rounded(self, norm: Norm | None) -> ScaledRows:
         from chairlift.layers.formats.fp8 import norm_rounded

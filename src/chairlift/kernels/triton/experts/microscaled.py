@@ -1,9 +1,9 @@
 """The products of experts in 4-bit floats (MXFP4), which are dequantized in registers, exactly.
 
-`layers/microscaled.py` says how they lie in memory. A number's bits, moved to those of a bfloat16, are the number times
-2 ** -126, subnormal ones included; one product with its group's scale, two numbers at a time, makes it the weight,
-times 2 ** -64 to stay within the range of bfloat16. Weights are the left operand, so that few rows of activations make
-small tiles.
+`packed` of layers/expert_weights.py says how they lie in memory. A number's bits, moved to those of a bfloat16, are the
+number times 2 ** -126, subnormal ones included; one product with its group's scale, two numbers at a time, makes it the
+weight, times 2 ** -64 to stay within the range of bfloat16. Weights are the left operand, so that few rows of
+activations make small tiles.
 
 With SUM_TOKENS, the last program to finish adds the results of all experts of a token. Then each expert's sum may be
 split among several programs.
@@ -23,7 +23,7 @@ from chairlift.kernels.triton.experts.tiling import ExpertTiling
 from chairlift.kernels.triton.launch import cdiv, has_asm, next_power_of_2, overlapping
 
 NO_GATE, SILU_GATE, CLAMPED_GATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-PANEL = tl.constexpr(16)  # It is the PANEL of `layers/microscaled.py`.
+PANEL = tl.constexpr(16)  # It is the PANEL of `layers/expert_weights.py`.
 RUN = tl.constexpr(32)
 UNSCALED = tl.constexpr(2.0**64)  # what the products are multiplied by where they were scaled
 

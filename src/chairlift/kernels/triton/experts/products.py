@@ -204,7 +204,7 @@ def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.cons
 class ExpertMatrix(NamedTuple):
     """The weights of one product of all experts, as they are multiplied."""
 
-    numbers: Tensor  # [experts, rows, K] plain or 8-bit floats; of 4-bit floats the words of `layers/microscaled.py`
+    numbers: Tensor  # [experts, rows, K] plain or 8-bit floats; of 4-bit floats the words of `layers/expert_weights.py`
     scales: Tensor | None = None  # 8-bit floats: [experts, rows] float32; 4-bit floats: their exponents
 
     @property

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -286,10 +287,4 @@ class _Router:
 
 
 def _joined(first: StreamedText, second: StreamedText) -> StreamedText:
-    return StreamedText(
-        first.prompt_index,
-        first.completion_index,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.finish_reason,
-    )
+    return replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chairlift.attention.backends import BACKENDS
-from chairlift.byte_sizes import parse_bytes
 from chairlift.core.budgets.base import BUDGETS, check_budget
 from chairlift.core.kv.swap import MODES, check_mode
 from chairlift.core.orderings.base import ORDERINGS, Ordering, make_ordering
@@ -17,7 +16,7 @@ from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
-from chairlift.options import above, at_least, check_options, option, strictly_between
+from chairlift.options import above, at_least, check_options, option, parse_bytes, strictly_between
 from chairlift.speculation.proposers.base import check_speculate, proposer_factory, speculate_forms
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 

@@ -174,7 +174,7 @@ def test_unknown_and_unsuitable_backends_are_refused() -> None:
 
 def test_the_kernel_compiles_where_no_cache_file_can_be_written() -> None:
     """A function without a file stands for a package folder that cannot be written to."""
-    from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
+    from chairlift.kernels.cpu.compiling import compiled_and_kept
 
     scope: dict[str, Any] = {}
     exec("def double(values):\n    for i in range(len(values)):\n        values[i] *= 2", scope)

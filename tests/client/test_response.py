@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.client.http import Address
-from chairlift.client.response import BadResponse, EventLineParser, ResponseReader
+from chairlift.client.http import Address, BadResponse, EventLineParser, ResponseReader
 from chairlift.errors import InvalidParameter
 
 BODY = b'data: {"a": 1}\n\ndata: [DONE]\n\n'

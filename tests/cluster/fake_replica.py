@@ -12,7 +12,7 @@ from functools import partial
 
 from chairlift.cluster.serving.ingress import make_ingress_app
 from chairlift.cluster.serving.relay import Relay
-from chairlift.cluster.serving.routing_table import FleetView, ReplicaInfo, ReplicaLoad, RoutingTable
+from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
 from chairlift.server.access import KeyTable
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import UvicornServer
@@ -117,7 +117,7 @@ def ingress(
         )
         relay = Relay(table, no_replica, isolate_keys=config.isolate_keys)
         keys = KeyTable(config.keys.read())
-        app = make_ingress_app(config, FleetView(table, policy), relay, Metrics("tiny"), keys)
+        app = make_ingress_app(config, table, relay, Metrics("tiny"), keys)
         listener = listen("127.0.0.1", 0)
         server = UvicornServer(app, config.limits)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.cluster.batch import driver
-from chairlift.cluster.batch.driver import MAX_DEATHS, RayBatch, WorkerResources, choose_resources
+from chairlift.cluster import batch as driver
+from chairlift.cluster.batch import MAX_DEATHS, RayBatch, WorkerResources, choose_resources
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.server.batch.output import BatchCounts
 from chairlift.server.batch.run import BatchResponse, BatchRun

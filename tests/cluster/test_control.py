@@ -46,7 +46,7 @@ class FakeServe:
 
 @pytest.mark.parametrize("broken", ["a", "a-ingress"])
 def test_nothing_is_left_of_a_fleet_that_cannot_start(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    from chairlift.cluster.serving.control import start_fleet
+    from chairlift.cluster.serving.fleet import start_fleet
 
     fake = FakeServe(monkeypatch, broken=(broken,))
     with pytest.raises(ChairliftError, match="cannot start: no"):
@@ -56,7 +56,7 @@ def test_nothing_is_left_of_a_fleet_that_cannot_start(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("broken", ["a", "a-ingress"])
 def test_a_fleet_whose_update_fails_goes_on(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    from chairlift.cluster.serving.control import start_fleet
+    from chairlift.cluster.serving.fleet import start_fleet
 
     fake = FakeServe(monkeypatch, "a", "a-ingress", broken=(broken,))
     fake.status = {"version": "old"}
@@ -66,7 +66,7 @@ def test_a_fleet_whose_update_fails_goes_on(monkeypatch: pytest.MonkeyPatch, bro
 
 
 def test_an_ingress_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chairlift.cluster.serving.control import start_fleet
+    from chairlift.cluster.serving.fleet import start_fleet
 
     fake = FakeServe(monkeypatch, "a", "a-ingress")
     with pytest.raises(ChairliftError, match="'a-ingress' does not answer"):
@@ -75,7 +75,7 @@ def test_an_ingress_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyP
 
 
 def test_new_keys_and_certificates_in_the_same_files_need_new_ingresses(tmp_path: Path) -> None:
-    from chairlift.cluster.serving.app import ingress_version
+    from chairlift.cluster.serving.fleet import ingress_version
 
     keys, certificate = tmp_path / "keys", tmp_path / "cert.pem"
     config = ServerConfig("tiny", keys=KeySources(file=keys), certificate=Certificate(certificate))
@@ -92,7 +92,7 @@ def test_the_status_of_a_fleet_that_is_starting(monkeypatch: pytest.MonkeyPatch)
     from typer.testing import CliRunner
 
     from chairlift.cli.cluster import cluster_app
-    from chairlift.cluster.serving.control import fleet_status
+    from chairlift.cluster.serving.fleet import fleet_status
 
     def application(**deployments: dict[str, int]) -> SimpleNamespace:
         deploying = SimpleNamespace(value="DEPLOYING")

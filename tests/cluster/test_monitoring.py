@@ -17,7 +17,7 @@ from aiohttp import web
 
 from chairlift.cluster import monitoring
 from chairlift.cluster.monitoring import FleetStream, fleet_exposition, merge_expositions
-from chairlift.cluster.serving.routing_table import FleetView, ReplicaInfo, ReplicaLoad, RoutingTable
+from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
 
 EXPOSITION = b"""# HELP chairlift_requests_running requests in the batch
 # TYPE chairlift_requests_running gauge
@@ -45,10 +45,10 @@ async def replica(path: str, answer: Answer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def fleet_of(**addresses: str) -> FleetView:
+def fleet_of(**addresses: str) -> RoutingTable:
     table = RoutingTable("least-loaded")
     update(table, addresses)
-    return FleetView(table, "least-loaded")
+    return table
 
 
 def update(table: RoutingTable, addresses: dict[str, str]) -> None:
@@ -167,7 +167,7 @@ def test_frames_of_all_replicas_come_over_one_connection(monkeypatch: pytest.Mon
             assert report["replicas"][0]["load"]["running"] == 1
             assert "key" not in report["replicas"][0]
             # A replica is added, and another one is removed.
-            update(fleet._table, {"a": first, "b": second})
+            update(fleet, {"a": first, "b": second})
             frames = await read_until(events, lambda frames: len(frames_of(frames, "b")) == 2)
             last = await read_until(events, lambda frames: any(frame["t"] == "fleet" for frame in frames))
             assert last[-1]["shown"] == ["a", "b"]

@@ -26,9 +26,9 @@ COUNTING_DRIVER = """
 import json, os, sys
 from pathlib import Path
 
-from chairlift.cluster.batch.driver import RayBatch
-from chairlift.cluster.batch.driver import WorkerResources
-from chairlift.cluster.batch.driver import BatchWorker
+from chairlift.cluster.batch import RayBatch
+from chairlift.cluster.batch import WorkerResources
+from chairlift.cluster.batch import BatchWorker
 from chairlift.cluster.ray_runtime import connect
 from chairlift.server.batch.run import BatchRun
 from chairlift.server.config import ServerConfig

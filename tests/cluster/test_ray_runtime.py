@@ -50,7 +50,7 @@ def test_a_cluster_without_authentication_is_named(monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr("chairlift.cluster.ray_runtime.connect", lambda *_, **__: False)
-    monkeypatch.setattr("chairlift.cluster.serving.control.start_fleet", lambda *_: "http://127.0.0.1:8000")
+    monkeypatch.setattr("chairlift.cluster.serving.fleet.start_fleet", lambda *_: "http://127.0.0.1:8000")
     shown = CliRunner().invoke(cluster_app, ["serve", "tiny", "--detach"])
     assert shown.exit_code == 0, shown.output
     assert ("has no authentication" in shown.output) == (mode != "token")

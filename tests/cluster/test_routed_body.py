@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.cluster.routing.replicas import RoutedRequest
+from chairlift.cluster.routing.router import RoutedRequest
 from chairlift.cluster.serving.routed_body import read_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

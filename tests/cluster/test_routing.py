@@ -9,15 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.cluster.routing.policies import ROUTERS
-from chairlift.cluster.routing.replicas import (
+from chairlift.cluster.routing.router import (
     BLOCK_SIZE,
+    FIRST_ESTIMATE,
+    OUTPUT_COST,
     PrefixMap,
     ReplicaLoads,
+    Route,
     RoutedRequest,
+    Router,
     prefix_keys,
     prefix_lengths,
 )
-from chairlift.cluster.routing.router import FIRST_ESTIMATE, OUTPUT_COST, Route, Router
 from chairlift.errors import InvalidParameter
 from tests.repeatable import examples
 

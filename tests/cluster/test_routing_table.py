@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from chairlift.cluster.options import ClusterOptions
-from chairlift.cluster.routing.replicas import RoutedRequest
-from chairlift.cluster.serving.control import FleetScaling, observe
+from chairlift.cluster.routing.router import RoutedRequest
+from chairlift.cluster.serving.fleet import FleetScaling, observe
 from chairlift.cluster.serving.routing_table import LoadReader, NoReplica, ReplicaInfo, ReplicaLoad, RoutingTable
 from chairlift.errors import InvalidParameter
 
@@ -114,7 +115,7 @@ def test_the_load_is_read_from_the_metrics() -> None:
     assert (load.is_ready, load.running, load.waiting, load.held_tokens) == (True, 2, 3, 64)
     assert (load.hit_rate, load.wait) == (0.25, pytest.approx(0.4))
     assert load.pending_tokens == 3 * (10 + 4 * 10) + 2 * 4 * 10 / 2
-    assert ReplicaLoad.from_dict(load.as_dict() | {"of another version": 1}) == load
+    assert ReplicaLoad.from_dict(asdict(load) | {"of another version": 1}) == load
     assert not LoadReader(16).read(exposition(engine_up=0)).is_ready
 
 

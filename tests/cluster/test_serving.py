@@ -111,7 +111,7 @@ def test_a_killed_replica_costs_no_request_and_is_replaced(fleet: RunningFleet) 
 
 
 def test_a_folder_for_files_is_refused(tmp_path: Path) -> None:
-    from chairlift.cluster.serving.control import fleet_config
+    from chairlift.cluster.serving.fleet import fleet_config
     from chairlift.errors import InvalidParameter
     from chairlift.server.options import ServerOptions
 

@@ -11,11 +11,11 @@ import torch
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.recurrent import RecurrentLayer, StateSpec
-from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, bytes_per_token, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.machine import hardware
+from chairlift.options import parse_bytes
 from chairlift.runner import memory
 from chairlift.runner.memory import allocate_storage
 

@@ -17,11 +17,10 @@ from chairlift.layers.routing import Routing
 pytest.importorskip("triton", reason="the GPU kernels need triton")
 
 from chairlift.kernels.triton.decode import DecodeTiling, _decode_tiling
-from chairlift.kernels.triton.int4.product import int4_product
-from chairlift.kernels.triton.int4.tiling import choose_int4_vector_tiling
-from chairlift.kernels.triton.invariant import invariant_linear
+from chairlift.kernels.triton.int4.product import choose_int4_vector_tiling, int4_product
 from chairlift.kernels.triton.norms import add_rms_norm_
 from chairlift.kernels.triton.products.activation import gated_mul
+from chairlift.kernels.triton.products.invariant import invariant_linear
 from chairlift.kernels.triton.products.product import product
 from tests.kernels.attention_cases import (
     TOLERANCE,

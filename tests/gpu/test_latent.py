@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from chairlift.kernels.graphs import StepKernels
+from chairlift.kernels.triton.attention import Chunks
 from chairlift.kernels.triton.latent import hopper_decode
-from chairlift.kernels.triton.latent.absorbed import Chunks
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.gpu.test_modes import WIDE
 from tests.kernels.attention_cases import TOLERANCE
@@ -63,7 +63,7 @@ class Decodes:
         self.out = torch.empty(rows, heads, 512, device=DEVICE, dtype=torch.bfloat16)
         self.tables = torch.zeros(rows, 4100, dtype=torch.int32, device=DEVICE)
         ints = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
-        self.chunks = Chunks(ints[0], ints[0], ints[1], ints[2], ints[0], ints[0], 64)
+        self.chunks = Chunks(self.tables, ints[0], ints[0], ints[0], ints[0], ints[1], ints[2], 64)
         self.scratch = hopper_decode.HopperScratch(heads, 512, DEVICE)
 
     def fill(self, lengths: list[int], seed: int = 0) -> None:
@@ -85,7 +85,7 @@ class Decodes:
 
     def attend(self) -> None:
         hopper_decode.attend_singles(
-            self.q, self.q_rope, self.cache, self.out, rows=self.rows, chunks=self.chunks, tables=self.tables,
+            self.q, self.q_rope, self.cache, self.out, rows=self.rows, chunks=self.chunks,
             scale=192**-0.5, scratch=self.scratch,
         )  # fmt: skip
 

@@ -93,8 +93,8 @@ REAL_SHAPES = {"qwen3-0.6b": (1024, 3072, 16, 151_936), "llama3-8b": (4096, 14_3
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_invariant_products_of_real_shapes(shape: str) -> None:
     """Rows and their sums of squares have the same bits in the tile of every number of rows."""
-    from chairlift.kernels.triton.products.invariant import tiles_agree
     from chairlift.kernels.triton.products.product import product
+    from chairlift.kernels.triton.products.tiling import tiles_agree
     from tests.kernels.test_triton_invariant import summed_in_pairs
 
     hidden, inner, heads, vocab = REAL_SHAPES[shape]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
+from chairlift.kernels.triton.attention import Chunks, Scoring, prefill_attention, queries_per_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention
-from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention
+from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 from chairlift.kernels.triton.layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -129,11 +128,7 @@ def run_decode(
             row_start=as_ints(case.starts + [0] * padding_rows, device),
             row_count=as_ints(case.counts + [0] * padding_rows, device),
             scratch=scratch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            chunk=case.chunk,
-            sinks=case.sinks,
+            scoring=Scoring(scale, window, softcap, case.chunk, case.sinks),
             splits=splits,
             fresh=fresh,
             tiling=tiling,
@@ -169,26 +164,21 @@ def check_fused_decode(
     norms = [torch.randn(dim, device=device).to(dtype) for _ in range(2)]
     angles = torch.randn(rows, pairs, device=device)
     cos, sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if pairs else (None, None)
+    fresh = Fresh(norms[0], norms[1], 1e-6, cos, sin, v_norm)
     rotate_and_store_(
         qkv,
         case.keys,
         case.values,
+        fresh,
         num_heads=heads,
-        q_norm=norms[0],
-        k_norm=norms[1],
-        eps=1e-6,
-        cos=cos,
-        sin=sin,
         slots=as_ints(case.slots, device),
         positions=as_ints(starts, device),
         tables=case.tables,
-        v_norm=v_norm,
     )
     case.q = qkv.view(rows, -1, dim)[:, :heads]
     case.sinks = torch.randn(heads, device=device) if window else None
     whole = replace(case, q=before.view(rows, -1, dim), keys=keys, values=values)
     out = torch.full((rows, heads, dim), float("nan"), device=device)
-    fresh = Fresh(norms[0], norms[1], 1e-6, cos, sin, v_norm)
     run_decode(whole, scale, window, None, splits, out=out, fresh=fresh, tiling=tiling)
     near = 1e-5 if cache is None else 0.125  # a number between two of 8 bits may become either
     for mine, theirs in ((keys, case.keys), (values, case.values)):
@@ -207,36 +197,28 @@ def tiles_of(case: AttentionCase, queries: int) -> tuple[Tensor, Tensor]:
 def run_prefill(
     case: AttentionCase, scale: float, window: int | None, softcap: float | None, *, deep: bool = False
 ) -> Tensor:
-    out, given = _chunks(case)
-    limits: dict[str, Any] = {"window": window, "softcap": softcap, "chunk": case.chunk}
-    prefill_attention(case.q, case.keys, case.values, out, **given, **limits, scale=scale, deep=deep)
+    out, scoring = _unwritten(case), Scoring(scale, window, softcap, case.chunk, case.sinks)
+    prefill_attention(case.q, case.keys, case.values, out, chunks_of(case), scoring, deep=deep)
     return out
 
 
 def run_hopper_prefill(case: AttentionCase, scale: float) -> Tensor:
-    out, given = _chunks(case)
-    hopper_prefill_attention(case.q, case.keys, case.values, out, **given, scale=scale)
+    out, scoring = _unwritten(case), Scoring(scale, sinks=case.sinks)
+    hopper_prefill_attention(case.q, case.keys, case.values, out, chunks_of(case), scoring)
     return out
 
 
-def _chunks(case: AttentionCase) -> tuple[Tensor, dict[str, Any]]:
-    """Unwritten results, and the arguments that say which queries see which keys."""
+def _unwritten(case: AttentionCase) -> Tensor:
+    return torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
+
+
+def chunks_of(case: AttentionCase, queries: int | None = None) -> Chunks:
+    """Which queries see which keys, in tiles of `queries` tokens."""
     device = case.q.device
     _, heads, dim = case.q.shape
-    queries = queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
-    tile_chunk, tile_offset = tiles_of(case, queries)
-    given = {
-        "tables": case.tables,
-        "tile_chunk": tile_chunk,
-        "tile_offset": tile_offset,
-        "tile_queries": queries,
-        "chunk_slot": as_ints(case.slots, device),
-        "chunk_row": as_ints(case.rows, device),
-        "chunk_start": as_ints(case.starts, device),
-        "chunk_count": as_ints(case.counts, device),
-        "sinks": case.sinks,
-    }
-    return torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=device), given
+    queries = queries or queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
+    rows = (as_ints(numbers, device) for numbers in (case.slots, case.rows, case.starts, case.counts))
+    return Chunks(case.tables, *tiles_of(case, queries), *rows, queries)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

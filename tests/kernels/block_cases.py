@@ -8,8 +8,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from chairlift.kernels.cpu.blocks.kinds import COLUMNS, KINDS, BlockKind
-from chairlift.kernels.cpu.blocks.panels import pack, unpack
+from chairlift.kernels.cpu.blocks.panels import COLUMNS, KINDS, BlockKind, pack, unpack
 from chairlift.kernels.cpu.blocks.product import ISA, MOST_ROWS, PanelWeight, linear_panels
 from chairlift.kernels.cpu.blocks.rows import OUTLIER, BlockRows
 from chairlift.kernels.cpu.threads import the_team

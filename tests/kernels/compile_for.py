@@ -58,33 +58,31 @@ launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hop
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.attention.recurrent import RecurrentBatch
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, norms, sampling, vector
+from chairlift.kernels.triton import fp8, invariant_attention, layers, norms, sampling, vector
+from chairlift.kernels.triton.attention import Chunks, Scoring
 from chairlift.kernels.triton.decode import Fresh, _decode_tiling
-from chairlift.kernels.triton.drafts.inputs import draft_inputs
-from chairlift.kernels.triton.drafts.recent_states import store_states
-from chairlift.kernels.triton.experts import activation, few_rows, grouping, microscaled, products, routing
+from chairlift.kernels.triton.drafts import draft_inputs, store_states
+from chairlift.kernels.triton.experts import few_rows, microscaled, products, routing
 from chairlift.kernels.triton.experts.products import ExpertMatrix, Gate, SharedMatrix
 from chairlift.kernels.triton.experts.tiling import few_rows_tiling, tiling_for
 from chairlift.kernels.triton.int4 import product as int4
 from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.invariant_decode import invariant_decode
 from chairlift.kernels.triton.latent import absorbed, hopper_decode
-from chairlift.kernels.triton.latent.expanded import attend_within_chunks
-from chairlift.kernels.triton.latent.prepare import prepare_and_absorb_, prepare_latents_
-from chairlift.kernels.triton.latent.values import values_of
-from chairlift.kernels.triton.likeliest import likeliest
-from chairlift.kernels.triton.products import activation as feed_forward
-from chairlift.kernels.triton.products import invariant as invariant_products
-from chairlift.kernels.triton.products import product
+from chairlift.kernels.triton.latent.expanded import attend_within_chunks, values_of
+from chairlift.kernels.triton.latent.prepare import NewLatents, prepare_and_absorb_, prepare_latents_
+from chairlift.kernels.triton.products import activation, invariant, product
+from chairlift.kernels.triton.products import tiling as product_tiling
 from chairlift.kernels.triton.recurrent.convolution import convolve
 from chairlift.kernels.triton.recurrent.gates import RawGates, gated_norm
 from chairlift.kernels.triton.recurrent.recurrence import run_recurrence
+from chairlift.kernels.triton.sampling import likeliest
 from chairlift.layers.expert_weights import PANEL, RUN, num_chunks
 from chairlift.layers.recurrent.base import GateOrder, RecurrenceRule
-from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_hopper_prefill, run_prefill, tiles_of
+from tests.kernels.attention_cases import as_ints, chunks_of, make_case, run_decode, run_hopper_prefill, run_prefill
 
 product.reads_ahead = lambda device: hopper
-invariant_products.tiles_agree = lambda dtype, device: True
+product_tiling.tiles_agree = lambda dtype, device: True
 int4.has_asm = microscaled.has_asm = vector.has_asm = lambda device: True
 int4.reads_ahead = lambda device: hopper
 
@@ -141,15 +139,10 @@ def compile_attention() -> None:
 
 def compile_invariant_attention(case: Any) -> None:
     queries = invariant_attention.queries_per_tile(HEADS, KV_HEADS, DIM, BF16)
-    tile_chunk, tile_offset = tiles_of(case, queries)
-    slots, starts, counts = (as_ints(each, CPU) for each in (case.slots, case.starts, case.counts))
+    chunks, scoring = chunks_of(case, queries), Scoring(0.1, chunk=case.chunk, sinks=case.sinks)
     out = torch.empty_like(case.q)
-    given: dict[str, Any] = {"tables": case.tables, "scale": 0.1, "chunk": case.chunk, "sinks": case.sinks}
     keys, values = case.keys.to(BF16), case.values.to(BF16)
-    invariant_attention.invariant_attention(
-        case.q, keys, values, out, **given, tile_chunk=tile_chunk, tile_offset=tile_offset, tile_queries=queries,
-        chunk_slot=slots, chunk_row=as_ints(case.rows, CPU), chunk_start=starts, chunk_count=counts,
-    )  # fmt: skip
+    invariant_attention.invariant_attention(case.q, keys, values, out, chunks, scoring)
     scratch = invariant_attention.SpanScratch(HEADS, KV_HEADS, DIM, 4096, CPU)
     norms, cos = torch.ones(DIM, dtype=BF16), torch.ones(2, DIM // 2, dtype=BF16)
     whole = torch.zeros(2, HEADS + 2 * KV_HEADS, DIM, dtype=BF16)
@@ -157,8 +150,8 @@ def compile_invariant_attention(case: Any) -> None:
     for programs, fresh in [(1, None), (2, joined)] if brief else [(1, None), (2, None), (1, joined), (2, joined)]:
         q = whole if fresh else case.q
         invariant_decode(
-            q, keys, values, out, **given, row_slot=slots, row_start=starts, row_count=counts, scratch=scratch,
-            programs=programs, fresh=fresh,
+            q, keys, values, out, tables=case.tables, row_slot=chunks.slot, row_start=chunks.start,
+            row_count=chunks.count, scratch=scratch, scoring=scoring, programs=programs, fresh=fresh,
         )  # fmt: skip
 
 
@@ -174,7 +167,7 @@ def compile_products() -> None:
         product.product(x, weight[:256], activation="gelu_tanh", times=times[:, 1])
         product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
-    invariant_products._agreement_kernel[(1,)](x, weight, torch.zeros(6, 16, 64), KEPT=16, DEPTH=HIDDEN, COLUMNS=64)
+    product_tiling._agreement_kernel[(1,)](x, weight, torch.zeros(6, 16, 64), KEPT=16, DEPTH=HIDDEN, COLUMNS=64)
     for rows in (1, 300):  # the splits of a sum in parallel and in sequence
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         product.product(x, weight[:512], squares=torch.ones(rows, 4), eps=1e-6, invariant=True)
@@ -245,9 +238,9 @@ def compile_layers() -> None:
     norms.add_rms_norm_(x, x.clone(), None, 0.0, after=weight, after_eps=1e-6)
     norms.norm_parts_(x, weight[:512], weight[512:768], 1e-6)
     layers.add_gated_(x, x.clone(), x.clone(), weight[None])
-    for name in feed_forward.ACTIVATIONS:
-        feed_forward.gated_mul(torch.randn(4, 2 * INNER).to(BF16), name)
-    feed_forward.softcap(torch.randn(4, VOCAB).to(BF16), 30.0)
+    for name in activation.ACTIVATIONS:
+        activation.gated_mul(torch.randn(4, 2 * INNER).to(BF16), name)
+    activation.softcap(torch.randn(4, VOCAB).to(BF16), 30.0)
     ints = torch.zeros(4, dtype=torch.int32)
     tables = torch.zeros(8, 16, dtype=torch.int32)
     layers.begin_step(ints, ints, ints, ints, ints, tables)
@@ -260,14 +253,15 @@ def compile_layers() -> None:
     for cache in (BF16, FP8) if capability >= 89 else (BF16,):
         keys = torch.zeros(16, 16, KV_HEADS, DIM).to(cache)
         layers.rotate_and_store_(
-            qkv, keys, keys.clone(), num_heads=HEADS, q_norm=norm, k_norm=norm, eps=1e-6, cos=cos, sin=sin,
+            qkv, keys, keys.clone(), Fresh(norm, norm, 1e-6, cos, sin), num_heads=HEADS,
             slots=ints, positions=ints, tables=tables,
         )  # fmt: skip
         # Values that are the keys, and keys and values that are stored already.
         for heads in (HEADS + KV_HEADS,) if brief else (HEADS + KV_HEADS, HEADS):
             layers.rotate_and_store_(
-                qkv[:, : heads * DIM].contiguous(), keys, keys.clone(), num_heads=HEADS, q_norm=norm, k_norm=norm,
-                eps=1e-6, cos=cos, sin=sin, slots=ints, positions=ints, tables=tables, v_norm=True,
+                qkv[:, : heads * DIM].contiguous(), keys, keys.clone(),
+                Fresh(norm, norm, 1e-6, cos, sin, v_norm=True), num_heads=HEADS, slots=ints, positions=ints,
+                tables=tables,
             )  # fmt: skip
 
 
@@ -275,9 +269,9 @@ def compile_experts() -> None:
     num_experts, top_k, inner, x = 8, 2, 256, torch.randn(4, HIDDEN).to(BF16)
     experts = torch.zeros(4, top_k, dtype=torch.int64)
     tiling = tiling_for(8, num_experts, BF16, "plain", CPU, invariant=False).inner
-    groups = grouping.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
-    many = torch.zeros(grouping.FEW_PAIRS, top_k, dtype=torch.int64)
-    grouping.group_by_expert(many, num_experts, tiling.rows, torch.zeros(len(many), dtype=torch.int32))
+    groups = routing.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
+    many = torch.zeros(routing.FEW_PAIRS, top_k, dtype=torch.int64)
+    routing.group_by_expert(many, num_experts, tiling.rows, torch.zeros(len(many), dtype=torch.int32))
     pairs = products.grouped_linear(
         x, ExpertMatrix(torch.randn(num_experts, inner, HIDDEN).to(BF16)), groups, tiling, top_k
     )
@@ -308,7 +302,7 @@ def compile_experts() -> None:
         for gate in (Gate(), Gate(1.702, 7.0)):
             products.grouped_linear(x, both, groups, tilings.inner, top_k, gate=gate)
         products.grouped_linear(pairs, outer, groups, tilings.outer, top_k, **few)
-        one = grouping.Grouping(*(each[:top_k] for each in groups))  # of a single token
+        one = routing.Grouping(*(each[:top_k] for each in groups))  # of a single token
         products.grouped_linear(pairs[:top_k], outer, one, few_rows_tiling(1, BF16, form).outer, top_k, **few)
     first = SharedMatrix(torch.zeros(4 * inner, HIDDEN).to(BF16), None, 2)
     second = SharedMatrix(torch.zeros(HIDDEN, 2 * inner).to(BF16), None, 2)
@@ -348,8 +342,8 @@ def compile_routing() -> None:
 def compile_latent() -> None:
     """DeepSeek V3 with 128 heads, and V2-Lite with 16."""
     rank, nope, rope, value, ints = 512, 128, 64, 128, torch.zeros(4, dtype=torch.int32)
-    chunks = absorbed.Chunks(ints, ints, ints, ints, ints, ints, 64)
     tables = torch.zeros(4, 4, dtype=torch.int32)
+    chunks = Chunks(tables, ints, ints, ints, ints, ints, ints, 64)
     combinations = [(128, CACHES[:1], [4]), (16, CACHES[-1:], [16])]
     for heads, caches, numbers in combinations if brief else [(128, CACHES, [4, 16]), (16, CACHES, [4, 16])]:
         q = torch.zeros(4, heads, nope + rope).to(BF16)
@@ -359,10 +353,10 @@ def compile_latent() -> None:
         scratch, up = absorbed.LatentScratch(heads, rank, CPU), torch.zeros(heads, nope + value, rank).to(BF16)
         for cache_type in caches:
             cache = torch.zeros(8, 16, 1, rank + rope).to(cache_type)
-            given = {"norm": norm, "cos": angles, "sin": angles, "slots": ints, "positions": ints, "tables": tables}
-            prepare_latents_(q, latent, cache, eps=1e-6, **given)
-            prepare_and_absorb_(q, latent, up, cache, eps=1e-6, **given)
-            where = {"chunks": chunks, "tables": tables, "scale": 1.0}
+            new = NewLatents(norm, 1e-6, angles, angles, ints, ints, tables)
+            prepare_latents_(q, latent, cache, new)
+            prepare_and_absorb_(q, latent, up, cache, new)
+            where = {"chunks": chunks, "scale": 1.0}
             for splits in numbers:
                 absorbed.attend_singles(
                     sums, q[..., nope:], cache, sums, rows=4, scratch=scratch, splits=splits, **where

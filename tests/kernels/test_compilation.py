@@ -39,8 +39,8 @@ from types import SimpleNamespace
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from chairlift.kernels.compilation.pool import KernelCompiler
-from chairlift.kernels.compilation.record import KernelRecorder
-from chairlift.kernels.compilation.stub import libcuda_stub
+from chairlift.kernels.compilation.spec import KernelRecorder
+from chairlift.kernels.compilation.pool import libcuda_stub
 from made_kernels import WIDE, broken_kernel, first_kernel, second_kernel
 
 launched, loaded, compiled = [], [], []

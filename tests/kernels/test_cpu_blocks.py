@@ -9,8 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from chairlift.kernels.cpu.blocks.kinds import KINDS
-from chairlift.kernels.cpu.blocks.panels import pack, unpack
+from chairlift.kernels.cpu.blocks.panels import KINDS, pack, unpack
 from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.blocks.rows import BlockRows, round_block_row
 from chairlift.kernels.cpu.simd import AVX2, PLAIN

@@ -21,9 +21,9 @@ from chairlift.attention.storage import as_plain, narrowed, widened
 from chairlift.kernels.cpu import simd as cpu_simd
 from chairlift.kernels.cpu.attention import Cache, Score
 from chairlift.kernels.cpu.attention_work import FEW, split_work
+from chairlift.kernels.cpu.compiling import exp, narrow, widen
 from chairlift.kernels.cpu.decoder import attend_layer, linear
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
-from chairlift.kernels.cpu.scalar_math import exp, narrow, widen
 from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
 from chairlift.kernels.cpu.threads import Team, barrier, claim, the_team
 from chairlift.kernels.cpu.weights import multiplied

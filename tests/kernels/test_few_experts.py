@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.experts.few_rows import RowNorm, can_route_few
-from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
+from chairlift.kernels.triton.experts.routing import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.tiling import ExpertTiling, ExpertTilings
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.checkpoint import CheckpointWeight

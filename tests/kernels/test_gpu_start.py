@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from chairlift.kernels import gpu_start
-from chairlift.kernels.gpu_start import GPUStart, start_libraries
+from chairlift.kernels import gpu
+from chairlift.kernels.gpu import GPUStart, start_libraries
 
 
 def test_a_gpu_is_waited_for_and_failures_are_left_to_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def test_a_gpu_is_waited_for_and_failures_are_left_to_the_first_step(monkeypatch
     def fail(device: torch.device) -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(gpu_start, "_start_cublas", multiply)
-    monkeypatch.setattr(gpu_start, "_hash_triton", fail)
+    monkeypatch.setattr(gpu, "_start_cublas", multiply)
+    monkeypatch.setattr(gpu, "_hash_triton", fail)
     device = torch.device("cuda")
     start = GPUStart(device, torch.bfloat16)
     assert not done, "it runs beside what follows"
@@ -33,7 +33,7 @@ def test_a_gpu_is_waited_for_and_failures_are_left_to_the_first_step(monkeypatch
 
 def test_a_cpu_has_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(gpu_start, "_attempt", started.append)
+    monkeypatch.setattr(gpu, "_attempt", started.append)
     GPUStart(torch.device("cpu"), torch.float32).wait()
     assert not started
 
@@ -53,13 +53,13 @@ def test_tritons_key_is_computed_for_the_present_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cache, "triton_key", lambda: hashed.append(0))
     monkeypatch.setattr(compiler, "make_backend", Backend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    gpu_start._hash_triton(torch.device("cuda"))
+    gpu._hash_triton(torch.device("cuda"))
     assert hashed == [0, 90]
 
 
 def test_a_later_start_of_the_same_libraries_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's process starts them before the engine does."""
-    monkeypatch.setattr(gpu_start, "_attempt", lambda part: None)
+    monkeypatch.setattr(gpu, "_attempt", lambda part: None)
     start_libraries.cache_clear()
     first = start_libraries(torch.device("cuda"), torch.bfloat16)
     assert start_libraries(torch.device("cuda"), torch.bfloat16) is first

@@ -15,7 +15,8 @@ from torch import Tensor
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.kernels.gpu import GPUS, META, described_gpu
-from chairlift.kernels.triton.hopper import support
+from chairlift.kernels.triton import launch
+from chairlift.kernels.triton.attention import Chunks
 from chairlift.kernels.triton.latent import absorbed, hopper_decode, hopper_kernel
 from chairlift.kernels.triton.launch import generic_kernels
 from tests.kernels.attention_cases import as_ints
@@ -76,7 +77,7 @@ def test_steps_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([20, 5, 0], [1, 1, 18], heads=16, device=CPU, **DEEPSEEK)
     expected = run(case, padding=2)
     assert calls == []
-    monkeypatch.setattr(support, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(launch, "hopper_obstacle", lambda device: None)
     monkeypatch.setattr(hopper_decode, "layer_obstacle", lambda *shape: None)
     monkeypatch.setattr(hopper_decode, "attend_singles", attend)
     assert error(run(case, padding=2), expected) == 0
@@ -133,7 +134,7 @@ def test_parts_are_joined(lengths: list[int], programs: int, monkeypatch: pytest
         if owners:
             scratch.meta[row] = owners[0] * hopper_kernel.META_PARTS.value + len(owners)
     counts = as_ints([int(length > 0) for length in lengths], CPU)
-    chunks = absorbed.Chunks(counts, counts, counts, counts, counts, counts, 64)
+    chunks = Chunks(*[counts] * 7, 64)
     hopper_decode._join(out, len(lengths), chunks, scratch)
     real = [row for row, length in enumerate(lengths) if length]
     assert torch.allclose(out[real], expected[real], atol=1e-5)

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from chairlift.kernels.triton.int4 import vector
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
-from chairlift.kernels.triton.int4.product import int4_product, int4_vector_product
-from chairlift.kernels.triton.int4.tiling import Int4VectorTiling, choose_int4_vector_tiling
+from chairlift.kernels.triton.int4.product import (
+    Int4VectorTiling,
+    choose_int4_vector_tiling,
+    int4_product,
+    int4_vector_product,
+)
 from chairlift.kernels.triton.launch import generic_kernels
 from tests.kernels.ptx import execute
 from tests.kernels.test_triton_int4 import EPS, error, make

@@ -58,7 +58,7 @@ import json, sys
 import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.kernel_cache import _build
-from chairlift.kernels.compilation.record import KernelRecorder
+from chairlift.kernels.compilation.spec import KernelRecorder
 from chairlift.kernels.gpu import described_gpu, known_gpu
 from chairlift.runner.gpu.shapes import MIXED_BUCKETS
 
@@ -99,7 +99,7 @@ from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.kernel_cache import _build
-from chairlift.kernels.compilation.record import KernelRecorder
+from chairlift.kernels.compilation.spec import KernelRecorder
 from chairlift.kernels.gpu import described_gpu, known_gpu
 
 options = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import StartedEngine
-from chairlift.kernels.triton.attention import queries_per_tile
+from chairlift.kernels.triton.attention import Chunks, queries_per_tile
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
@@ -87,9 +86,10 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
 ) -> None:
     monkeypatch.setattr(base, "choose_backend", lambda *_: PagedGPUAttention())
     settings = kernel_speed.KernelSettings(batch=[2], contexts=[40])
-    prompts: list[dict[str, Any]] = []
+    prompts: list[Chunks] = []
     monkeypatch.setattr(
-        "chairlift.kernels.triton.attention.prefill_attention", lambda *_, **tiles: prompts.append(tiles)
+        "chairlift.kernels.triton.attention.prefill_attention",
+        lambda q, keys, values, out, chunks, *_, **__: prompts.append(chunks),
     )
     decode, prompt = kernel_speed._attention(model, torch.float32, settings, "auto")
     for case in (decode, prompt):
@@ -97,8 +97,8 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     assert (decode.calls, prompt.size) == (1, "40 tokens")
     # As in the runner: pairs of heads share their keys.
     queries = queries_per_tile(4, 2, 16, torch.float32)
-    assert prompts[0]["tile_queries"] == queries
-    assert prompts[0]["tile_offset"].tolist() == list(range(0, 40, queries))
+    assert prompts[0].tile_queries == queries
+    assert prompts[0].tile_offset.tolist() == list(range(0, 40, queries))
     logits = torch.randn(2, 50, device=model.device)
     kernel_speed._device_sampler(logits, SamplingParams(temperature=0.0))()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.experts import grouping
+from chairlift.kernels.triton.experts import routing
 from chairlift.kernels.triton.experts.few_rows import RowNorm
 from chairlift.kernels.triton.experts.tiling import MOST_FOLDED_TOKENS
 from chairlift.layers.formats.base import WeightFormat
@@ -119,7 +119,7 @@ def test_grouping(shared_rows: int, device: torch.device) -> None:
     experts = torch.cat((routed, torch.tensor([5, 6]).expand(53, 2)), dim=1).int()
     positions = torch.arange(53, dtype=torch.int32)
     positions[5::7] = -1
-    groups = grouping.group_by_expert(
+    groups = routing.group_by_expert(
         experts.to(device), 5, 16, positions.to(device), num_shared=2, shared_rows=shared_rows
     )
     live = int((positions >= 0).sum())

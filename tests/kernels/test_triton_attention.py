@@ -15,10 +15,10 @@ from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.gpu import META, described_gpu, known_gpu
-from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile
+from chairlift.kernels.triton.attention import DEEP_TILE, Scoring, _key_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Scratch, decode_splits
-from chairlift.kernels.triton.hopper.prefill import obstacles
-from chairlift.kernels.triton.hopper.support import hopper_obstacle
+from chairlift.kernels.triton.hopper_prefill import obstacles
+from chairlift.kernels.triton.launch import hopper_obstacle
 from tests.kernels.attention_cases import (
     TOLERANCE,
     check_fused_decode,
@@ -126,12 +126,12 @@ def test_the_kernel_for_hopper_says_what_it_cannot_compute() -> None:
     shape: dict[str, Any] = {"heads": 14, "kv_heads": 2, "dim": 64, "dtype": torch.bfloat16}
 
     def found(cache: torch.dtype | None = None, parts: int = 1, **changes: Any) -> list[str]:
-        limits: dict[str, Any] = {"tile_queries": 16, "window": None, "softcap": None, "chunk": None}
-        given = {name: changes.pop(name, limit) for name, limit in limits.items()}
+        queries = changes.pop("tile_queries", 16)
+        scoring = Scoring(0.1, **{name: changes.pop(name, None) for name in ("window", "softcap", "chunk")})
         case = make_case([0], [32], **shape | changes, device=torch.device("cpu"))
         sides = (side.to(cache or side.dtype) for side in (case.keys, case.values))
         q, keys, values = (side.to(META) for side in (case.q, *sides))
-        return obstacles(q, keys[..., ::parts, :], values[..., ::parts, :], **given)
+        return obstacles(q, keys[..., ::parts, :], values[..., ::parts, :], queries, scoring)
 
     assert found() == found(heads=32, kv_heads=8, dim=128, tile_queries=32) == found(block_size=128) == []
     assert found(dtype=torch.float32) == ["it computes in 16 bits, not in torch.float32"]

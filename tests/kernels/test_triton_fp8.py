@@ -21,8 +21,9 @@ from chairlift.engine.settings import kv_dtype
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.triton import fp8 as triton_fp8
-from chairlift.kernels.triton.invariant import invariant_linear
+from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.layers import rotate_and_store_
+from chairlift.kernels.triton.products.invariant import invariant_linear
 from chairlift.kernels.triton.products.product import product
 from chairlift.kernels.triton.products.tiling import ProductTiling
 from chairlift.kernels.triton.vector import MOST_STEPS, VectorTiling, choose_vector_tiling, vector_product
@@ -323,12 +324,8 @@ def store_in_8_bits(qkv: Tensor, *, heads: int, positions: list[int]) -> tuple[T
         qkv,
         keys,
         values,
+        Fresh(None, None, 0.0, None, None),
         num_heads=heads,
-        q_norm=None,
-        k_norm=None,
-        eps=0.0,
-        cos=None,
-        sin=None,
         slots=torch.zeros(len(qkv), **ints),
         positions=torch.tensor(positions, **ints),
         tables=torch.tensor([[1, 0]], **ints),

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized, store
-from chairlift.kernels.triton.int4.product import dequantize, int4_product
-from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling
+from chairlift.kernels.triton.int4.product import Int4Tiling, choose_int4_tiling, dequantize, int4_product
 
 EPS = 1e-6
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton import invariant as triton_invariant
+from chairlift.kernels.triton.attention import Scoring
 from chairlift.kernels.triton.decode import Fresh
-from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.invariant_attention import (
     SpanScratch,
     invariant_attention,
@@ -30,10 +28,12 @@ from chairlift.kernels.triton.invariant_decode import (
 )
 from chairlift.kernels.triton.launch import next_power_of_2, pairwise_sum, spare_rows
 from chairlift.kernels.triton.layers import rotate_and_store_
+from chairlift.kernels.triton.products import invariant as triton_invariant
 from chairlift.kernels.triton.products import product as triton_product
-from chairlift.kernels.triton.products.invariant import choose_invariant_tiling, invariant_splits
+from chairlift.kernels.triton.products.invariant import invariant_linear
 from chairlift.kernels.triton.products.product import product
-from tests.kernels.attention_cases import TOLERANCE, AttentionCase, as_ints, error, make_case, reference
+from chairlift.kernels.triton.products.tiling import choose_invariant_tiling, invariant_splits
+from tests.kernels.attention_cases import TOLERANCE, AttentionCase, as_ints, chunks_of, error, make_case, reference
 
 agree = cache(small_tiles_agree)
 # Triton's interpreter does not multiply bfloat16.
@@ -78,25 +78,10 @@ def attend(
     kv_heads = case.keys.shape[2]
     queries = queries_per_tile(heads, kv_heads, dim, case.q.dtype)
     out = torch.full_like(case.q, float("nan"))
-    given: dict[str, Any] = {"scale": dim**-0.5, "window": window, "softcap": softcap, "chunk": case.chunk}
-    given |= {"tables": case.tables, "sinks": case.sinks}
-    slots, starts, counts = (as_ints(each, device) for each in (case.slots, case.starts, case.counts))
+    scoring = Scoring(dim**-0.5, window, softcap, case.chunk, case.sinks)
+    chunks = chunks_of(case, queries)
     if not singles:
-        tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
-        invariant_attention(
-            case.q,
-            case.keys,
-            case.values,
-            out,
-            **given,
-            tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
-            tile_offset=as_ints([at for _, at in tiles], device),
-            tile_queries=queries,
-            chunk_slot=slots,
-            chunk_row=as_ints(case.rows, device),
-            chunk_start=starts,
-            chunk_count=counts,
-        )
+        invariant_attention(case.q, case.keys, case.values, out, chunks, scoring)
         return out
     scratch = SpanScratch(heads, kv_heads, dim, longest, device)
     for each in (scratch.partial, scratch.best, scratch.total):
@@ -108,11 +93,12 @@ def attend(
             case.keys,
             case.values,
             out,
-            **given,
-            row_slot=slots,
-            row_start=starts,
-            row_count=counts,
+            tables=case.tables,
+            row_slot=chunks.slot,
+            row_start=chunks.start,
+            row_count=chunks.count,
             scratch=scratch,
+            scoring=scoring,
             tile_queries=1 if small else queries,
             programs=programs,
             tiling=tiling,
@@ -325,8 +311,8 @@ def check_single_tokens_from_the_projection(
         separate.flatten(1),
         keys,
         values,
+        fresh,
         num_heads=heads,
-        **fresh._asdict(),
         slots=slots,
         positions=positions,
         tables=case.tables,
@@ -345,8 +331,7 @@ def check_single_tokens_from_the_projection(
         row_count=torch.ones_like(slots),
         scratch=SpanScratch(heads, kv_heads, dim, longest, device),
         programs=programs,
-        scale=dim**-0.5,
-        window=window,
+        scoring=Scoring(dim**-0.5, window),
         fresh=fresh,
     )
     assert case.keys.equal(keys)

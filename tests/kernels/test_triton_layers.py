@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.layers import add_gated_, begin_step, rotate_and_store_, rotation
 from chairlift.kernels.triton.norms import add_rms_norm_, norm_parts_, per_layer_inputs_, rms_norm
 from chairlift.kernels.triton.products.activation import gated_mul, softcap
@@ -144,16 +145,18 @@ def test_rotate_and_store(
         qkv,
         keys,
         values,
+        Fresh(
+            q_norm if with_norm else None,
+            k_norm if with_norm else None,
+            1e-6,
+            angles.cos() if pairs else None,
+            angles.sin() if pairs else None,
+            v_norm,
+        ),
         num_heads=heads,
-        q_norm=q_norm if with_norm else None,
-        k_norm=k_norm if with_norm else None,
-        eps=1e-6,
-        cos=angles.cos() if pairs else None,
-        sin=angles.sin() if pairs else None,
         slots=slots,
         positions=positions,
         tables=tables,
-        v_norm=v_norm,
     )
     q, *new = before.split((heads, *[kv_heads] * new_heads), dim=1)
     k, v = (new[0], new[-1]) if new else (before[:, :0], before[:, :0])

@@ -13,9 +13,10 @@ from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.gpu import GPUS, META, described_gpu
-from chairlift.kernels.triton.experts import activation, grouping
+from chairlift.kernels.triton.experts import routing
 from chairlift.kernels.triton.experts.tiling import tiling_for
 from chairlift.kernels.triton.launch import generic_kernels
+from chairlift.kernels.triton.products import activation
 from chairlift.layers.linear import Build
 from chairlift.layers.mlp import ClampedGate
 from chairlift.layers.moe import MixtureOfExperts
@@ -28,7 +29,7 @@ from chairlift.runner.memory import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 
-def routing(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
+def chosen_experts(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
     """[tokens, top_k]: no token has an expert twice."""
     scores = torch.rand(tokens, num_experts)
     if kind == "skewed":  # most experts get nothing
@@ -42,8 +43,8 @@ def routing(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 8, 2), (37, 5, 3), (50, 9, 1)])
 def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: torch.device) -> None:
     """Every pair is in exactly one tile of its expert."""
-    experts = routing(kind, tokens, num_experts, top_k)
-    groups = grouping.group_by_expert(experts.to(device), num_experts, 16)
+    experts = chosen_experts(kind, tokens, num_experts, top_k)
+    groups = routing.group_by_expert(experts.to(device), num_experts, 16)
     assert groups.order.tolist() == experts.flatten().argsort(stable=True).tolist()
     assert covered(groups, experts) == list(range(tokens * top_k))
 
@@ -54,33 +55,33 @@ def test_grouping_in_segments(
     kind: str, pairs_at_once: int, shortest: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments change nothing, with padding rows and shared experts."""
-    experts = torch.cat((routing(kind, 71, 5, 3), torch.full((71, 1), 5)), dim=1).to(device)
+    experts = torch.cat((chosen_experts(kind, 71, 5, 3), torch.full((71, 1), 5)), dim=1).to(device)
     positions = torch.arange(71, dtype=torch.int32, device=device)
     positions[5::7] = -1
     given: dict[str, Any] = {"num_shared": 1, "shared_rows": 32}
-    expected = grouping.group_by_expert(experts, 5, 16, positions, **given)
-    monkeypatch.setattr(grouping, "FEW_PAIRS", 0)
-    monkeypatch.setattr(grouping, "PAIRS_AT_ONCE", pairs_at_once)
-    monkeypatch.setattr(grouping, "SHORTEST_SEGMENT", shortest)
-    monkeypatch.setattr(grouping, "MOST_SEGMENTS", most)
-    assert 71 * 4 > grouping.segment_of(71 * 4) > 0
-    found = grouping.group_by_expert(experts, 5, 16, positions, **given)
+    expected = routing.group_by_expert(experts, 5, 16, positions, **given)
+    monkeypatch.setattr(routing, "FEW_PAIRS", 0)
+    monkeypatch.setattr(routing, "PAIRS_AT_ONCE", pairs_at_once)
+    monkeypatch.setattr(routing, "SHORTEST_SEGMENT", shortest)
+    monkeypatch.setattr(routing, "MOST_SEGMENTS", most)
+    assert 71 * 4 > routing.segment_of(71 * 4) > 0
+    found = routing.group_by_expert(experts, 5, 16, positions, **given)
     live = 4 * int((positions >= 0).sum())
     assert found.order[:live].tolist() == expected.order[:live].tolist()
     assert found.tile_expert.tolist() == expected.tile_expert.tolist()
-    has_tile = expected.tile_expert != grouping.NO_EXPERT.value
+    has_tile = expected.tile_expert != routing.NO_EXPERT.value
     for mine, theirs in zip(found[2:], expected[2:], strict=True):
         assert mine[has_tile].tolist() == theirs[has_tile].tolist()
 
 
 def test_segments_are_few_and_whole() -> None:
-    assert grouping.segment_of(grouping.FEW_PAIRS) == 0
+    assert routing.segment_of(routing.FEW_PAIRS) == 0
     with generic_kernels():
-        assert grouping.segment_of(10**6) == 0
-    for pairs in (grouping.FEW_PAIRS + 1, 98_304, 131_072, 10**6):
-        segment = grouping.segment_of(pairs)
-        assert segment % grouping.PAIRS_AT_ONCE == 0
-        assert -(-pairs // segment) <= grouping.MOST_SEGMENTS
+        assert routing.segment_of(10**6) == 0
+    for pairs in (routing.FEW_PAIRS + 1, 98_304, 131_072, 10**6):
+        segment = routing.segment_of(pairs)
+        assert segment % routing.PAIRS_AT_ONCE == 0
+        assert -(-pairs // segment) <= routing.MOST_SEGMENTS
 
 
 def test_many_rows_have_wide_tiles_where_they_fit() -> None:
@@ -91,11 +92,11 @@ def test_many_rows_have_wide_tiles_where_they_fit() -> None:
     assert columns == {"a100": 128, "l40s": 128, "h200": 256}
 
 
-def covered(groups: grouping.Grouping, experts: Tensor, most: int = 16) -> list[int]:
+def covered(groups: routing.Grouping, experts: Tensor, most: int = 16) -> list[int]:
     """Indices in `order` that tiles cover, each checked to be of the tile's expert."""
     order, places = groups.order.tolist(), []
     for expert, begin, end in zip(*(tensor.tolist() for tensor in groups[1:]), strict=True):
-        if expert != grouping.NO_EXPERT.value:
+        if expert != routing.NO_EXPERT.value:
             assert 0 < end - begin <= most
             assert all(experts.flatten()[pair] == expert for pair in order[begin:end])
             places += range(begin, end)
@@ -104,10 +105,10 @@ def covered(groups: grouping.Grouping, experts: Tensor, most: int = 16) -> list[
 
 @pytest.mark.parametrize("kind", ["random", "skewed", "last"])
 def test_padding_rows_are_left_out(kind: str, device: torch.device) -> None:
-    experts = routing(kind, 37, 5, 3)
+    experts = chosen_experts(kind, 37, 5, 3)
     positions = torch.arange(37, dtype=torch.int32)
     positions[5::2] = -1
-    groups = grouping.group_by_expert(experts.to(device), 5, 16, positions.to(device))
+    groups = routing.group_by_expert(experts.to(device), 5, 16, positions.to(device))
     (live,) = (positions >= 0).repeat_interleave(3).nonzero(as_tuple=True)
     expected = live[experts.flatten()[live].argsort(stable=True)]
     assert groups.order[: len(live)].tolist() == expected.tolist()
@@ -121,12 +122,12 @@ def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypat
     model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
     seen: list[Tensor] = []
 
-    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor, **shared: int) -> grouping.Grouping:
+    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor, **shared: int) -> routing.Grouping:
         seen.append(positions.cpu())
         return group(experts, num_experts, rows, positions, **shared)
 
-    group = grouping.group_by_expert
-    monkeypatch.setattr(grouping, "group_by_expert", spied)
+    group = routing.group_by_expert
+    monkeypatch.setattr(routing, "group_by_expert", spied)
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self.router(x), where))
     storage = allocate_storage(model.attention_layers, 4, 8, model.dtype, device)
@@ -159,7 +160,7 @@ def test_experts(kind: str, tokens: int, num_experts: int, top_k: int, device: t
     torch.manual_seed(tokens)
     block = make_block(device, num_experts=num_experts, top_k=top_k, hidden=48, inner=40)
     x = torch.randn(tokens, 48, device=device)
-    experts = routing(kind, tokens, num_experts, top_k).to(device)
+    experts = chosen_experts(kind, tokens, num_experts, top_k).to(device)
     shares = torch.rand(tokens, top_k, device=device)
     expected = torch.zeros(tokens, 48, dtype=torch.float64)
     for token in range(tokens):
@@ -194,7 +195,7 @@ def test_experts_with_biases_a_clamped_gate_or_weighted_inputs(weights_inputs: b
         if weight is not None:
             weight.normal_(std=weight.shape[-1] ** -0.5)
     x, shares = torch.randn(33, 48, device=device), torch.rand(33, 3, device=device)
-    experts = routing("random", 33, 5, 3).to(device)
+    experts = chosen_experts("random", 33, 5, 3).to(device)
     expected = torch.zeros(33, 48, dtype=torch.float64)
     for token in range(33):
         for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
@@ -226,7 +227,7 @@ def test_invariant_experts_do_not_depend_on_the_batch(device: torch.device) -> N
     block = make_block(device, num_experts=6, top_k=2, hidden=48, inner=40)
     block.make_batch_invariant()
     x = torch.randn(40, 48, device=device)
-    experts = routing("random", 40, 6, 2).to(device)
+    experts = chosen_experts("random", 40, 6, 2).to(device)
     shares = torch.rand(40, 2, device=device)
     positions = torch.zeros(40, dtype=torch.int32, device=device)
     together = block.grouped(x, shares, experts, positions)

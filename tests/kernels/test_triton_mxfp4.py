@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.experts import grouping, products
+from chairlift.kernels.triton.experts import products, routing
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
 from chairlift.layers.expert_weights import ExpertWeights, packed, unpacked
 from chairlift.layers.formats.checkpoint import CheckpointWeight
@@ -89,7 +89,7 @@ def test_every_number_is_multiplied(is_half: bool, device: torch.device) -> None
         weights.fill(expert, 0, weight)
     experts = torch.arange(2, device=device).repeat(64, 1)
     tiling = ExpertTiling(16, 32, 32, 2)
-    groups = grouping.group_by_expert(experts, 2, tiling.rows)
+    groups = routing.group_by_expert(experts, 2, tiling.rows)
     found = products.grouped_linear(torch.eye(64, dtype=dtype, device=device), weights.matrix, groups, tiling, 2)
     for expert, weight in enumerate(each):  # the result is sorted by expert
         assert found[64 * expert : 64 * (expert + 1)].T.float().cpu().equal(weight.dequantized())

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from chairlift.kernels.cpu.blocks.kinds import KINDS
+from chairlift.kernels.cpu.blocks.panels import KINDS
 from chairlift_lab.make_model.requantize import encode
 
 

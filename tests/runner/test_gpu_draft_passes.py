@@ -14,8 +14,8 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.kernels import graphs as gpu_graphs
 from chairlift.kernels.graphs import Graphs, StepKernels
-from chairlift.kernels.triton.drafts.inputs import draft_inputs
-from chairlift.kernels.triton.likeliest import likeliest
+from chairlift.kernels.triton.drafts import draft_inputs
+from chairlift.kernels.triton.sampling import likeliest
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes

@@ -9,7 +9,7 @@ import torch
 
 from chairlift.core.plan import StepPlan
 from chairlift.engine.startup import LoadedModel
-from chairlift.kernels.triton.drafts.recent_states import store_states
+from chairlift.kernels.triton.drafts import store_states
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.step import LaunchedStep
 from chairlift.speculation.draft_models import HeadNetwork

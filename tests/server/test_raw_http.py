@@ -278,7 +278,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
             yield Target(running.url, running)
         return
     pytest.importorskip("aiohttp", reason="needs Ray: pip install 'chairlift[ray]'")
-    from chairlift.cluster.serving.app import replica_config
+    from chairlift.cluster.serving.fleet import replica_config
     from tests.cluster.fake_replica import KEY, ingress
 
     proxied = KeyTable(KeySources(proxy=KEY).read())

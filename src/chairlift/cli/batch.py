@@ -168,7 +168,7 @@ def _answer_on_ray(
     wanted: tuple[int | None, int | None, float | None],
     on_progress: ProgressCallback,
 ) -> None:
-    from chairlift.cluster.batch.driver import RayBatch, choose_resources
+    from chairlift.cluster.batch import RayBatch, choose_resources
     from chairlift.cluster.ray_runtime import cluster_nodes, connect, disconnect
 
     config = _server_config(engine, name, quiet=True)  # The startup details of every worker are left out.

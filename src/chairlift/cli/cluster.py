@@ -66,7 +66,7 @@ def serve(
     Ctrl-C stops the fleet, after its requests in flight are answered.
     """
     from chairlift.cluster.ray_runtime import connect, is_authenticated
-    from chairlift.cluster.serving.control import fleet_config, start_fleet, stop_fleet
+    from chairlift.cluster.serving.fleet import fleet_config, start_fleet, stop_fleet
 
     config = fleet_config(server, model_argument or engine.model, engine.config(), quiet=engine.quiet)
     own = connect(address, log_to_driver=not engine.quiet)
@@ -84,7 +84,7 @@ def serve(
 
 def _wait_for_end(name: str) -> bool:
     """Wait for a signal, or for the end of the fleet; return whether it is still there."""
-    from chairlift.cluster.serving.control import is_running
+    from chairlift.cluster.serving.fleet import is_running
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +103,7 @@ def status(
 ) -> None:
     """Show the replicas of a fleet: their state, load, hit rate and version."""
     from chairlift.cluster.ray_runtime import connect
-    from chairlift.cluster.serving.control import fleet_status
+    from chairlift.cluster.serving.fleet import fleet_status
 
     connect(address or "auto", log_to_driver=False)
     fleet = fleet_status(name)
@@ -138,7 +138,7 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
 def stop(name: Name = DEFAULT_NAME, address: Address = None) -> None:
     """Stop a fleet once its requests in flight are answered. Ray itself goes on."""
     from chairlift.cluster.ray_runtime import connect
-    from chairlift.cluster.serving.control import stop_fleet
+    from chairlift.cluster.serving.fleet import stop_fleet
 
     connect(address or "auto", log_to_driver=False)
     stop_fleet(name)

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from chairlift.byte_sizes import format_bytes
 from chairlift.cli.app import RUN, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, known_models
+from chairlift.options import format_bytes
 
 if TYPE_CHECKING:
     from chairlift.engine.model_check import ModelCheck

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chairlift.cluster.batch.predictor import BatchPredictor
+    from chairlift.cluster.predictor import BatchPredictor
 
 __all__ = ["BatchPredictor", "build_app"]
 
@@ -16,7 +16,7 @@ def build_app(options: Mapping[str, Any]) -> Any:
 
     `options` are those of `chairlift cluster serve`, with `_` instead of `-`.
     """
-    from chairlift.cluster.serving.control import build_application
+    from chairlift.cluster.serving.fleet import build_application
 
     return build_application(options)
 
@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
     """Import the predictor on first use: the router, which simulations import, needs no engine."""
     if name != "BatchPredictor":
         raise AttributeError(f"module 'chairlift.cluster' has no attribute {name!r}")
-    from chairlift.cluster.batch.predictor import BatchPredictor
+    from chairlift.cluster.predictor import BatchPredictor
 
     return BatchPredictor

@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 
 import aiohttp
-from prometheus_client import generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 import chairlift
-from chairlift.cluster.serving.routing_table import FleetView, KnownReplica
+from chairlift.cluster.serving.routing_table import KnownReplica, RoutingTable
 from chairlift.server.dashboard.page import content_policy, fleet_page
 from chairlift.server.generation.reply import EventStream
 from chairlift.server.http.dashboard import PATH
@@ -33,7 +31,7 @@ AT_ONCE = 64
 MAX_BYTES = 4 * 2**20  # The limit for one replica.
 
 
-async def fleet_exposition(fleet: FleetView, own: Metrics | None = None) -> bytes:
+async def fleet_exposition(fleet: RoutingTable, own: Metrics | None = None) -> bytes:
     """Return the fleet in Prometheus' text format. A replica that does not answer in time has only `…_replica_up` 0.
 
     `own` are the metrics of the ingress, which refuses requests before any replica sees them.
@@ -47,7 +45,15 @@ async def fleet_exposition(fleet: FleetView, own: Metrics | None = None) -> byte
         texts_by_name.append(("ingress", _refusals(own)))
     series = merge_expositions(texts_by_name)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fleet(answers))
+    up = Gauge(
+        "chairlift_fleet_replica_up", "Whether a replica's metrics could be read.", ["replica"], registry=registry
+    )
+    states = Gauge("chairlift_fleet_replicas", "Replicas by state.", ["state"], registry=registry)
+    for state in ("ready", "restarting", "failing"):
+        states.labels(state).set(0)
+    for replica, text in answers:
+        up.labels(replica.id).set(text is not None)
+        states.labels(replica.state).inc()
     return generate_latest(registry) + series
 
 
@@ -74,24 +80,6 @@ async def _read(session: aiohttp.ClientSession, free: asyncio.Semaphore, replica
             problem = type(error).__name__
     log.warning("the metrics of the replica %s cannot be read (%s)", replica.id, problem)
     return None
-
-
-class _Fleet(Collector):
-    def __init__(self, answers: list[tuple[KnownReplica, bytes | None]]) -> None:
-        self._answers = answers
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        up = GaugeMetricFamily(
-            "chairlift_fleet_replica_up", "Whether a replica's metrics could be read.", labels=["replica"]
-        )
-        states = GaugeMetricFamily("chairlift_fleet_replicas", "Replicas by state.", labels=["state"])
-        counts = dict.fromkeys(("ready", "restarting", "failing"), 0)
-        for replica, text in self._answers:
-            up.add_metric([replica.id], float(text is not None))
-            counts[replica.state] += 1
-        for state, count in counts.items():
-            states.add_metric([state], count)
-        return up, states
 
 
 def merge_expositions(expositions: Iterable[tuple[str, bytes]]) -> bytes:
@@ -131,7 +119,7 @@ MAX_UNREAD = 64  # events; a page that reads slowly makes the replicas wait, whi
 EVENT_END = b"\n\n"
 
 
-def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
+def dashboard_routes(fleet: RoutingTable, model_name: str) -> list[Route]:
     """The page and its stream."""
     page = fleet_page()
     headers = {"Content-Security-Policy": content_policy(page), "Cache-Control": "no-cache"}
@@ -157,7 +145,7 @@ def dashboard_routes(fleet: FleetView, model_name: str) -> list[Route]:
 class FleetStream:
     """The events of one page."""
 
-    def __init__(self, fleet: FleetView, model_name: str) -> None:
+    def __init__(self, fleet: RoutingTable, model_name: str) -> None:
         self._fleet = fleet
         self._model_name = model_name
         self._unread: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD)
@@ -180,7 +168,10 @@ class FleetStream:
         try:
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
                 while True:
-                    shown = {one.id: one for one in sorted(self._fleet.replicas(), key=_order)[:MAX_LIFTS]}
+                    shown = {
+                        one.id: one
+                        for one in sorted(self._fleet.replicas(), key=lambda replica: replica.id)[:MAX_LIFTS]
+                    }
                     for gone in readers.keys() - shown.keys():
                         readers.pop(gone).cancel()
                     for name in shown.keys() - readers.keys():
@@ -192,8 +183,15 @@ class FleetStream:
                 task.cancel()
 
     def _report(self, shown: list[str]) -> bytes:
-        report = {"t": "fleet", "version": chairlift.__version__, "model": self._model_name, "shown": shown}
-        return _event(report | {"router": self._fleet.router, "replicas": self._fleet.describe()})
+        report = {
+            "t": "fleet",
+            "version": chairlift.__version__,
+            "model": self._model_name,
+            "shown": shown,
+            "router": self._fleet.policy,
+            "replicas": self._fleet.describe(),
+        }
+        return b"data: " + json.dumps(report).encode() + EVENT_END
 
     async def _follow(self, session: aiohttp.ClientSession, replica: KnownReplica) -> None:
         """Pass on the frames of a replica; connect again while it is part of the fleet."""
@@ -209,11 +207,3 @@ class FleetStream:
                             if event.startswith(b"data: "):
                                 await self._unread.put(opening + event[6:] + b"}" + EVENT_END)
             await asyncio.sleep(RETRY_SECONDS)
-
-
-def _order(replica: KnownReplica) -> str:
-    return replica.id
-
-
-def _event(fields: object) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + EVENT_END

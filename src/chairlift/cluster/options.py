@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chairlift.byte_sizes import parse_bytes
 from chairlift.cluster.autoscaling import AutoscalingSettings
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.errors import InvalidParameter
-from chairlift.options import above, at_least, between, check_options, option
+from chairlift.options import above, at_least, between, check_options, option, parse_bytes
 
 FLEET, SCALING = "Fleet", "Autoscaling"
 _DEFAULTS = AutoscalingSettings()

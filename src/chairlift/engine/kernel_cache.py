@@ -26,7 +26,7 @@ def kernels_of_model(name: str, config: EngineConfig, gpu_name: str) -> list[Ker
     that have no memory."""
     if config.speculate not in (None, "ngram"):
         raise InvalidParameter("speculate", "the kernels of draft networks are compiled at the start of an engine only")
-    from chairlift.kernels.compilation.record import KernelRecorder
+    from chairlift.kernels.compilation.spec import KernelRecorder
 
     gpu = known_gpu(gpu_name)
     built: list[GPURunner] = []
@@ -52,8 +52,7 @@ def fill_kernel_cache(specs: Sequence[KernelSpec], advance: Callable[[int], None
 
     `advance` is called with how many are done.
     """
-    from chairlift.kernels.compilation.pool import KernelCompiler
-    from chairlift.kernels.compilation.stub import libcuda_stub
+    from chairlift.kernels.compilation.pool import KernelCompiler, libcuda_stub
 
     with libcuda_stub() as libraries:
         compiler = KernelCompiler(libraries)

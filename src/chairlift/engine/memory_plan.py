@@ -11,7 +11,6 @@ import torch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.attention.storage import stored_size
-from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.engine.settings import LoadSettings
 from chairlift.errors import InvalidParameter, UnsupportedModel
@@ -22,6 +21,7 @@ from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.gguf.blocks import GGUFWeight
 from chairlift.models import format_obstacles, is_native
 from chairlift.models.weight_sizes import weight_bytes
+from chairlift.options import format_bytes, parse_bytes
 from chairlift.runner.memory import free_memory
 
 log = logging.getLogger("chairlift")

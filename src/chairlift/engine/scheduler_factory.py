@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from chairlift.byte_sizes import format_bytes
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, WorkForecast
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
@@ -14,6 +13,7 @@ from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner
 from chairlift.engine.settings import EngineSettings
+from chairlift.options import format_bytes
 from chairlift.speculation.control.controller import SpeculationController
 
 log = logging.getLogger("chairlift")

@@ -22,7 +22,7 @@ from chairlift.engine.settings import (
     resolve_engine,
     resolve_machine,
 )
-from chairlift.kernels.gpu_start import start_libraries
+from chairlift.kernels.gpu import start_libraries
 from chairlift.loading.embedding_config import EmbeddingConfig
 from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner

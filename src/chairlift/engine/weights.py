@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from chairlift.byte_sizes import format_bytes
 from chairlift.engine.memory_plan import expected_weight_bytes, require_memory
 from chairlift.engine.settings import LoadSettings
 from chairlift.layers.formats import FORMATS
@@ -31,6 +30,7 @@ from chairlift.loading.weight_cache.store import (
 from chairlift.machine.hardware import interleaved
 from chairlift.models import build_model, is_native
 from chairlift.models.base import CausalLM
+from chairlift.options import format_bytes
 from chairlift.progress import loading_progress
 
 log = logging.getLogger("chairlift")

@@ -20,8 +20,7 @@ from chairlift.kernels.gpu import gpu_of, on_gpu
 
 if TYPE_CHECKING:  # triton is imported where there is a GPU
     from chairlift.kernels.compilation.pool import KernelCompiler
-    from chairlift.kernels.compilation.record import KernelRecorder
-    from chairlift.kernels.compilation.spec import KernelSpec
+    from chairlift.kernels.compilation.spec import KernelRecorder, KernelSpec
 
 
 log = logging.getLogger("chairlift")
@@ -106,9 +105,9 @@ class StepKernels(Generic[Shape]):
 
     def _record_launches(self, walk: Callable[[], object]) -> list[KernelSpec]:
         """The kernels that `walk` launches."""
-        from chairlift.kernels.compilation.record import KernelRecorder
+        from chairlift.kernels.compilation.spec import KernelRecorder
         from chairlift.kernels.triton.layers import begin_step_kernel
-        from chairlift.kernels.triton.likeliest import likeliest_kernel
+        from chairlift.kernels.triton.sampling import likeliest_kernel
 
         if self._recorder is None:
             gpu = gpu_of(self._device)

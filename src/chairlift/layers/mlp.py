@@ -86,7 +86,7 @@ def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
 
         return gated_mul(gate_up, KERNEL_NAMES[activation])
     if on_gpu(gate_up.device) and isinstance(activation, ClampedGate):
-        from chairlift.kernels.triton.experts.activation import clamped_mul
+        from chairlift.kernels.triton.products.activation import clamped_mul
 
         return clamped_mul(gate_up, activation.alpha, activation.limit)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -21,8 +21,8 @@ from chairlift.layers.rows import in_tiles, one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
     from chairlift.kernels.triton.experts.few_rows import RowNorm
-    from chairlift.kernels.triton.experts.grouping import Grouping
     from chairlift.kernels.triton.experts.products import Gate, SharedMatrix
+    from chairlift.kernels.triton.experts.routing import Grouping
 
 
 class SharedExpert(Part):
@@ -201,7 +201,7 @@ class MixtureOfExperts(Part):
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]: of the
         routed experts, or also of the shared ones behind them."""
-        from chairlift.kernels.triton.experts import grouping, products
+        from chairlift.kernels.triton.experts import products, routing
         from chairlift.kernels.triton.experts.tiling import (
             ExpertTiling,
             has_few_pairs,
@@ -220,7 +220,7 @@ class MixtureOfExperts(Part):
             invariant=self.batch_invariant,
         )
         shared_rows = shared_tile_rows(tokens, tilings.rows) if num_shared else tilings.rows
-        groups = grouping.group_by_expert(
+        groups = routing.group_by_expert(
             experts, self._num_experts, tilings.rows, positions, num_shared=num_shared, shared_rows=shared_rows
         )
         # Widening weights of 8 bits takes no longer than reading them as long as they are read once.

@@ -20,8 +20,7 @@ from chairlift.layers.rows import one_by_one
 
 if TYPE_CHECKING:  # triton is not needed on a CPU
     from chairlift.kernels.triton.experts.few_rows import RowNorm
-    from chairlift.kernels.triton.experts.grouping import Grouping
-    from chairlift.kernels.triton.experts.routing import RouteRule
+    from chairlift.kernels.triton.experts.routing import Grouping, RouteRule
 
 Scores = Literal["softmax", "sigmoid"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from chairlift.byte_sizes import parse_bytes
 from chairlift.core.orderings.fair import parse_weights
 from chairlift.errors import InvalidParameter
+from chairlift.options import parse_bytes
 from chairlift.server.access import KeySources
 from chairlift.server.files.folder import FilesFolder
 from chairlift.server.http.listener import Certificate

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chairlift.byte_sizes import parse_bytes
-from chairlift.options import at_least, between, check_options, option
+from chairlift.options import at_least, between, check_options, option, parse_bytes
 from chairlift.text.tool_formats.base import TOOL_FORMATS
 
 SERVER, ACCESS, LOGGING, SUPERVISION = "Server", "Access", "Logging", "Supervision"

@@ -207,7 +207,7 @@ class DraftPasses:
     def _forward(self, shape: DraftShape) -> ComputedDrafts:
         """All passes as kernels that read nothing but device memory: what a graph captures."""
         from chairlift.kernels.triton.layers import begin_step
-        from chairlift.kernels.triton.likeliest import likeliest
+        from chairlift.kernels.triton.sampling import likeliest
 
         network, slots, view = self._network, self._slots, shape.sections.on_device(self._inputs)
         size = shape.requests

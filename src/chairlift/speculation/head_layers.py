@@ -163,7 +163,7 @@ class DraftHead:
     def _inputs(self, tokens: Tensor, previous: Tensor) -> Tensor:
         embedding = self.target.embedding
         if on_gpu(tokens.device) and embedding.weight is None:
-            from chairlift.kernels.triton.drafts.inputs import draft_inputs
+            from chairlift.kernels.triton.drafts import draft_inputs
 
             return draft_inputs(tokens, embedding.table, embedding.scale, previous.contiguous(), EPS)
         return torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1)

@@ -188,7 +188,7 @@ class RecentStates(HeadStates):
         self, batch: StepBatch, view: Mapping[str, Tensor], attention: StepAttention, hidden: HiddenStates
     ) -> None:
         """Store the states of a step, and the head's keys and values if the step has prompts."""
-        from chairlift.kernels.triton.drafts.recent_states import store_states
+        from chairlift.kernels.triton.drafts import store_states
 
         parts = self._head.feature_parts(hidden)
         if len(view["state_row"]):

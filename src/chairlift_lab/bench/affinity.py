@@ -156,7 +156,7 @@ async def _send(url: str, requests: Sequence[BenchRequest], loop: LoadLoop) -> S
 @contextmanager
 def _fleet(engine: EngineOptions, router: str, count: int) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
     """Start a fleet; yields its address, and a function that returns the loads of its replicas."""
-    from chairlift.cluster.serving.control import fleet_config, fleet_status, start_fleet, stop_fleet
+    from chairlift.cluster.serving.fleet import fleet_config, fleet_status, start_fleet, stop_fleet
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         server = ServerOptions(port=probe.getsockname()[1], served_model_name=["bench"], drain_timeout=1.0)

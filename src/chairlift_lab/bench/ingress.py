@@ -128,7 +128,7 @@ def _fleet(settings: IngressSettings, streams: int) -> Iterator[tuple[Endpoint, 
     """Start a fleet of stub engines; yields the ingress and the replicas."""
     from ray import serve
 
-    from chairlift.cluster.serving.control import start_fleet, stop_fleet
+    from chairlift.cluster.serving.fleet import start_fleet, stop_fleet
     from chairlift.cluster.serving.routing_table import REPLICAS
     from chairlift_lab.common.stub_engine import stub_config
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -20,7 +19,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model
-from chairlift.options import read_text
+from chairlift.options import format_bytes, read_text
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench

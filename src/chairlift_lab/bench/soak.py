@@ -28,11 +28,11 @@ from typing import Annotated, Any
 
 import typer
 
-from chairlift.byte_sizes import parse_bytes
 from chairlift.client.http import Address, HttpClient
 from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
+from chairlift.options import parse_bytes
 from chairlift.progress import Note
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, given
@@ -168,7 +168,7 @@ def _single_server(model: str, options: Mapping[str, Any]) -> Iterator[_Target]:
 def _fleet(model: str, options: Mapping[str, Any], replicas: int) -> Iterator[_Target]:
     """A fleet on a Ray cluster of its own on this machine; the traffic goes through its ingress."""
     from chairlift.cluster.ray_runtime import connect, disconnect
-    from chairlift.cluster.serving.control import fleet_config, fleet_status, start_fleet, stop_fleet
+    from chairlift.cluster.serving.fleet import fleet_config, fleet_status, start_fleet, stop_fleet
 
     server = ServerOptions(port=free_port(), served_model_name=[MODEL_NAME], max_waiting=MAX_WAITING, drain_timeout=1.0)
     config = fleet_config(server, model, options, quiet=True)

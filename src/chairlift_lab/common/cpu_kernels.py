@@ -9,9 +9,8 @@ import torch
 
 from chairlift.kernels.cpu.attention import Cache, Score
 from chairlift.kernels.cpu.attention_work import AttentionWork
+from chairlift.kernels.cpu.compiling import FAST, compiled_and_kept
 from chairlift.kernels.cpu.decoder import attend_layer
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
-from chairlift.kernels.cpu.scalar_math import FAST
 from chairlift.kernels.cpu.threads import barrier, claim, the_team
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.linear import Linear

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.client.http import Address, BadResponse, HttpClient
-from chairlift.client.response import EventLineParser
+from chairlift.client.http import Address, BadResponse, EventLineParser, HttpClient
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import BenchRequest
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.client.response import EventLineParser
+from chairlift.client.http import EventLineParser
 
 SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from chairlift.errors import InvalidParameter
-from chairlift.kernels.cpu.blocks.kinds import KINDS, BlockKind
+from chairlift.kernels.cpu.blocks.panels import KINDS, BlockKind
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.loading.resolve import resolve_model

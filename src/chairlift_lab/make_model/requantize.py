@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.errors import InvalidParameter
-from chairlift.kernels.cpu.blocks.kinds import COLUMNS, IQ4_VALUES, KINDS
+from chairlift.kernels.cpu.blocks.panels import COLUMNS, IQ4_VALUES, KINDS
 from chairlift.loading.gguf.file import GGUFFile
 from chairlift_lab.make_model.gguf_file import SMALLER, add_field
 

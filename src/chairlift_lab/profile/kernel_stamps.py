@@ -20,8 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu import decoder as cpu_decoder
+from chairlift.kernels.cpu.compiling import FAST, compiled
 from chairlift.kernels.cpu.decoder import Network
-from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import ROUND, barrier
 from chairlift.models.programs import fuse_cpu
 

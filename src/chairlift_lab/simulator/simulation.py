@@ -8,8 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from heapq import heappop, heappush
 
 from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
-from chairlift.cluster.routing.replicas import ReplicaId, RoutedRequest, prefix_keys
-from chairlift.cluster.routing.router import Route, Router
+from chairlift.cluster.routing.router import ReplicaId, Route, RoutedRequest, Router, prefix_keys
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import prefill_attention, queries_per_tile
-from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention
+from chairlift.kernels.triton.attention import Chunks, Scoring, prefill_attention, queries_per_tile
+from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention
 from tests.gpu.peers.timing import Report, Step, error, microseconds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -75,7 +75,6 @@ def ours(kernel: Callable[..., None], prompt: Prompt, pages: Pages, out: Tensor)
     _, heads, dim = prompt.q.shape
     queries = queries_per_tile(heads, prompt.keys.shape[1], dim, prompt.q.dtype)
     offsets = torch.arange(0, len(prompt.q), queries, dtype=torch.int32, device=device)
-    chunks = torch.zeros_like(offsets)
 
     def number(value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int32, device=device)
@@ -86,15 +85,8 @@ def ours(kernel: Callable[..., None], prompt: Prompt, pages: Pages, out: Tensor)
         pages.keys,
         pages.values,
         out,
-        tables=pages.table,
-        tile_chunk=chunks,
-        tile_offset=offsets,
-        tile_queries=queries,
-        chunk_slot=zero,
-        chunk_row=zero,
-        chunk_start=start,
-        chunk_count=count,
-        scale=dim**-0.5,
+        Chunks(pages.table, torch.zeros_like(offsets), offsets, zero, zero, start, count, queries),
+        Scoring(dim**-0.5),
     )
 
 

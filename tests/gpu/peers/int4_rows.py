@@ -25,10 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.triton.attention import Scoring
 from chairlift.kernels.triton.decode import Fresh, Scratch, decode_attention
 from chairlift.kernels.triton.int4.matrix import Int4Matrix, dequantized, store
-from chairlift.kernels.triton.int4.product import int4_product, int4_vector_product
-from chairlift.kernels.triton.int4.tiling import Int4VectorTiling, choose_int4_tiling
+from chairlift.kernels.triton.int4.product import (
+    Int4VectorTiling,
+    choose_int4_tiling,
+    int4_product,
+    int4_vector_product,
+)
 from chairlift.kernels.triton.launch import empty_rows
 from tests.gpu.peers.timing import Report, Step, captured, error, microseconds
 
@@ -168,7 +173,7 @@ class Layers:
         decode_attention(
             qkv.view(1, -1, shape.dim), keys, values, self._attended.view(1, shape.heads, shape.dim),
             tables=self._tables, row_slot=self._slot, row_start=self._start, row_count=self._count,
-            scratch=self._scratch, scale=shape.dim**-0.5, fresh=self._fresh,
+            scratch=self._scratch, scoring=Scoring(shape.dim**-0.5), fresh=self._fresh,
         )  # fmt: skip
 
     def checked(self, name: str, tilings: Sequence[Int4VectorTiling | None], report: Report) -> list[Int4VectorTiling]:

@@ -22,6 +22,7 @@ from chairlift.kernels.gpu import on_gpu
 log = logging.getLogger("chairlift")
 
 if TYPE_CHECKING:
+    from chairlift.kernels.triton.attention import Scoring
     from chairlift.kernels.triton.decode import Fresh, Scratch
     from chairlift.kernels.triton.invariant_attention import SpanScratch
     from chairlift.kernels.triton.latent.absorbed import LatentScratch
@@ -114,7 +115,7 @@ class PagedGPUAttention(AttentionBackend):
 
     def hopper_scratch(self, layer: AttentionLayer, device: torch.device) -> HopperScratch | None:
         """That of the kernel for single tokens on Hopper; None if it cannot compute such layers."""
-        from chairlift.kernels.triton.hopper.support import hopper_obstacle
+        from chairlift.kernels.triton.launch import hopper_obstacle
 
         key = (layer.num_heads, layer.value_dim)
         if key not in self._hopper_scratch:
@@ -243,16 +244,11 @@ class PagedGPUStep(StepAttention):
             plain.qkv,
             self.storage.keys[layer.index],
             self.storage.values[layer.index],
+            fresh,
             num_heads=layer.num_heads,
-            q_norm=plain.q_norm,
-            k_norm=plain.k_norm,
-            eps=plain.eps,
-            cos=plain.cos,
-            sin=plain.sin,
             slots=batch.slots,
             positions=batch.positions,
             tables=batch.tables,
-            v_norm=plain.v_norm,
         )
         return self._attended(layer, heads[:, : layer.num_heads], sinks)
 
@@ -293,11 +289,7 @@ class PagedGPUStep(StepAttention):
             "row_slot": batch.chunk_slot[: batch.num_single],
             "row_start": batch.chunk_start,
             "row_count": batch.chunk_count,
-            "scale": layer.scale,
-            "window": layer.window,
-            "softcap": layer.softcap,
-            "chunk": layer.chunk,
-            "sinks": sinks,
+            "scoring": _scoring(layer, sinks),
             "fresh": fresh,
         }
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
@@ -320,34 +312,27 @@ class PagedGPUStep(StepAttention):
 
     def _prefill(self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attention of the longer chunks."""
-        from chairlift.kernels.triton.attention import prefill_attention
-        from chairlift.kernels.triton.hopper.support import hopper_obstacle
+        from chairlift.kernels.triton.attention import Chunks, prefill_attention
         from chairlift.kernels.triton.invariant_attention import invariant_attention
-        from chairlift.kernels.triton.launch import tuned
+        from chairlift.kernels.triton.launch import hopper_obstacle, tuned
 
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
-        arguments: dict[str, Any] = {
-            "tables": batch.tables,
-            "tile_chunk": batch.tile_chunk,
-            "tile_offset": batch.tile_offset,
-            "tile_queries": batch.tile_queries,
-            "chunk_slot": batch.chunk_slot,
-            "chunk_row": batch.chunk_row,
-            "chunk_start": batch.chunk_start,
-            "chunk_count": batch.chunk_count,
-            "scale": layer.scale,
-            "sinks": sinks,
-        }
-        limits: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap, "chunk": layer.chunk}
+        chunks, scoring = Chunks.of(batch), _scoring(layer, sinks)
         if self.backend.invariant_for is not None:
-            invariant_attention(q, keys, values, out, **arguments, **limits)
+            invariant_attention(q, keys, values, out, chunks, scoring)
             return
         if tuned() and len(q) >= LARGE_STEP and hopper_obstacle(q.device) is None:
-            from chairlift.kernels.triton.hopper.prefill import hopper_prefill_attention, obstacles
+            from chairlift.kernels.triton.hopper_prefill import hopper_prefill_attention, obstacles
 
-            if not obstacles(q, keys, values, tile_queries=batch.tile_queries, **limits):
-                hopper_prefill_attention(q, keys, values, out, **arguments)
+            if not obstacles(q, keys, values, batch.tile_queries, scoring):
+                hopper_prefill_attention(q, keys, values, out, chunks, scoring)
                 return
         deep = batch.deep_chunks and _reads_far(layer)
-        prefill_attention(q, keys, values, out, **arguments, **limits, deep=deep)
+        prefill_attention(q, keys, values, out, chunks, scoring, deep=deep)
+
+
+def _scoring(layer: AttentionLayer, sinks: Tensor | None) -> Scoring:
+    from chairlift.kernels.triton.attention import Scoring
+
+    return Scoring(layer.scale, layer.window, layer.softcap, layer.chunk, sinks)

@@ -10,10 +10,10 @@ from torch import Tensor
 from chairlift.attention.batch import PagedLayout
 from chairlift.attention.interface import AttentionLayer, LatentProjection
 from chairlift.attention.storage import KVStorage
-from chairlift.kernels.triton.latent.absorbed import Chunks, LatentScratch, attend_contexts, attend_singles
-from chairlift.kernels.triton.latent.expanded import attend_within_chunks
-from chairlift.kernels.triton.latent.prepare import FEW_ROWS, prepare_and_absorb_, prepare_latents_
-from chairlift.kernels.triton.latent.values import values_of
+from chairlift.kernels.triton.attention import Chunks
+from chairlift.kernels.triton.latent.absorbed import LatentScratch, attend_contexts, attend_singles
+from chairlift.kernels.triton.latent.expanded import attend_within_chunks, values_of
+from chairlift.kernels.triton.latent.prepare import FEW_ROWS, NewLatents, prepare_and_absorb_, prepare_latents_
 from chairlift.kernels.triton.launch import empty_rows, tuned
 
 if TYPE_CHECKING:  # it imports Gluon, which only Hopper needs
@@ -30,35 +30,20 @@ def attend_to_batch(
 ) -> Tensor:
     """Store the new latents and attend: [T, heads, value_dim]."""
     q, latent, up, cache = projection.q, projection.latent, projection.up, storage.keys[layer.index]
-    arguments: dict[str, Any] = {
-        "norm": projection.norm,
-        "eps": projection.eps,
-        "cos": projection.cos,
-        "sin": projection.sin,
-        "slots": batch.slots,
-        "positions": batch.positions,
-        "tables": batch.tables,
-    }
+    rotation = (projection.cos, projection.sin)
+    new = NewLatents(projection.norm, projection.eps, *rotation, batch.slots, batch.positions, batch.tables)
     few = len(q) <= FEW_ROWS and tuned()
     if few:
-        absorbed = prepare_and_absorb_(q, latent, up.weight, cache, **arguments)
+        absorbed = prepare_and_absorb_(q, latent, up.weight, cache, new)
     else:
-        prepare_latents_(q, latent, cache, **arguments)
+        prepare_latents_(q, latent, cache, new)
         absorbed = up.absorb(q[..., : up.nope_dim])
-    chunks = Chunks(
-        slot=batch.chunk_slot,
-        row=batch.chunk_row,
-        start=batch.chunk_start,
-        count=batch.chunk_count,
-        tile_chunk=batch.tile_chunk,
-        tile_offset=batch.tile_offset,
-        tile_queries=batch.tile_queries,
-    )
+    chunks = Chunks.of(batch)
     rank, has_tiles = len(projection.norm), len(batch.tile_chunk) > 0
     q_rope = q[..., up.nope_dim :]
     sums = empty_rows(len(q), layer.num_heads, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(len(q) if has_tiles else 0, layer.num_heads, dtype=torch.float32, device=q.device)
-    where: dict[str, Any] = {"chunks": chunks, "tables": batch.tables, "scale": layer.scale}
+    where: dict[str, Any] = {"chunks": chunks, "scale": layer.scale}
     if batch.num_single:
         rows = batch.num_single
         # Kernels that serve every step are compiled before the first one; that of Hopper takes longer.

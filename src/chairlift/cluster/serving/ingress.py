@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 import chairlift
 from chairlift.cluster.monitoring import dashboard_routes, fleet_exposition
 from chairlift.cluster.serving.relay import METHODS, Relay
-from chairlift.cluster.serving.routing_table import REPLICAS, FleetView, routing_table
+from chairlift.cluster.serving.routing_table import REPLICAS, RoutingTable, routing_table
 from chairlift.machine.files import raise_file_limit
 from chairlift.server.access import KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.app import EXPOSED_HEADERS
@@ -37,7 +37,7 @@ from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
 
 def make_ingress_app(
-    config: ServerConfig, fleet: FleetView, relay: Relay, metrics: Metrics, keys: KeyTable
+    config: ServerConfig, fleet: RoutingTable, relay: Relay, metrics: Metrics, keys: KeyTable
 ) -> Starlette:
     """The routes of the ingress itself; everything else is relayed."""
 
@@ -48,7 +48,7 @@ def make_ingress_app(
 
     async def replicas(http: Request) -> Response:
         check_sees_all(http.state)
-        return JSONResponse({"version": chairlift.__version__, "router": fleet.router, "replicas": fleet.describe()})
+        return JSONResponse({"version": chairlift.__version__, "router": fleet.policy, "replicas": fleet.describe()})
 
     async def metrics_page(http: Request) -> Response:
         check_sees_all(http.state)
@@ -123,7 +123,6 @@ class Ingress:
         self._table = routing_table(router)
         if shared:
             self._table.share_replicas()
-        self.fleet = FleetView(self._table, router)
         self._relay = Relay(self._table, self._wait_for_replica, isolate_keys=self._config.isolate_keys)
         self._server: UvicornServer | None = None
         self._listening: Future[str] = Future()
@@ -147,7 +146,7 @@ class Ingress:
         listener = listen(config.host, config.port, shared=self._shared)
         metrics, keys = Metrics(config.model_name), KeyTable(config.keys.read())
         warn_of_short_keys(keys)
-        app = make_ingress_app(config, self.fleet, self._relay, metrics, keys)
+        app = make_ingress_app(config, self._table, self._relay, metrics, keys)
         # A relayed request has a connection to its replica, too.
         self._server = UvicornServer(app, config.limits, config.certificate, files_per_connection=2)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -195,8 +194,8 @@ class Ingress:
             "address": self._address,
             "version": self._version,
             "pid": os.getpid(),
-            "router": self.fleet.router,
-            "replicas": self.fleet.describe(),
+            "router": self._table.policy,
+            "replicas": self._table.describe(),
         }
 
     def __del__(self) -> None:

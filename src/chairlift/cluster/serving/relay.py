@@ -24,10 +24,8 @@ from typing import Any
 import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
-from chairlift.cluster.routing.replicas import RoutedRequest
-from chairlift.cluster.routing.router import Route
-from chairlift.cluster.serving.error_events import DONE, EVENT_END, error_events
-from chairlift.cluster.serving.routed_body import body_identity, read_body
+from chairlift.cluster.routing.router import Route, RoutedRequest
+from chairlift.cluster.serving.routed_body import DONE, EVENT_END, body_identity, error_events, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey

@@ -14,12 +14,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from chairlift.cluster.serving.routing_table import LoadReader, ReplicaInfo, ReplicaLoad, config_version, metric_sums
+from chairlift.errors import ChairliftError
 from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig, decode_config, encode_config
 
 log = logging.getLogger("chairlift.cluster")
 
-SERVER_MODULE = "chairlift.cluster.serving.server_process"
+SERVER_MODULE = "chairlift.cluster.serving.replica"
 STATS_TIMEOUT = 5.0  # seconds for the metrics of the own server
 UNREACHABLE_SECONDS = 60.0  # A server that does not answer this long is replaced.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # A proxy of the environment is not used.
@@ -81,7 +82,7 @@ class ReplicaActor:
         return asdict(self._info)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        return self._load().as_dict()
+        return asdict(self._load())
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `FleetScaling` reads; the load was read for the routing stats a second ago at most."""
@@ -121,3 +122,32 @@ def _start(config: ServerConfig) -> subprocess.Popen[bytes]:
     with server.stdin as pipe:
         pipe.write(encode_config(config))
     return server
+
+
+def main() -> None:
+    """The server of a replica: read its configuration from standard input and report its address on standard output."""
+    import asyncio
+
+    from chairlift.server.lifecycle import serve_forever
+    from chairlift.server.process.this_process import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    config = decode_config(sys.stdin.buffer.read())
+    reports, out = os.fdopen(os.dup(1), "w"), sys.stderr.fileno()
+    os.dup2(out, 1)  # only reports go to the pipe
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("chairlift").setLevel(config.log_level.upper())
+
+    def report(**fields: str) -> None:
+        print(json.dumps(fields), file=reports, flush=True)
+
+    try:
+        status = asyncio.run(serve_forever(config, lambda model, address: report(address=address)))
+    except ChairliftError as error:
+        report(problem=str(error))
+        status = 2
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from chairlift.cluster.routing.replicas import RoutedRequest
+from chairlift.cluster.routing.router import RoutedRequest
 from chairlift.cluster.serving.routing_table import NoReplica, ReplicaInfo, ReplicaLoad, routing_table
 
 

@@ -1,19 +1,23 @@
-"""What the router reads of an HTTP request: the length of its prompt, its output limit and the keys of its prefixes.
+"""What the ingress reads of a request's body, and what it writes into a stream whose replica died.
 
-Prompts are not tokenized here. Their text is cut into pieces of four bytes, about the length of a token, so that
-`prefix_keys` and the loads of replicas count in the same unit as tokens.
+The router needs the length of a prompt, its output limit and the keys of its prefixes. Prompts are not tokenized here.
+Their text is cut into pieces of four bytes, about the length of a token, so that `prefix_keys` and the loads of
+replicas count in the same unit as tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from chairlift.cluster.routing.replicas import PrefixKey, RoutedRequest, prefix_keys
+from chairlift.cluster.routing.router import PrefixKey, RoutedRequest, prefix_keys
+from chairlift.server.anthropic.errors import anthropic_error, is_messages_path
+from chairlift.server.wire.errors import unavailable
 
 TOKEN_BYTES = 4
 MAX_INTEGER = 2**31
@@ -113,3 +117,27 @@ def _integer(value: Any) -> int | None:
 def _output_limit(fields: dict[str, Any]) -> int | None:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     return next((limit for name in names if (limit := _integer(fields.get(name))) is not None), None)
+
+
+EVENT_END = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
+
+
+def error_events(path: str, before: bytes, request_id: str) -> bytes:
+    """`before` are the last events of the stream."""
+    error = unavailable("the replica that answered this request died; try again")
+    if is_messages_path(path):
+        return _event("error", anthropic_error(error.status_code, error.body, request_id))
+    body = error.body["error"]
+    if path.endswith("/responses"):
+        numbers = _SEQUENCE_NUMBER.findall(before)
+        number = int(numbers[-1]) + 1 if numbers else 0
+        fields = {"type": "error", "code": body["type"], "message": body["message"], "param": None}
+        return _event("error", fields | {"sequence_number": number})
+    return b"data: " + msgspec.json.encode(error.body) + EVENT_END + DONE
+
+
+def _event(name: str, fields: object) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(fields) + EVENT_END

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.parser import text_string_to_metric_families
 
 import chairlift
-from chairlift.cluster.routing.replicas import RoutedRequest
-from chairlift.cluster.routing.router import OUTPUT_COST, Route, Router
+from chairlift.cluster.routing.router import OUTPUT_COST, Route, RoutedRequest, Router
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -62,9 +61,6 @@ class ReplicaLoad:
     def hit_rate(self) -> float:
         """Share of all prompt tokens that were found in the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ReplicaLoad:
@@ -164,7 +160,10 @@ class NoReplica(Exception):
 
 
 class RoutingTable:
+    """The replicas of a fleet, as one ingress sees them, and the choice among them."""
+
     def __init__(self, policy: str) -> None:
+        self.policy = policy
         self._router = Router(policy)
         self._replicas: dict[str, KnownReplica] = {}
         self._doubtful: set[str] = set()  # may not be ready; all others are, so that a choice need not look at all
@@ -196,6 +195,20 @@ class RoutingTable:
     def replicas(self) -> list[KnownReplica]:
         with self._lock:
             return list(self._replicas.values())
+
+    @property
+    def is_ready(self) -> bool:
+        return any(replica.state == "ready" for replica in self.replicas())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each replica with its address, state, version and load."""
+        found = []
+        for replica in self.replicas():
+            info = asdict(replica.info)
+            del info["key"]
+            load = asdict(replica.load) | {"hit_rate": replica.load.hit_rate}
+            found.append({"id": replica.id, "state": replica.state, **info, "load": load})
+        return found
 
     def route(self, request: RoutedRequest, avoided: Collection[str] = ()) -> tuple[KnownReplica, Route]:
         """Choose a replica. One that is `avoided`, failing or restarting is only taken if there is no other."""
@@ -233,28 +246,3 @@ _tables: dict[str, RoutingTable] = {}  # The tables of this process; the keys ar
 def routing_table(policy: str) -> RoutingTable:
     """The table of this process, which is empty until Ray Serve has sent the replicas."""
     return _tables.setdefault(policy, RoutingTable(policy))
-
-
-class FleetView:
-    """The replicas of a fleet, as one ingress sees them."""
-
-    def __init__(self, table: RoutingTable, router: str) -> None:
-        self._table = table
-        self.router = router
-
-    def replicas(self) -> list[KnownReplica]:
-        return self._table.replicas()
-
-    @property
-    def is_ready(self) -> bool:
-        return any(replica.state == "ready" for replica in self._table.replicas())
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Each replica with its address, state, version and load."""
-        found = []
-        for replica in self._table.replicas():
-            info = asdict(replica.info)
-            del info["key"]
-            load = replica.load.as_dict() | {"hit_rate": replica.load.hit_rate}
-            found.append({"id": replica.id, "state": replica.state, **info, "load": load})
-        return found

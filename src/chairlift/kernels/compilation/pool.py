@@ -7,11 +7,15 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import IO
+
+from triton.backends.nvidia import driver
 
 from chairlift.kernels.compilation.spec import KernelSpec
 
@@ -118,3 +122,21 @@ def _write(outbox: queue.SimpleQueue[KernelSpec | None], pipe: IO[bytes]) -> Non
         while (spec := outbox.get()) is not None:
             pipe.write(spec.text.encode() + b"\n")
             pipe.flush()
+
+
+@contextmanager
+def libcuda_stub() -> Iterator[str]:
+    """A folder with an empty libcuda.so.1, or "" if the driver's own library is here."""
+    try:
+        driver.libcuda_dirs()
+    except AssertionError:
+        pass
+    else:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
+        source = Path(folder) / "empty.c"
+        source.touch()
+        library = Path(folder) / "libcuda.so.1"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+        yield folder

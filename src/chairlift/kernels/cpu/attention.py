@@ -16,19 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu.attention_loads import (
+    TILE,
     distance_ahead,
     fetch_tile,
     has_scales,
+    has_score_tile,
     load_columns,
     load_rows,
     load_scales,
     numbers_of,
     place_of,
+    score_keys,
+    split_query,
     store_row,
 )
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
-from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled, exp, from_sortable, sortable, widen
-from chairlift.kernels.cpu.score_tile import TILE, has_score_tile, score_keys, split_query
+from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, exp, from_sortable, sortable, widen
 from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots_tile, f32_tile, f32_tile_ahead
 from chairlift.kernels.cpu.threads import claim
 

@@ -16,8 +16,7 @@ from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.blocks.product import count_pieces, piece_of
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
-from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled, narrow
+from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, compiled_and_kept, narrow
 from chairlift.kernels.cpu.simd import (
     F32,
     HAS_BF16,

@@ -12,10 +12,9 @@ import numpy as np
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
+from chairlift.kernels.cpu.compiling import FAST, compiled, compiled_and_kept
 from chairlift.kernels.cpu.int8 import Rows
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
 from chairlift.kernels.cpu.layer_math import Norms, gate_row, norm_row, stream_norm_row
-from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import barrier, claim
 from chairlift.kernels.cpu.weights import StepRows, StepWeight, TileWeight, layer_of, round_into, times
 

@@ -9,11 +9,10 @@ import numpy as np
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention_work import AttentionWork, Pieces
+from chairlift.kernels.cpu.compiling import FAST, compiled, compiled_and_kept, exp, widen
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_layer, store_layer
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
 from chairlift.kernels.cpu.layer_math import norm_row
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, widen
 from chairlift.kernels.cpu.threads import barrier, claim, nanoseconds
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu.aligned import aligned
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, nearest
+from chairlift.kernels.cpu.compiling import FAST, compiled, compiled_and_kept, nearest
 from chairlift.kernels.cpu.simd import (
     GROUP,
     OFFSET,

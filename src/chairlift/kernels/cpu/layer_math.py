@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp
+from chairlift.kernels.cpu.compiling import FAST, compiled, exp
 
 SILU, GELU_TANH, RELU, RELU_SQUARED, XIELU = range(5)
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept
-from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, widen
+from chairlift.kernels.cpu.compiling import FAST, compiled, compiled_and_kept, exp, widen
 from chairlift.kernels.cpu.threads import claim, the_team
 
 COLUMNS = 32  # A work item computes this many of S: 128 rows of them are 16 KB.

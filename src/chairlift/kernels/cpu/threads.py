@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.kernels.cpu.scalar_math import compiled
+from chairlift.kernels.cpu.compiling import compiled
 from chairlift.machine.hardware import default_threads
 
 ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # byte offsets into the shared state, each on its own cache line

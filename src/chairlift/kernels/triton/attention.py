@@ -10,7 +10,8 @@ batch that fits its grid: programs without work return at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -218,67 +219,89 @@ def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
     return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of a batch and their tiles of queries, as in `PagedLayout`; in the order of the kernels' arguments."""
+
+    tables: Tensor  # the block tables, int32 as all that follow
+    tile_chunk: Tensor
+    tile_offset: Tensor
+    slot: Tensor
+    row: Tensor
+    start: Tensor
+    count: Tensor
+    tile_queries: int
+
+    @classmethod
+    def of(cls, layout: Any) -> Chunks:
+        tiles = (layout.tables, layout.tile_chunk, layout.tile_offset)
+        chunks = (layout.chunk_slot, layout.chunk_row, layout.chunk_start, layout.chunk_count)
+        return cls(*tiles, *chunks, layout.tile_queries)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        tiles = (self.tables, self.tile_chunk, self.tile_offset)
+        return (*tiles, self.slot, self.row, self.start, self.count)
+
+
+class Scoring(NamedTuple):
+    """How a layer computes its scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    chunk: int | None = None  # attention stays within chunks of so many positions
+    sinks: Tensor | None = None  # [heads] float32
+
+    @property
+    def numbers(self) -> tuple[float, int]:
+        """The scale, for weights that are powers of two, and the window or chunk."""
+        scale = self.scale * LOG2_E if self.softcap is None else self.scale / self.softcap
+        return scale, self.chunk or self.window or 2**30
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What kernels are compiled for; `dtype` is that of queries."""
+        return {
+            "SOFTCAP": self.softcap or 0.0,
+            "CHUNKED": self.chunk is not None,
+            "SINKS": self.sinks is not None,
+            "PRECISION": precision_for(dtype),
+        }
+
+
+def strides(q: Tensor, out: Tensor, keys: Tensor, tables: Tensor) -> tuple[int, ...]:
+    """The strides of queries, results, blocks and tokens of the cache, and block tables."""
+    return q.stride(0), out.stride(0), keys.stride(0), keys.stride(1), tables.stride(0)
+
+
 def prefill_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    tables: Tensor,
-    tile_chunk: Tensor,
-    tile_offset: Tensor,
-    tile_queries: int,
-    chunk_slot: Tensor,
-    chunk_row: Tensor,
-    chunk_start: Tensor,
-    chunk_count: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-    deep: bool = False,
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, chunks: Chunks, scoring: Scoring, *, deep: bool = False
 ) -> None:
-    """Attention of prompt chunks, split into the tiles in `tile_chunk` and `tile_offset`. `deep`: some contexts are
-    long."""
+    """Attention of prompt chunks, split into tiles. `deep`: some contexts are long."""
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
-    rows = tile_queries * next_power_of_2(group)
+    rows = chunks.tile_queries * next_power_of_2(group)
     tile = _key_tile(rows, next_power_of_2(dim), q.dtype, shared_memory(q.device), deep)
-    _prefill_kernel[(kv_heads, len(tile_chunk))](
+    _prefill_kernel[(kv_heads, len(chunks.tile_chunk))](
         q,
         keys,
         values,
         out,
-        q if sinks is None else sinks,
-        tables,
-        tile_chunk,
-        tile_offset,
-        chunk_slot,
-        chunk_row,
-        chunk_start,
-        chunk_count,
-        q.stride(0),
-        out.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
-        scale_in_log2(scale, softcap),
-        chunk or window or 2**30,
+        q if scoring.sinks is None else scoring.sinks,
+        *chunks.tensors,
+        *strides(q, out, keys, chunks.tables),
+        *scoring.numbers,
         GROUP=group,
         GROUP_PADDED=next_power_of_2(group),
-        QUERIES=tile_queries,
+        QUERIES=chunks.tile_queries,
         D=dim,
         D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=tile.keys,
-        SOFTCAP=softcap or 0.0,
-        CHUNKED=chunk is not None,
-        SINKS=sinks is not None,
-        PRECISION=precision_for(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **scoring.constants(q.dtype),
         **overlapping(q.device),
     )
 
@@ -304,10 +327,6 @@ def _key_tile(rows: int, padded_dim: int, dtype: torch.dtype, shared: int, deep:
         return KeyTile(32, 8, 2)
     kept = dtype.itemsize * padded_dim * (rows + 2 * DEEP_TILE.stages * DEEP_TILE.keys)  # queries, keys and values
     return DEEP_TILE if deep and tuned() and padded_dim == 128 and kept <= shared else KeyTile(32, 4, 3)
-
-
-def scale_in_log2(scale: float, softcap: float | None) -> float:
-    return scale * LOG2_E if softcap is None else scale / softcap
 
 
 def precision_for(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import WIDE_HEAD, precision_for, scale_in_log2
+from chairlift.kernels.triton.attention import WIDE_HEAD, Scoring, strides
 from chairlift.kernels.triton.decode_kernel import decode_kernel
 from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping, tuned
 
@@ -66,11 +66,7 @@ def decode_attention(
     row_start: Tensor,
     row_count: Tensor,
     scratch: Scratch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
     long: bool = False,
     splits: int | None = None,
     fresh: Fresh | None = None,
@@ -106,15 +102,10 @@ def decode_attention(
         q if k_norm is None else k_norm,
         q if cos is None else cos,
         q if sin is None else sin,
-        q if sinks is None else sinks,
+        q if scoring.sinks is None else scoring.sinks,
         eps,
-        q.stride(0),
-        out.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
-        scale_in_log2(scale, softcap),
-        chunk or window or 2**30,
+        *strides(q, out, keys, tables),
+        *scoring.numbers,
         GROUP=group,
         M=max(8 if tiling.turned else 16, next_power_of_2(group)),
         D=dim,
@@ -135,12 +126,9 @@ def decode_attention(
         and dim * keys.element_size() % 16 == 0,  # prefetches need 16-byte alignment
         AHEAD=tiling.ahead,
         TURNED=tiling.turned,
-        SOFTCAP=softcap or 0.0,
-        CHUNKED=chunk is not None,
-        SINKS=sinks is not None,
-        PRECISION=precision_for(q.dtype),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **scoring.constants(q.dtype),
         **overlapping(q.device),
     )
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import empty_rows, row_options
 
 PAIR = torch.float8_e5m2
 IS_PLAIN, IS_NORM, IS_GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -112,11 +112,8 @@ def pairs_of(x: Tensor) -> Tensor:
     """Split each row of x [T, size] into two rows of 8-bit floats whose sum it is, with a deviation of 0.3%."""
     rows, size = x.shape
     pairs = empty_pairs(rows, size, x.device)
-    block = next_power_of_2(size)
     if rows:
-        _split_rows_kernel[(rows,)](
-            x, pairs, size, BLOCK=block, num_warps=max(1, min(16, block // 512)), **overlapping(x.device)
-        )
+        _split_rows_kernel[(rows,)](x, pairs, size, **row_options(size, x.device))
     return pairs
 
 
@@ -152,7 +149,6 @@ def _rounded(
     rows = len(x)
     numbers = empty_rows(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = next_power_of_2(size)
     if rows:
         _round_rows_kernel[(rows,)](
             x,
@@ -165,8 +161,6 @@ def _rounded(
             KIND=kind.value,
             HAS_DELTA=delta is not None,
             LARGEST=largest,
-            BLOCK=block,
-            num_warps=max(1, min(16, block // 512)),
-            **overlapping(x.device),
+            **row_options(size, x.device),
         )
     return numbers, scales

@@ -19,14 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import (
+    Chunks,
+    Scoring,
     cap_scores,
     first_visible,
     in_type_of,
     load_tile,
     places,
-    precision_for,
-    scale_in_log2,
     sinks_of,
+    strides,
 )
 from chairlift.kernels.triton.launch import next_power_of_2, num_halvings, overlapping, pairwise_sum, tuned
 
@@ -218,64 +219,31 @@ class SpanScratch:
         return 1 if not tuned() else min(self.spans, max(1, PROGRAMS // (rows * self._kv_heads)))
 
 
-def invariant_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    tables: Tensor,
-    tile_chunk: Tensor,
-    tile_offset: Tensor,
-    tile_queries: int,
-    chunk_slot: Tensor,
-    chunk_row: Tensor,
-    chunk_start: Tensor,
-    chunk_count: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attention of q, out [T, heads, D] in the tiles `tile_chunk` and `tile_offset` of `tile_queries` tokens."""
+def invariant_attention(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, chunks: Chunks, scoring: Scoring) -> None:
+    """Attention of prompt chunks, split into tiles; q, out [T, heads, D]."""
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
-    _attention_kernel[(kv_heads, len(tile_chunk))](
+    _attention_kernel[(kv_heads, len(chunks.tile_chunk))](
         q,
         keys,
         values,
         out,
-        q if sinks is None else sinks,
-        tables,
-        tile_chunk,
-        tile_offset,
-        chunk_slot,
-        chunk_row,
-        chunk_start,
-        chunk_count,
-        q.stride(0),
-        out.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
-        scale_in_log2(scale, softcap),
-        chunk or window or 2**30,
+        q if scoring.sinks is None else scoring.sinks,
+        *chunks.tensors,
+        *strides(q, out, keys, chunks.tables),
+        *scoring.numbers,
         GROUP=group,
         GROUP_PADDED=next_power_of_2(group),
-        QUERIES=tile_queries,
+        QUERIES=chunks.tile_queries,
         D=dim,
         D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=KEYS,
         SPAN=SHORTEST_SPAN,
-        SOFTCAP=softcap or 0.0,
-        CHUNKED=chunk is not None,
-        SINKS=sinks is not None,
-        PRECISION=precision_for(q.dtype),
         num_warps=4,
         num_stages=1 if q.dtype == torch.float32 else 3 if dim <= 128 else 2,  # Shared memory has no room for more.
         enable_fp_fusion=False,  # the kernel of single tokens must round the same way
+        **scoring.constants(q.dtype),
         **overlapping(q.device),
     )

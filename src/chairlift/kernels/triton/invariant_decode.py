@@ -9,7 +9,7 @@ queries and keys, and stores the new key and value before it reads the end of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.attention import (
+    Chunks,
+    Scoring,
     first_visible,
     in_type_of,
     load_tile,
     places,
-    precision_for,
-    scale_in_log2,
     sinks_of,
+    strides,
 )
 from chairlift.kernels.triton.decode import Fresh
 from chairlift.kernels.triton.decode_kernel import load_heads, load_norm, load_rotation, norm_and_rotate
@@ -283,11 +284,7 @@ def invariant_decode(
     scratch: SpanScratch,
     tile_queries: int = 1,
     programs: int | None = None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
     fresh: Fresh | None = None,
     tiling: SingleTiling | None = None,
 ) -> None:
@@ -324,15 +321,10 @@ def invariant_decode(
         q if k_norm is None else k_norm,
         q if cos is None else cos,
         q if sin is None else sin,
-        q if sinks is None else sinks,
+        q if scoring.sinks is None else scoring.sinks,
         eps,
-        q.stride(0),
-        out.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
-        scale_in_log2(scale, softcap),
-        chunk or window or 2**30,
+        *strides(q, out, keys, tables),
+        *scoring.numbers,
         GROUP=group,
         M=tile_rows,
         D=dim,
@@ -347,13 +339,10 @@ def invariant_decode(
         HAS_NORM=q_norm is not None,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
         PREFETCH=tiling.prefetch if prefetches else 0,
-        SOFTCAP=softcap or 0.0,
-        CHUNKED=chunk is not None,
-        SINKS=sinks is not None,
-        PRECISION=precision_for(q.dtype),
         num_warps=min(4, tiling.warps * tile_rows // FEWEST_ROWS) if tile_queries == 1 else 4,
         num_stages=tiling.stages,
         enable_fp_fusion=False,  # the kernel of chunks must round the same way
+        **scoring.constants(q.dtype),
         **overlapping(q.device),
     )
 
@@ -376,31 +365,9 @@ def small_tiles_agree(num_heads: int, kv_heads: int, head_dim: int, dtype: torch
     tables = torch.arange(len(keys), dtype=torch.int32, device=device).repeat(len(starts), 1)
     scratch = SpanScratch(num_heads, kv_heads, head_dim, longest, device)
     alone, in_chunks = torch.empty_like(q), torch.empty_like(q)
-    invariant_decode(
-        q,
-        keys,
-        values,
-        alone,
-        tables=tables,
-        row_slot=places,
-        row_start=integers(starts),
-        row_count=counts,
-        scratch=scratch,
-        scale=head_dim**-0.5,
-    )
-    invariant_attention(
-        q,
-        keys,
-        values,
-        in_chunks,
-        tables=tables,
-        tile_chunk=places,
-        tile_offset=torch.zeros_like(places),
-        tile_queries=queries_per_tile(num_heads, kv_heads, head_dim, dtype),
-        chunk_slot=places,
-        chunk_row=places,
-        chunk_start=integers(starts),
-        chunk_count=counts,
-        scale=head_dim**-0.5,
-    )
+    queries, scoring = queries_per_tile(num_heads, kv_heads, head_dim, dtype), Scoring(head_dim**-0.5)
+    chunks = Chunks(tables, places, torch.zeros_like(places), places, places, integers(starts), counts, queries)
+    rows: dict[str, Any] = {"tables": tables, "row_slot": places, "row_start": chunks.start, "row_count": counts}
+    invariant_decode(q, keys, values, alone, **rows, scratch=scratch, scoring=scoring)
+    invariant_attention(q, keys, values, in_chunks, chunks, scoring)
     return alone.equal(in_chunks)

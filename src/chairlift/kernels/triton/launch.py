@@ -65,6 +65,12 @@ def overlapping(device: torch.device) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True} if gpu and gpu.capability >= (9, 0) else {"OVERLAP": False}
 
 
+def row_options(size: int, device: torch.device, most_warps: int = 16) -> dict[str, Any]:
+    """Launch options of a kernel with one program per row of `size` numbers."""
+    block = next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": max(1, min(most_warps, block // 512)), **overlapping(device)}
+
+
 def shared_memory(device: torch.device) -> int:
     """Shared memory of one program in bytes; unlimited in the interpreter."""
     gpu = gpu_of(device)
@@ -170,3 +176,26 @@ class Tiling(NamedTuple):
     depth: int  # elements of the sum per iteration
     stages: int
     parts: int = 1  # splits of the sum
+
+
+HOPPER = (9, 0)
+TESTED_TRITON = ("3.6.",)  # versions that the kernels ran with on a GPU
+ASSUMED_MULTIPROCESSORS = 132  # An H200 has this many, which counts when kernels are compiled without a GPU.
+
+
+def hopper_obstacle(device: torch.device) -> str | None:
+    """Why kernels for Hopper cannot run on a device; None if they can. Modules that import Gluon are imported then."""
+    gpu = gpu_of(device)
+    if gpu is None or gpu.capability != HOPPER:
+        return "it runs on GPUs of compute capability 9.0"
+    if not triton.__version__.startswith(TESTED_TRITON):
+        return f"it was tested with Triton {TESTED_TRITON[-1]}x, not {triton.__version__}"
+    return None
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, pairwise_sum
+from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, pairwise_sum, row_options
 
 
 @triton.jit
@@ -119,7 +120,6 @@ def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     count, size = len(tokens), table.shape[1]
     out = empty_rows(count, size, dtype=table.dtype, device=table.device)
     squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
-    block = next_power_of_2(size)
     _embed_kernel[(count,)](
         tokens,
         table,
@@ -127,9 +127,7 @@ def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         squares,
         scale,
         size,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
-        **overlapping(table.device),
+        **row_options(size, table.device, 8),
     )
     return out, squares
 
@@ -316,26 +314,22 @@ def rotate_and_store_(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
+    fresh: Fresh,
     *,
     num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,
-    v_norm: bool = False,
 ) -> None:
     """Normalise and rotate queries and keys; queries stay in `qkv`, keys and values are stored in the cache.
 
-    qkv [T, (heads + 2 * kv_heads) * D]; keys, values [blocks, block_size, kv_heads, D]; cos, sin [T, pairs];
-    slots, positions [T] int32 (-1: a padding row); tables [slots, blocks] int32. `v_norm`: values are normalised, too.
+    qkv [T, (heads + 2 * kv_heads) * D]; keys, values [blocks, block_size, kv_heads, D]; slots, positions [T] int32
+    (-1: a padding row); tables [slots, blocks] int32.
     If qkv has only one head for each key head behind the queries, values are the keys as they are in it; if it has
     none, the cache has them already.
     """
     _, block_size, kv_heads, dim = keys.shape
+    q_norm, k_norm, eps, cos, sin, v_norm = fresh
     new = (qkv.shape[1] // dim - num_heads) // kv_heads
     pairs = 0 if cos is None else cos.shape[-1]
     half = pairs if cos is not None else dim // 2

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import empty_rows, next_power_of_2, overlapping, row_options
 
 
 @triton.jit
@@ -95,7 +95,6 @@ def _launch_norm(
     assert x.stride(1) == 1
     assert delta is None or delta.is_contiguous()
     size = x.shape[1]
-    block = next_power_of_2(size)
     _add_norm_kernel[(len(x),)](
         x,
         x if delta is None else delta,
@@ -111,9 +110,7 @@ def _launch_norm(
         AFTER=after is not None,
         SCALED=scalar is not None,
         NORMED=weight is not None,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **overlapping(x.device),
+        **row_options(size, x.device),
     )
 
 
@@ -149,7 +146,6 @@ def norm_parts_(x: Tensor, first: Tensor, second: Tensor, eps: float) -> None:
     """Normalise the first columns of x [T, size] in place, as many as `first` has weights, and those behind them, as
     many as `second` has, by themselves."""
     assert x.is_contiguous()
-    block = next_power_of_2(max(len(first), len(second)))
     _norm_parts_kernel[(len(x), 2)](
         x,
         first,
@@ -158,9 +154,7 @@ def norm_parts_(x: Tensor, first: Tensor, second: Tensor, eps: float) -> None:
         len(second),
         x.shape[1],
         eps,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **overlapping(x.device),
+        **row_options(max(len(first), len(second)), x.device),
     )
 
 

@@ -49,7 +49,7 @@ class BlockWeight(WeightFormat):
     @staticmethod
     def bytes_of(weight: GGUFWeight) -> int:
         """The bytes of a weight's panels."""
-        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.panels import KINDS
 
         kind = KINDS.get(weight.kind, KINDS["Q8_0"])
         return -(-weight.shape[0] // PANEL) * kind.panel_bytes(weight.shape[1])
@@ -73,13 +73,12 @@ class BlockWeight(WeightFormat):
             self._join()
 
     def _add(self, kind: str, rows: np.ndarray, order: np.ndarray | None = None) -> None:
-        from chairlift.kernels.cpu.blocks.kinds import KINDS
-        from chairlift.kernels.cpu.blocks.panels import pack
+        from chairlift.kernels.cpu.blocks.panels import KINDS, pack
 
         self._parts.append((kind, pack(KINDS[kind], rows, order)))
 
     def _join(self) -> None:
-        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.panels import KINDS
         from chairlift.kernels.cpu.blocks.product import PanelWeight
 
         tables = [PanelWeight.of(KINDS[kind], panels, self.in_features).panels for kind, panels in self._parts]
@@ -90,7 +89,7 @@ class BlockWeight(WeightFormat):
         return [PackedArray(kind, panels) for kind, panels in self._parts]
 
     def use_arrays(self, arrays: Sequence[PackedArray]) -> None:
-        from chairlift.kernels.cpu.blocks.kinds import KINDS
+        from chairlift.kernels.cpu.blocks.panels import KINDS
 
         for array in arrays:
             kind = KINDS.get(array.label)
@@ -114,8 +113,7 @@ class BlockWeight(WeightFormat):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows of the weight [indices, in_features], in float32; of a weight that was stored in one part."""
-        from chairlift.kernels.cpu.blocks.kinds import KINDS
-        from chairlift.kernels.cpu.blocks.panels import unpack
+        from chairlift.kernels.cpu.blocks.panels import KINDS, unpack
 
         ((kind, panels),) = self._parts
         return torch.from_numpy(unpack(KINDS[kind], panels, indices.numpy(), self.in_features))
@@ -129,7 +127,7 @@ class BlockWeight(WeightFormat):
 
 
 def _kinds() -> frozenset[str]:
-    from chairlift.kernels.cpu.blocks.kinds import KINDS
+    from chairlift.kernels.cpu.blocks.panels import KINDS
 
     return frozenset(KINDS)
 

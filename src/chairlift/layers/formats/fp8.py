@@ -222,6 +222,6 @@ def multiply(
             # batch-invariant products add them up in float32.
             use_fast_accum=True,
         )
-    from chairlift.kernels.triton.invariant import invariant_linear
+    from chairlift.kernels.triton.products.invariant import invariant_linear
 
     return invariant_linear(rows.numbers, weight.numbers, bias, scales=(rows.scales, weight.scales), out_dtype=dtype)

@@ -45,7 +45,7 @@ class PlainWeight(WeightFormat):
 
     def pack(self) -> None:
         if self.batch_invariant and self.plain is not None and self._has_own_kernel:
-            from chairlift.kernels.triton.products.invariant import tiles_agree
+            from chairlift.kernels.triton.products.tiling import tiles_agree
 
             tiles_agree(self.dtype, self.plain.device)  # tried before steps are recorded or captured
         if self.plain is not None and can_pack(self.plain) and not self.looked_up:
@@ -102,7 +102,7 @@ class PlainWeight(WeightFormat):
         return output
 
     def _product_in_kernel(self, x: Tensor, fusion: Fusion) -> Product:
-        from chairlift.kernels.triton.invariant import invariant_linear
+        from chairlift.kernels.triton.products.invariant import invariant_linear
         from chairlift.kernels.triton.products.product import product
 
         assert self.plain is not None

@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 import torch
 
-from chairlift.byte_sizes import format_bytes
 from chairlift.loading.weight_cache.cache_file import (
     CacheWriter,
     Identity,
@@ -22,6 +21,7 @@ from chairlift.loading.weight_cache.cache_file import (
     PackedWeightArrays,
     read_cache,
 )
+from chairlift.options import format_bytes
 from chairlift.registry import plugin_sources
 
 log = logging.getLogger("chairlift")

@@ -239,7 +239,7 @@ def _start_libraries(device: str, dtype: str) -> None:
     """Start a GPU's libraries as `load_engine` will, which then finds them started."""
     import torch
 
-    from chairlift.kernels.gpu_start import start_libraries
+    from chairlift.kernels.gpu import start_libraries
 
     if device == "cpu" or not torch.cuda.is_available():
         return

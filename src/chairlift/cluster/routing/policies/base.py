@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from chairlift.cluster.routing.replicas import PrefixKey, ReplicaId, ReplicaLoads, RoutedRequest
+from chairlift.cluster.routing.router import PrefixKey, ReplicaId, ReplicaLoads, RoutedRequest
 
 
 class RoutingPolicy:

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.policies.base import RoutingPolicy
-from chairlift.cluster.routing.replicas import ReplicaId, ReplicaLoads, RoutedRequest
+from chairlift.cluster.routing.router import ReplicaId, ReplicaLoads, RoutedRequest
 
 
 @ROUTERS.register("least-loaded")

@@ -13,7 +13,7 @@ from itertools import islice
 
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.policies.base import RoutingPolicy
-from chairlift.cluster.routing.replicas import PrefixKey, PrefixMap, ReplicaId, ReplicaLoads, RoutedRequest
+from chairlift.cluster.routing.router import PrefixKey, PrefixMap, ReplicaId, ReplicaLoads, RoutedRequest
 
 MAX_CANDIDATES = 8  # replicas with the longest held prefixes that are compared; bounds the time of a choice
 

@@ -12,12 +12,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.kernels.cpu.blocks.kinds import KINDS, PANEL, BlockKind
-from chairlift.kernels.cpu.blocks.outliers import add_outliers, by_column
-from chairlift.kernels.cpu.blocks.rows import SPAN_BYTES, BlockRows, round_block_row
+from chairlift.kernels.cpu.blocks.panels import KINDS, PANEL, BlockKind
+from chairlift.kernels.cpu.blocks.rows import SPAN_BYTES, BlockRows, add_outliers, by_column, round_block_row
 from chairlift.kernels.cpu.blocks.tile import block_tile
-from chairlift.kernels.cpu.kept_kernels import compiled_and_kept, kept_c_function
-from chairlift.kernels.cpu.scalar_math import FAST, borrowed, compiled
+from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, compiled_and_kept, kept_c_function
 from chairlift.kernels.cpu.simd import I64, VNNI_512, find_instruction_set
 from chairlift.kernels.cpu.threads import barrier, claim
 

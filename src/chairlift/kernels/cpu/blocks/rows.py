@@ -1,7 +1,9 @@
-"""Activations in 8-bit integers, with a scale for every span of 32 of a row.
+"""Activations in 8-bit integers, with a scale for every span of 32 of a row, and the products of their outliers.
 
 An outlier would take the precision of the others of its span. Outliers are set apart: they stay float32 numbers, which
-are multiplied by their columns of a weight one by one.
+are multiplied by their columns of a panel one by one. Outliers of different rows are mostly in the same columns, so
+they are ordered by column, and each column is unpacked once for all rows. A row's products are added in the order of
+columns, whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.aligned import aligned
-from chairlift.kernels.cpu.blocks.kinds import COLUMNS
-from chairlift.kernels.cpu.scalar_math import FAST, bits, compiled
-from chairlift.kernels.cpu.simd import F32, I8, I32, I64, load, reduce, splat, store
+from chairlift.kernels.cpu.blocks.panels import COLUMNS, KINDS, PANEL, STEP, STEPS, BlockKind
+from chairlift.kernels.cpu.blocks.tile import NUMBERS, WORDS, load_halves
+from chairlift.kernels.cpu.compiling import FAST, bits, compiled
+from chairlift.kernels.cpu.simd import F32, I8, I32, I64, load, multiply_add, reduce, splat, store
 
 DEPTH_UNIT = 256  # rows are padded to whole units of all kinds of blocks
 SPAN_BYTES = 16  # It is known of a span: its scale, scale * sum, and the sums of both halves.
@@ -27,7 +30,7 @@ SPAN_BYTES = 16  # It is known of a span: its scale, scale * sum, and the sums o
 # more of them and lowers it by 7% (docs/results/cpu.json). A row of n numbers has less than n / 10, whatever they are.
 OUTLIER = 10
 SMALLEST_OUTLIER = np.float32(1e-30)  # The mean may be rounded to zero if it is smaller.
-FLOATS, WORDS = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
+FLOATS = ir.VectorType(F32, 16)
 
 
 class BlockRows(NamedTuple):
@@ -126,3 +129,125 @@ def _set_outliers_apart(values: Any, first: int, limit: Any, rest: Any, outliers
         else:
             rest[column - first] = value
     return found
+
+
+class ColumnOutliers(NamedTuple):
+    """The outliers of some rows, by column."""
+
+    columns: np.ndarray  # [n, 2] int32: the column, and where its outliers end
+    outliers: np.ndarray  # [n, 2] 32-bit words: row and number
+
+
+@compiled()
+def by_column(rows: BlockRows, begin: int, count: int) -> ColumnOutliers:
+    """Order the outliers of `count` rows from `begin`."""
+    total = 0
+    for row in range(begin, begin + count):
+        total += rows.outliers[row, 0, 0]
+    columns, outliers = np.empty((total, 2), dtype=np.int32), np.empty((total, 2), dtype=np.int32)
+    if total == 0:
+        return ColumnOutliers(columns, outliers)
+    spans = np.zeros(rows.spans.shape[1], dtype=np.int32)  # outliers in each span: most have none
+    places = np.zeros(rows.numbers.shape[1], dtype=np.int32)  # outliers in each column, then where the next one goes
+    for row in range(begin, begin + count):
+        for each in rows.outliers[row, 1 : 1 + rows.outliers[row, 0, 0]]:
+            spans[each[0] // COLUMNS] += 1
+            places[each[0]] += 1
+    found, end = 0, 0
+    for span in range(spans.shape[0]):
+        if spans[span] > 0:
+            for column in range(span * COLUMNS, (span + 1) * COLUMNS):
+                if places[column] > 0:
+                    places[column], end = end, end + places[column]
+                    columns[found, 0], columns[found, 1] = column, end
+                    found += 1
+    for row in range(begin, begin + count):
+        for each in rows.outliers[row, 1 : 1 + rows.outliers[row, 0, 0]]:
+            place = places[each[0]]
+            outliers[place, 0], outliers[place, 1] = row - begin, each[1]
+            places[each[0]] += 1
+    return ColumnOutliers(columns[:found], outliers)
+
+
+@intrinsic(prefer_literal=True)
+def add_outliers(_: Any, kind: Any, sums: Any, columns: Any, count: Any, outliers: Any, panel: Any) -> Any:
+    """Add to sums [rows, 16] the products of `ColumnOutliers` of `count` columns with one panel. `kind` (its place in
+    KINDS) is a constant."""
+    found = list(KINDS.values())[kind.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        _, sums, columns, count, outliers, panel = args
+        first = cgutils.alloca_once_value(b, I64(0))
+        b.store(I64(0), first)
+        with cgutils.for_range(b, count) as loop:
+            address = b.add(columns, b.mul(loop.index, I64(8)))
+            column = _Column(b, found, panel, b.zext(load(b, address, I32, 4), I64)).values()
+            end = b.zext(load(b, b.add(address, I64(4)), I32, 4), I64)
+            with cgutils.for_range_slice(b, b.load(first), end, I64(1), I64) as (index, _index):
+                outlier = b.add(outliers, b.mul(index, I64(8)))
+                row = b.add(sums, b.mul(b.zext(load(b, outlier, I32, 4), I64), I64(4 * PANEL)))
+                value = splat(b, load(b, b.add(outlier, I64(4)), F32, 4), PANEL)
+                store(b, b.call(multiply_add(b, PANEL), [column, value, load(b, row, NUMBERS, 4)]), row, 4)
+            b.store(end, first)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 5), generate
+
+
+class _Column:
+    """One column of a panel: a number for each channel."""
+
+    def __init__(self, b: ir.IRBuilder, kind: BlockKind, panel: ir.Value, column: ir.Value) -> None:
+        self.b, self.kind = b, kind
+        self.unit = b.add(panel, b.mul(b.udiv(column, I64(kind.unit)), I64(kind.unit_bytes)))
+        self.group = b.urem(b.udiv(column, I64(COLUMNS)), I64(kind.groups))
+        self.place = b.urem(column, I64(COLUMNS))  # This is the column's place in its group.
+
+    def values(self) -> ir.Value:
+        b, kind = self.b, self.kind
+        centred = b.sub(self._numbers(), ir.Constant(WORDS, [kind.offset] * PANEL))
+        values = b.fmul(b.sitofp(centred, NUMBERS), self._scale(kind.scales_at, 0))
+        return b.fadd(values, self._scale(kind.mins_at, 2 * PANEL)) if kind.has_min else values
+
+    def _numbers(self) -> ir.Value:
+        b, kind = self.b, self.kind
+        group = b.add(b.add(self.unit, I64(kind.numbers_at)), b.mul(self.group, I64(kind.group_bytes)))
+        if kind.bits == 8:
+            return self._field(group, 8)
+        low = self._field(group, 4)
+        if kind.values is not None:
+            return self._look_up(low)
+        if kind.bits == 4:
+            return low
+        high = self._field(b.add(group, I64(64 * STEPS // 2)), kind.bits - 4)
+        return b.or_(low, b.shl(high, ir.Constant(WORDS, [4] * PANEL)))
+
+    def _field(self, address: ir.Value, bits: int) -> ir.Value:
+        """The bits of the column from planes of 64 bytes, each of which is shared by as many steps as fit."""
+        b, shared = self.b, 8 // bits
+        step = b.udiv(self.place, I64(STEP))
+        plane = b.add(address, b.mul(b.udiv(step, I64(shared)), I64(64)))
+        byte, field = b.urem(self.place, I64(STEP)), b.urem(step, I64(shared))
+        shift = b.trunc(b.add(b.mul(byte, I64(8)), b.mul(field, I64(bits))), I32)
+        moved = b.lshr(load(b, plane, WORDS, 1), splat(b, shift, PANEL))
+        return b.and_(moved, ir.Constant(WORDS, [2**bits - 1] * PANEL))
+
+    def _look_up(self, numbers: ir.Value) -> ir.Value:
+        b, values = self.b, self.kind.values
+        assert values is not None
+        found = ir.Constant(WORDS, [values[0]] * PANEL)
+        for number, value in enumerate(values[1:], 1):
+            same = b.icmp_unsigned("==", numbers, ir.Constant(WORDS, [number] * PANEL))
+            found = b.select(same, ir.Constant(WORDS, [value] * PANEL), found)
+        return found
+
+    def _scale(self, at: int, factor_at: int) -> ir.Value:
+        """The scale, or the minimum, of the column."""
+        b, kind = self.b, self.kind
+        part = b.mul(b.udiv(self.place, I64(kind.scale_columns)), I64(PANEL))
+        address = b.add(b.add(self.unit, I64(at)), b.add(b.mul(self.group, I64(kind.scale_bytes)), part))
+        if not kind.nested:
+            return load_halves(b, address)
+        small = load(b, address, ir.VectorType(I8, PANEL), 1)
+        wide = b.sext(small, WORDS) if kind.signed_scales else b.zext(small, WORDS)
+        return b.fmul(b.sitofp(wide, NUMBERS), load_halves(b, b.add(self.unit, I64(factor_at))))

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.kernels.cpu.blocks.kinds import COLUMNS, KINDS, LINE, PANEL, STEP, STEPS, BlockKind
+from chairlift.kernels.cpu.blocks.panels import COLUMNS, KINDS, LINE, PANEL, STEP, STEPS, BlockKind
 from chairlift.kernels.cpu.simd import (
     AVX2,
     F32,

@@ -14,8 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.experts.grouping import BEYOND, NO_EXPERT, Grouping, expert_of
-from chairlift.kernels.triton.experts.routing import NEVER, RouteRule, chosen_experts, expert_tile
+from chairlift.kernels.triton.experts.routing import (
+    BEYOND,
+    NEVER,
+    NO_EXPERT,
+    Grouping,
+    RouteRule,
+    chosen_experts,
+    expert_of,
+    expert_tile,
+)
 from chairlift.kernels.triton.launch import (
     cdiv,
     last_power_of_2,

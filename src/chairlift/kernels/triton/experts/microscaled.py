@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
+from chairlift.kernels.triton.experts.routing import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.tiling import ExpertTiling
 from chairlift.kernels.triton.launch import cdiv, has_asm, next_power_of_2, overlapping
 

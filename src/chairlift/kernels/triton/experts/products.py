@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.experts.grouping import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.microscaled import (
     CLAMPED_GATE,
     NO_GATE,
@@ -28,6 +27,7 @@ from chairlift.kernels.triton.experts.microscaled import (
     counters,
     microscaled_linear,
 )
+from chairlift.kernels.triton.experts.routing import NO_EXPERT, Grouping
 from chairlift.kernels.triton.experts.tiling import ExpertTiling, shared_stages
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 from chairlift.kernels.triton.widen import widened

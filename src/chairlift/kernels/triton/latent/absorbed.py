@@ -12,7 +12,6 @@ other in the expanded form (expanded.py), which also joins both results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.attention import LOG2_E, in_type_of, places, precision_for
+from chairlift.kernels.triton.attention import LOG2_E, Chunks, in_type_of, places, precision_for
 from chairlift.kernels.triton.launch import (
     cdiv,
     last_power_of_2,
@@ -213,19 +212,6 @@ class LatentTiling(NamedTuple):
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks of a batch and their tiles of queries, all int32; as in `PagedLayout`."""
-
-    slot: Tensor
-    row: Tensor
-    start: Tensor
-    count: Tensor
-    tile_chunk: Tensor
-    tile_offset: Tensor
-    tile_queries: int
-
-
 def latent_splits(rows: int, num_heads: int) -> int:
     """The most parts of a context: as many as the GPU has room for."""
     if not tuned():
@@ -242,7 +228,6 @@ def attend_singles(
     *,
     rows: int,
     chunks: Chunks,
-    tables: Tensor,
     scale: float,
     scratch: LatentScratch,
     splits: int | None = None,
@@ -256,7 +241,7 @@ def attend_singles(
     assert splits == 1 or rows * splits <= len(scratch.partial)
     tiling = _tiling(num_heads, 1, q, cache, splits=splits)
     grid = (cdiv(num_heads, tiling.heads), rows, splits)
-    _launch(grid, q, q_rope, cache, out, scratch.lse, chunks, tables, scale, tiling, scratch=scratch)
+    _launch(grid, q, q_rope, cache, out, scratch.lse, chunks, scale, tiling, scratch=scratch)
     if splits > 1:
         _join_kernel[(rows, num_heads, cdiv(rank, COLUMNS))](
             out,
@@ -283,7 +268,6 @@ def attend_contexts(
     lse: Tensor,
     *,
     chunks: Chunks,
-    tables: Tensor,
     scale: float,
 ) -> None:
     """Attention of the tokens of chunks over what was cached before the chunk, if anything was.
@@ -294,7 +278,7 @@ def attend_contexts(
     tiling = _tiling(q.shape[1], chunks.tile_queries, q, cache)
     parts = chunks.tile_queries // tiling.queries
     grid = (cdiv(q.shape[1], tiling.heads), len(chunks.tile_chunk) * parts, 1)
-    _launch(grid, q, q_rope, cache, out, lse, chunks, tables, scale, tiling)
+    _launch(grid, q, q_rope, cache, out, lse, chunks, scale, tiling)
 
 
 def _launch(
@@ -305,7 +289,6 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     chunks: Chunks,
-    tables: Tensor,
     scale: float,
     tiling: LatentTiling,
     scratch: LatentScratch | None = None,
@@ -321,19 +304,13 @@ def _launch(
         lse,
         lse if scratch is None else scratch.partial,
         lse if scratch is None else scratch.lse,
-        tables,
-        chunks.tile_chunk,
-        chunks.tile_offset,
-        chunks.slot,
-        chunks.row,
-        chunks.start,
-        chunks.count,
+        *chunks.tensors,
         q.stride(0),
         q_rope.stride(0),
         q_rope.stride(1),
         cache.stride(0),
         cache.stride(1),
-        tables.stride(0),
+        chunks.tables.stride(0),
         scale * LOG2_E,
         HEADS=num_heads,
         BH=tiling.heads,

@@ -9,11 +9,9 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from chairlift.kernels.triton.attention import LOG2_E
-from chairlift.kernels.triton.hopper.support import hopper_obstacle, num_multiprocessors
-from chairlift.kernels.triton.latent.absorbed import Chunks
+from chairlift.kernels.triton.attention import LOG2_E, Chunks
 from chairlift.kernels.triton.latent.hopper_kernel import BOX, META_PARTS, PANEL, hopper_decode_kernel
-from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, hopper_obstacle, next_power_of_2, num_multiprocessors, overlapping
 
 RANK = 512  # latent dimensions: the sums of 16 heads are 128 registers of each thread
 HEADS = 16  # A program has this many, the fewest columns for which a tile's copy takes longer than its products.
@@ -117,7 +115,6 @@ def attend_singles(
     *,
     rows: int,
     chunks: Chunks,
-    tables: Tensor,
     scale: float,
     scratch: HopperScratch,
 ) -> None:
@@ -139,7 +136,7 @@ def attend_singles(
         scratch.partial,
         scratch.lse,
         scratch.meta,
-        tables,
+        chunks.tables,
         chunks.slot,
         chunks.start,
         chunks.count,
@@ -148,7 +145,7 @@ def attend_singles(
         q_rope.stride(0),
         q_rope.stride(1),
         rows_per_block,
-        tables.stride(0),
+        chunks.tables.stride(0),
         scale * LOG2_E,
         ROWS=max(256, next_power_of_2(rows)),
         HEADS=num_heads,

@@ -5,7 +5,7 @@ With few rows the same kernel also turns queries of keys into queries of latents
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -288,42 +288,47 @@ def _absorb_kernel(
         )  # fmt: skip
 
 
-def _constants(q: Tensor, latent: Tensor, cache: Tensor, norm: Tensor, cos: Tensor | None) -> dict[str, Any]:
-    """The sizes and the cache's form that both kernels are compiled for."""
-    _, num_heads, dim = q.shape
-    rank = len(norm)
-    rope = latent.shape[1] - rank
-    return {
-        "HEADS": num_heads,
-        "NOPE": dim - rope,
-        "ROPE": rope,
-        "RANK": rank,
-        "RANK_PADDED": next_power_of_2(rank),
-        "PAIRS_PADDED": next_power_of_2(rope // 2),
-        "BLOCK_SIZE": cache.shape[1],
-        "KV_LIMIT": torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0,
-        "HAS_ROPE": cos is not None,
-    }
+class NewLatents(NamedTuple):
+    """The norm and rotation of new latents, and their places in the cache."""
+
+    norm: Tensor  # [rank]
+    eps: float
+    cos: Tensor | None  # [T, rope // 2]
+    sin: Tensor | None
+    slots: Tensor  # [T] int32
+    positions: Tensor  # [T] int32, -1 for padding rows
+    tables: Tensor
+
+    def tensors(self, q: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        """In the order of the kernels' arguments, from the cache on."""
+        cos, sin = (q if side is None else side for side in (self.cos, self.sin))
+        return cache, self.norm, cos, sin, self.slots, self.positions, self.tables
+
+    def strides(self, q: Tensor, latent: Tensor, cache: Tensor) -> tuple[int, ...]:
+        return q.stride(0), latent.stride(0), cache.stride(0), cache.stride(1), self.tables.stride(0)
+
+    def constants(self, q: Tensor, latent: Tensor, cache: Tensor) -> dict[str, Any]:
+        """The sizes and the cache's form that both kernels are compiled for."""
+        _, num_heads, dim = q.shape
+        rank = len(self.norm)
+        rope = latent.shape[1] - rank
+        return {
+            "HEADS": num_heads,
+            "NOPE": dim - rope,
+            "ROPE": rope,
+            "RANK": rank,
+            "RANK_PADDED": next_power_of_2(rank),
+            "PAIRS_PADDED": next_power_of_2(rope // 2),
+            "BLOCK_SIZE": cache.shape[1],
+            "KV_LIMIT": torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else 0.0,
+            "HAS_ROPE": self.cos is not None,
+        }
 
 
-def prepare_and_absorb_(
-    q: Tensor,
-    latent: Tensor,
-    up: Tensor,
-    cache: Tensor,
-    *,
-    norm: Tensor,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-) -> Tensor:
+def prepare_and_absorb_(q: Tensor, latent: Tensor, up: Tensor, cache: Tensor, new: NewLatents) -> Tensor:
     """As `prepare_latents_`; returns the queries of latents [T, heads, rank], by up [heads, nope + value, rank]."""
-    rows, num_heads, _ = q.shape
-    rank = len(norm)
-    constants = _constants(q, latent, cache, norm, cos)
+    (rows, num_heads, _), rank = q.shape, len(new.norm)
+    constants = new.constants(q, latent, cache)
     out = empty_rows(rows, num_heads, rank, dtype=q.dtype, device=q.device)
     height = min(64, max(16, next_power_of_2(rows)))
     columns = max(16, min(COLUMNS, next_power_of_2(rank)))
@@ -333,20 +338,10 @@ def prepare_and_absorb_(
         latent,
         up,
         out,
-        cache,
-        norm,
-        q if cos is None else cos,
-        q if sin is None else sin,
-        slots,
-        positions,
-        tables,
+        *new.tensors(q, cache),
         rows,
-        eps,
-        q.stride(0),
-        latent.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        tables.stride(0),
+        new.eps,
+        *new.strides(q, latent, cache),
         UP_ROWS=up.shape[1],
         NOPE_PADDED=max(16, next_power_of_2(constants["NOPE"])),
         BM=height,
@@ -360,42 +355,20 @@ def prepare_and_absorb_(
     return out
 
 
-def prepare_latents_(
-    q: Tensor,
-    latent: Tensor,
-    cache: Tensor,
-    *,
-    norm: Tensor,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-) -> None:
+def prepare_latents_(q: Tensor, latent: Tensor, cache: Tensor, new: NewLatents) -> None:
     """Normalise and rotate latent [T, rank + rope] in place and store it; rotate q [T, heads, nope + rope] in place.
 
     Padding rows are left as they are.
     """
-    heads = cdiv(q.shape[1], HEADS_PER_PROGRAM) if cos is not None else 0
+    heads = cdiv(q.shape[1], HEADS_PER_PROGRAM) if new.cos is not None else 0
     _prepare_kernel[(len(q), 1 + heads)](
         q,
         latent,
-        cache,
-        norm,
-        q if cos is None else cos,
-        q if sin is None else sin,
-        slots,
-        positions,
-        tables,
-        eps,
-        q.stride(0),
-        latent.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        tables.stride(0),
+        *new.tensors(q, cache),
+        new.eps,
+        *new.strides(q, latent, cache),
         H_TILE=HEADS_PER_PROGRAM,
         num_warps=4,
-        **_constants(q, latent, cache, norm, cos),
+        **new.constants(q, latent, cache),
         **overlapping(q.device),
     )

@@ -1,1 +1,1 @@
-"""Matrix products with few rows: the kernel, its tilings, and its launch."""
+"""Matrix products with few rows, batch-invariant ones, and the activations between products."""

@@ -1,4 +1,4 @@
-"""Activations: between the products of a feed-forward block, and the soft cap of logits."""
+"""Activations: between the products of feed-forward blocks and of experts, and the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -73,4 +73,31 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
         _softcap_kernel[(rows, cdiv(size, block))](
             logits, out, size, 1.0 / cap, cap, BLOCK=block, num_warps=8, **overlapping(logits.device)
         )
+    return out
+
+
+@triton.jit
+def _clamped_mul_kernel(gate_up_ptr, out_ptr, size, alpha, limit, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    product = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    tl.store(out_ptr + row * size + column, product.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def clamped_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) [T, size] of gate_up [T, 2 * size], both clamped to the limit."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(next_power_of_2(size), 1024)
+    _clamped_mul_kernel[(rows, cdiv(size, block))](
+        gate_up, out, size, alpha, limit, BLOCK=block, **overlapping(gate_up.device)
+    )
     return out

@@ -1,165 +1,166 @@
-"""Tiles of batch-invariant products: chosen by the number of rows where no tile changes a bit of a row.
+"""Batch-invariant matrix products: each row is bit for bit the same, however many rows are multiplied at once.
 
-The sum of an output is split by the shape of the weight alone. Within a split, tensor cores add 16 products at a time,
-in order, whatever the tile, if they multiply tiles of any height alike. Whether they do is tried once (`tiles_agree`);
-where they do not, every number of rows has the tile of 64.
+Libraries choose a kernel by the number of rows, and another kernel sums in another order. Here one kernel with one tile
+serves every number of rows, and the sum of an output is always split into the same parts, added in the same order. With
+few rows each part has its own program, to fill the GPU; with many rows one program computes the parts in sequence.
 """
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from chairlift.kernels.gpu import on_gpu
-from chairlift.kernels.triton.launch import cdiv, last_power_of_2, tuned
-from chairlift.kernels.triton.products.tiling import MANY_COLUMNS, PROGRAMS, SMALL_WEIGHTS, ProductTiling
+from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, overlapping, split_scratch
 
-log = logging.getLogger("chairlift")
-
-ONE_TILE_ROWS = 64  # The tile of this many serves every number of rows.
-COLUMNS, DEPTH = 128, 1024  # The product that is tried has these.
-MOST_ROWS, COMPARED_ROWS = 128, 16  # The tiles that are tried have up to 128 rows, and 16 of each are compared.
-NUM_TRIED = 6
+PARALLEL_ROWS = 256  # up to this many rows, the parts of a sum have their own programs
+PROGRAMS = 264  # two per multiprocessor of a Hopper GPU
 
 
-@triton.jit
-def _try_tile(
-    x_ptr, weight_ptr, out_ptr, ROWS: tl.constexpr, STEP: tl.constexpr, SWAPPED: tl.constexpr, KEPT: tl.constexpr,
-    DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store the first rows of a product in a tile of ROWS rows, which adds STEP columns at a time."""
-    m, n = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    A: tl.constexpr = COLUMNS if SWAPPED else ROWS
-    B: tl.constexpr = ROWS if SWAPPED else COLUMNS
-    acc = tl.zeros([A, B], tl.float32)
-    for at in range(0, DEPTH, STEP):
-        k = at + tl.arange(0, STEP)
-        left = tl.load(x_ptr + m[:, None] * DEPTH + k[None, :])
-        right = tl.load(weight_ptr + n[:, None] * DEPTH + k[None, :])
-        if SWAPPED:
-            left, right = right, left
-        acc = tl.dot(left, tl.trans(right), acc)
-    if SWAPPED:
-        acc = tl.trans(acc)
-    tl.store(out_ptr + m[:, None] * COLUMNS + n[None, :], acc, mask=(m < KEPT)[:, None])
-
-
-@triton.jit
-def _agreement_kernel(
-    x_ptr,  # [128, DEPTH]
-    weight_ptr,  # [COLUMNS, DEPTH]
-    out_ptr,  # [6, KEPT, COLUMNS] float32
-    KEPT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])  # one kernel for all row counts
+def _linear_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]
+    x_scale_ptr,  # [M] float32: row scales, with SCALED
+    weight_scale_ptr,  # [N] float32: column scales, with SCALED
+    bias_ptr,  # [N]
+    out_ptr,  # [M, N]; with RESIDUAL the product is added to it
+    partial_ptr,  # [tiles, PARTS, BM, BN] float32
+    arrived_ptr,  # [tiles] int32, all zero between launches
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BAND: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """The first rows of a product in tiles of all heights that products have, with either operand on the left."""
-    SIZE: tl.constexpr = KEPT * COLUMNS
-    _try_tile(x_ptr, weight_ptr, out_ptr, 64, 64, False, KEPT, DEPTH, COLUMNS)
-    _try_tile(x_ptr, weight_ptr, out_ptr + SIZE, 16, 128, False, KEPT, DEPTH, COLUMNS)
-    _try_tile(x_ptr, weight_ptr, out_ptr + 2 * SIZE, 16, 64, True, KEPT, DEPTH, COLUMNS)
-    _try_tile(x_ptr, weight_ptr, out_ptr + 3 * SIZE, 32, 128, False, KEPT, DEPTH, COLUMNS)
-    _try_tile(x_ptr, weight_ptr, out_ptr + 4 * SIZE, 32, 64, True, KEPT, DEPTH, COLUMNS)
-    _try_tile(x_ptr, weight_ptr, out_ptr + 5 * SIZE, 128, 64, False, KEPT, DEPTH, COLUMNS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    # Neighbouring programs share columns within a band of rows, for reuse in L2.
+    tiles_down = tl.cdiv(M, BM)
+    band = tile // (BAND * tl.cdiv(N, BN))
+    height = tl.minimum(tiles_down - band * BAND, BAND)
+    inside_band = tile - band * BAND * tl.cdiv(N, BN)
+    m = (band * BAND + inside_band % height) * BM + tl.arange(0, BM)
+    n = inside_band // height * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    is_row = (m < M)[:, None]
+    is_column = (n < N)[:, None]
+    x_at = x_ptr + m.to(tl.int64)[:, None] * K
+    w_at = weight_ptr + n.to(tl.int64)[:, None] * K
+
+    side_by_side = tl.num_programs(1) > 1
+    first = tl.where(side_by_side, tl.program_id(1), 0)
+    last = tl.where(side_by_side, tl.program_id(1) + 1, PARTS)
+    depth = tl.cdiv(K, PARTS * BK) * BK
+    total = tl.zeros([BM, BN], tl.float32)
+    for part in range(first, last):
+        acc = tl.zeros([BM, BN], tl.float32)
+        end = tl.minimum((part + 1) * depth, K)
+        for at in range(part * depth, end, BK):
+            kk = at + k
+            inside = (kk < end)[None, :]
+            w = tl.load(w_at + kk[None, :], mask=is_column & inside, other=0.0)
+            x = tl.load(x_at + kk[None, :], mask=is_row & inside, other=0.0)
+            if SCALED:  # accumulate fp8 products in float32 here: the tensor cores accumulate less exactly
+                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BK)
+            else:
+                acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        total += acc
+
+    if side_by_side:
+        place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * PARTS * BM * BN
+        tl.store(parts + tl.program_id(1) * BM * BN + place, total, mask=is_row)
+        tl.debug_barrier()
+        counter = arrived_ptr + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+            return
+        tl.debug_barrier()
+        tl.store(counter, 0)
+        total = tl.zeros([BM, BN], tl.float32)
+        for part in range(PARTS):
+            total += tl.load(parts + part * BM * BN + place, mask=is_row, other=0.0, volatile=True)
+    out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    keep = is_row & (n < N)[None, :]
+    if SCALED:
+        total *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        total *= tl.load(weight_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        total += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 @cache
-def tiles_agree(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether tiles of 16 to 128 rows, by four and by eight warps, give a row the same bits, on random numbers.
-
-    A GPU that is not there is assumed to agree. The interpreter's library orders sums by the size of a matrix."""
-    if device.type != "cuda":
-        return on_gpu(device)
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, DEPTH, generator=generator).to(device, dtype) for size in (MOST_ROWS, COLUMNS))
-    out = torch.empty(2, NUM_TRIED, COMPARED_ROWS, COLUMNS, device=device)
-    for found, warps in zip(out, (4, 8), strict=True):
-        _agreement_kernel[(1,)](
-            x, weight, found, KEPT=COMPARED_ROWS, DEPTH=DEPTH, COLUMNS=COLUMNS, num_warps=warps, num_stages=2
-        )
-    agree = all(each.equal(out[0, 0]) for each in out.flatten(0, 1))
-    if not agree:
-        log.warning("batch-invariant products have one tile: others give other bits on this GPU")
-    return agree
+def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
+    """Tiling by the weight's shape alone, so that it does not depend on the batch."""
+    if dtype == torch.float32:
+        height, width, at_once, stages = 32, 32, 32, 2
+    else:
+        height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 128 // dtype.itemsize, 4
+    parts = min(last_power_of_2(PROGRAMS // cdiv(columns, width)), 8, max(1, depth // 512))
+    return Tiling(height, width, at_once, stages, parts)
 
 
-def invariant_tiling(
-    rows: int, columns: int, depth: int, gated: bool, dtype: torch.dtype, device: torch.device
-) -> ProductTiling:
-    """The tiling of a product whose rows do not depend on their number."""
-    return choose_invariant_tiling(
-        rows if tuned() and tiles_agree(dtype, device) else ONE_TILE_ROWS, columns, depth, gated
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add_to: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]; added in place to `add_to` [M, N] if given.
+
+    `scales`: row and column scales [M] and [N] float32 of fp8 operands.
+    """
+    x = x.contiguous()
+    (rows, depth), columns = x.shape, len(weight)
+    out = torch.empty(rows, columns, dtype=out_dtype or x.dtype, device=x.device) if add_to is None else add_to
+    tiling = _tiling(columns, depth, x.dtype)
+    tiles = cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns)
+    if not tiles:
+        return out
+    side_by_side = tiling.parts > 1 and rows <= PARALLEL_ROWS
+    stored = tiles * tiling.parts * tiling.rows * tiling.columns if side_by_side else 1
+    partial, arrived = split_scratch(stored, tiles if side_by_side else 1, x.device)
+    _linear_kernel[(tiles, tiling.parts if side_by_side else 1)](
+        x,
+        weight,
+        *((partial, partial) if scales is None else scales),
+        weight if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        depth,
+        BM=tiling.rows,
+        BN=tiling.columns,
+        BK=tiling.depth,
+        PARTS=tiling.parts,
+        BAND=8,
+        SCALED=scales is not None,
+        HAS_BIAS=bias is not None,
+        RESIDUAL=add_to is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=tiling.stages,
+        **overlapping(x.device),
     )
-
-
-def invariant_splits(columns: int, depth: int, gated: bool) -> int:
-    """Splits of the sum, which is part of the order of sums: by the shape of the weight alone."""
-    if gated or columns > MANY_COLUMNS:
-        return 1
-    few_columns = last_power_of_2(min(PROGRAMS // cdiv(columns, 32), depth // 512, 4))
-    return max(few_columns, 2) if depth >= 8192 and columns <= 64 * PROGRAMS // 2 else few_columns
-
-
-@cache
-def choose_invariant_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
-    """The best of three to six tilings per product of the Qwen3-0.6B and Llama-3-8B shapes with 1, 32, 128 and 8,192
-    rows on an H200, each in a graph of itself over different weights; with 33 to 64 rows those of `choose_tiling`.
-    Small weights with up to 32 rows: by whole steps, but for split sums of up to 16 rows."""
-    splits = invariant_splits(columns, depth, gated)
-    small = columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS
-    if rows > 256 and cdiv(rows, 128) * cdiv(columns, 128) >= PROGRAMS:
-        return _tiling_of_many_rows(rows, columns, splits, gated, small)
-    if columns > MANY_COLUMNS and rows > 16:
-        if rows <= 32:
-            return ProductTiling(32, 128, 64, 1, 6, described=True)
-        return ProductTiling(64 if rows <= 64 else 128, 128, 64, 1, 6, described=True, warps=4 if rows <= 64 else 8)
-    if gated:
-        return _gated_tiling(rows, small)
-    return (_small_tiling if small else _large_tiling)(rows, columns, splits)
-
-
-def _tiling_of_many_rows(rows: int, columns: int, splits: int, gated: bool, small: bool) -> ProductTiling:
-    """Splits are computed in sequence, with a second sum in registers."""
-    if not gated and (small or (splits == 1 and columns > 4096)):
-        return ProductTiling(128, 128, 64, splits, 3, described=True, band=8)
-    wide = splits == 1 and not gated and cdiv(rows, 128) * cdiv(columns, 256) >= PROGRAMS
-    return ProductTiling(128, 256 if wide else 128, 64, splits, 4, described=True, warps=8, band=8)
-
-
-def _gated_tiling(rows: int, small: bool) -> ProductTiling:
-    if rows <= 16:
-        return ProductTiling(16, 64, 128, 1, 4, prefetch=256 if small else 0, described=True)
-    if small:
-        if rows <= 32:
-            return ProductTiling(32, 64, 128, 1, 4, prefetch=256, described=True)
-        if rows <= 64:
-            return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
-        return ProductTiling(64, 64, 128, 1, 4, described=True)
-    if rows <= 64:
-        return ProductTiling(32 if rows <= 32 else 64, 64, 128, 1, 2 if rows <= 32 else 3, described=True)
-    return ProductTiling(128, 128, 64, 1, 4, described=True, warps=8)
-
-
-def _small_tiling(rows: int, columns: int, splits: int) -> ProductTiling:
-    if rows <= 16 and columns >= 4096:
-        return ProductTiling(16, 64, 128, splits, 5, described=True)
-    if rows <= 16:
-        return ProductTiling(16, 32, 128, splits, 6, prefetch=256)
-    if rows <= 32:
-        if columns >= 4096:
-            return ProductTiling(32, 32, 128, splits, 6, prefetch=256, described=True)
-        return ProductTiling(32, 64, 128, splits, 4, prefetch=256, described=True)
-    return ProductTiling(64, 32 if rows <= 64 else 64, 128, splits, 6, prefetch=256, described=True)
-
-
-def _large_tiling(rows: int, columns: int, splits: int) -> ProductTiling:
-    if rows <= 64:
-        height = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return ProductTiling(height, 64, 128, splits, 5 if rows <= 32 else 4, described=True)
-    if splits == 1 and columns <= 32 * PROGRAMS:
-        return ProductTiling(128, 32, 128, 1, 5, described=True)
-    return ProductTiling(128, 64, 64, splits, 7, described=True)
+    return out

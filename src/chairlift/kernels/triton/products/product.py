@@ -20,7 +20,6 @@ from chairlift.kernels.triton.launch import (
     split_scratch,
 )
 from chairlift.kernels.triton.products.activation import ACTIVATIONS
-from chairlift.kernels.triton.products.invariant import invariant_tiling
 from chairlift.kernels.triton.products.kernel import product_kernel
 from chairlift.kernels.triton.products.tiling import (
     ProductTiling,
@@ -28,6 +27,7 @@ from chairlift.kernels.triton.products.tiling import (
     choose_rounded_tiling,
     choose_tiling,
     fitting,
+    invariant_tiling,
     num_stages,
 )
 

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping, shared_memory
-from chairlift.kernels.triton.recurrent.recurrence import StateRule
-from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
+from chairlift.kernels.triton.recurrent.recurrence import SlotBatch, StateRule, find_tile, num_tiles, search_width
 
 ROWS = 64  # A tile has this many.
 LEAST_SHARED_MEMORY = 131_072  # bytes that tiles of so many rows need; with less, they have half as many

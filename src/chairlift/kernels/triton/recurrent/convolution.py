@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
-from chairlift.kernels.triton.recurrent.tiles import SlotBatch, find_tile, num_tiles, search_width
+from chairlift.kernels.triton.recurrent.recurrence import SlotBatch, find_tile, num_tiles, search_width
 
 ROWS = 32  # A tile has this many, more than any filter is wide.
 FEW = 8  # rows of a tile where no sequence has more: decodes, with or without drafts

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, row_options
 
 _BLOCK = 1024
 
@@ -163,7 +163,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, group: int, eps: 
     """x, gate [T, size] -> [T, size] of the gate's type; see `layers.recurrent.gated_norm.GatedNorm`."""
     rows, size = x.shape
     out = empty_rows(rows, size, dtype=gate.dtype, device=x.device)
-    block = next_power_of_2(group)
     _gated_norm_kernel[(rows, size // group)](
         x,
         gate,
@@ -178,8 +177,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, group: int, eps: 
         NORM=weight is not None,
         GATE_FIRST=order.first,
         SILU=order.activation == "silu",
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-        **overlapping(x.device),
+        **row_options(group, x.device),
     )
     return out

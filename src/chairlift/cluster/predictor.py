@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chairlift.core.sampling.params import SamplingParams
     from chairlift.outputs import RequestOutput
 
+
 TASKS = ("generate", "chat", "embed")
 ANSWER_COLUMNS: Mapping[str, Callable[[RequestOutput], Any]] = {
     "generated_text": lambda result: result.outputs[0].text,

@@ -1,4 +1,4 @@
-"""Paged attention of prompt chunks by the kernel for Hopper (prefill_kernel.py), and where it can run."""
+"""Paged attention of prompt chunks by the kernel for Hopper (hopper_prefill_kernel.py), and where it can run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from chairlift.kernels.triton.attention import LOG2_E
-from chairlift.kernels.triton.hopper.prefill_kernel import COLUMNS, KEYS, ROWS, hopper_prefill_kernel
-from chairlift.kernels.triton.hopper.support import num_multiprocessors
-from chairlift.kernels.triton.launch import next_power_of_2
+from chairlift.kernels.triton.attention import LOG2_E, Chunks, Scoring
+from chairlift.kernels.triton.hopper_prefill_kernel import COLUMNS, KEYS, ROWS, hopper_prefill_kernel
+from chairlift.kernels.triton.launch import next_power_of_2, num_multiprocessors
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens
@@ -23,16 +22,7 @@ SHORT_LIST = 5
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def obstacles(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    tile_queries: int,
-    window: int | None,
-    softcap: float | None,
-    chunk: int | None,
-) -> list[str]:
+def obstacles(q: Tensor, keys: Tensor, values: Tensor, tile_queries: int, scoring: Scoring) -> list[str]:
     """Why the kernel cannot compute this layer on Hopper; empty if it can."""
     (_, num_heads, dim), (_, block_size, kv_heads, _) = q.shape, keys.shape
     rows = tile_queries * next_power_of_2(num_heads // kv_heads)
@@ -44,9 +34,9 @@ def obstacles(
         f"tiles of queries have {rows} rows, not {ROWS.value}": rows == ROWS.value,
         f"blocks have {block_size} tokens, not {_either(BLOCK_SIZES)}": block_size in BLOCK_SIZES,
         "the cache is not contiguous": keys.is_contiguous() and values.is_contiguous(),
-        "attention is limited to a window": window is None,
-        "attention is limited to chunks of positions": chunk is None,
-        "scores are soft-capped": softcap is None,
+        "attention is limited to a window": scoring.window is None,
+        "attention is limited to chunks of positions": scoring.chunk is None,
+        "scores are soft-capped": scoring.softcap is None,
     }
     return [reason for reason, met in limits.items() if not met]
 
@@ -61,55 +51,35 @@ def _either(numbers: Sequence[int]) -> str:
 
 
 def hopper_prefill_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    tables: Tensor,
-    tile_chunk: Tensor,
-    tile_offset: Tensor,
-    tile_queries: int,
-    chunk_slot: Tensor,
-    chunk_row: Tensor,
-    chunk_start: Tensor,
-    chunk_count: Tensor,
-    scale: float,
-    sinks: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, chunks: Chunks, scoring: Scoring
 ) -> None:
     """Attention of prompt chunks as `prefill_attention` computes it, where `obstacles` finds none."""
     _, num_heads, dim = q.shape
     num_blocks, page, kv_heads, _ = keys.shape
     group = next_power_of_2(num_heads // kv_heads)
-    assert tile_queries * group == ROWS.value
+    assert chunks.tile_queries * group == ROWS.value
     box = [min(page, KEYS.value), COLUMNS.value]
     described = (
         TensorDescriptor(side, [num_blocks * page, kv_heads * dim], [side.stride(1), 1], box, BOX_LAYOUT)
         for side in (keys, values)
     )
-    items = len(tile_chunk) * kv_heads
+    items = len(chunks.tile_chunk) * kv_heads
     hopper_prefill_kernel[(_num_programs(items, num_multiprocessors(q.device)),)](
         q,
         *described,
         out,
-        q if sinks is None else sinks,
-        tables,
-        tile_chunk,
-        tile_offset,
-        chunk_slot,
-        chunk_row,
-        chunk_start,
-        chunk_count,
-        len(tile_chunk),
+        q if scoring.sinks is None else scoring.sinks,
+        *chunks.tensors,
+        len(chunks.tile_chunk),
         kv_heads,
         q.stride(0),
         out.stride(0),
-        tables.stride(0),
-        scale * LOG2_E,
+        chunks.tables.stride(0),
+        scoring.scale * LOG2_E,
         GROUP=num_heads // kv_heads,
         GROUP_PADDED=group,
         D=dim,
         PAGE=page,
-        SINKS=sinks is not None,
+        SINKS=scoring.sinks is not None,
         num_warps=4,
     )

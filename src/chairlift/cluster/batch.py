@@ -2,7 +2,8 @@
 
 The driver plans shards as workers become free, and moves the file of each finished shard to the output. A worker that
 dies is replaced, and its shards go to others, which continue their files. After the death of the driver, the next run
-collects the files that are left."""
+collects the files that are left.
+"""
 
 from __future__ import annotations
 

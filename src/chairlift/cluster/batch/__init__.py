@@ -1,1 +1,0 @@
-"""Batches on many machines: `chairlift batch --ray`, and predictions in Ray Data."""

@@ -1,1 +1,0 @@
-"""Kernels for Hopper GPUs, written in Gluon; those of latent attention are in latent/."""

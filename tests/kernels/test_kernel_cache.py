@@ -24,49 +24,37 @@ from tests.kernels.test_plain_gpu import FAMILIES
 from tests.kernels.tiny_config import CONFIG
 from tests.models.test_families import CONFIGS
 
+# Jobs share a process: each would import torch and Triton, and hash it.
 PROGRAM = """
-import json, sys
-from chairlift.config import EngineConfig
-from chairlift.engine.kernel_cache import kernels_of_model
-options = {"load_format": "dummy", "max_batch_tokens": 512, "max_batch_requests": 8}
-for gpu, more in json.loads(sys.argv[2]):
-    specs = kernels_of_model(sys.argv[1], EngineConfig(**options | more), gpu)
-    print(json.dumps([json.loads(spec.text) for spec in specs]))
-"""
-
-
-FAMILIES_PROGRAM = """
 import json, sys, traceback
-from chairlift.config import EngineConfig
-from chairlift.engine.kernel_cache import kernels_of_model
-from chairlift.errors import ChairliftError
-
-options = EngineConfig(load_format="dummy", max_batch_tokens=64, max_batch_requests=2)
-for folder in sys.argv[1:]:
-    try:
-        found = len(kernels_of_model(folder, options, "h200"))
-    except ChairliftError as error:
-        found = str(error)
-    except Exception:
-        found = traceback.format_exc()
-    print(json.dumps(found))
-"""
-
-
-GENERIC_PROGRAM = """
-import json, sys
 import torch
 from chairlift.config import EngineConfig
-from chairlift.engine.kernel_cache import _build
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.engine.kernel_cache import _build, kernels_of_model
+from chairlift.errors import ChairliftError
 from chairlift.kernels.compilation.spec import KernelRecorder
 from chairlift.kernels.gpu import described_gpu, known_gpu
 from chairlift.runner.gpu.shapes import MIXED_BUCKETS
 
-options = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}
-for more in json.loads(sys.argv[2]):
+LARGE = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}
+
+def of_model(folder, gpu, more):
+    options = {"load_format": "dummy", "max_batch_tokens": 512, "max_batch_requests": 8}
+    return [json.loads(spec.text) for spec in kernels_of_model(folder, EngineConfig(**options | more), gpu)]
+
+def count_of_family(folder):
+    try:
+        options = EngineConfig(load_format="dummy", max_batch_tokens=64, max_batch_requests=2)
+        return len(kernels_of_model(folder, options, "h200"))
+    except ChairliftError as error:
+        return str(error)
+
+def generic(folder, more):
     built = []
     with described_gpu(known_gpu("h200")), torch.inference_mode():
-        load = lambda: built.append(_build(sys.argv[1], EngineConfig(**options | more)))
+        load = lambda: built.append(_build(folder, EngineConfig(**LARGE | more)))
         KernelRecorder(90).record(load)
         shapes, kernels = built[0].shapes, built[0].preparation.kernels
         sampled = set(kernels.kernels_of(shapes.samples_of_all(), generic=True))
@@ -87,98 +75,114 @@ for more in json.loads(sys.argv[2]):
         prompts = [spec for spec in kernels.kernels_of([small]) if "prefill" in spec.name]
         missing |= set(prompts) - set(kernels.kernels_of(shapes.beside_prompts(shapes.decode(1))))
         exact = [any("hopper" in spec.name for spec in kernels.kernels_of([exact]))]
-    print(json.dumps([len(sampled), sorted(spec.name for spec in missing), hopper + exact]))
+    return [len(sampled), sorted(spec.name for spec in missing), hopper + exact]
+
+def drafting(folder):
+    built, recorder = [], KernelRecorder(90)
+
+    def kernels(*chunks):
+        made = [
+            Chunk(Request("r", [0] * (start + count), SamplingParams(), max_new_tokens=9, arrival=0.0), start, count,
+                  [0] * width, samples=False)
+            for start, count, width in chunks
+        ]
+        return set(recorder.record(lambda: built[0].drafter._scores(made)))
+
+    with described_gpu(known_gpu("h200")), torch.inference_mode():
+        recorder.record(lambda: built.append(_build(folder, EngineConfig(speculate="layers:1", **LARGE))))
+        warm = kernels((2, 2, 6)) | kernels((3, 1, 6))
+        sizes = [[(0, 1, 1)], [(3, 16, 2)], [(40, 8, 3), (9, 4, 1)], [(5, 1, 16), (7, 1, 17)], [(0, 256, 16)] * 3]
+        later = set().union(*(kernels(*chunks) for chunks in sizes))
+    return [len(warm), sorted(spec.name for spec in later - warm)]
+
+for name, *arguments in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(globals()[name](*arguments)))
+    except Exception:
+        print(json.dumps(traceback.format_exc()))
 """
 
-
-DRAFTING_PROGRAM = """
-import json, sys
-import torch
-from chairlift.config import EngineConfig
-from chairlift.core.plan import Chunk
-from chairlift.core.request import Request
-from chairlift.core.sampling.params import SamplingParams
-from chairlift.engine.kernel_cache import _build
-from chairlift.kernels.compilation.spec import KernelRecorder
-from chairlift.kernels.gpu import described_gpu, known_gpu
-
-options = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}
-built = []
-recorder = KernelRecorder(90)
-
-def kernels(*chunks):
-    made = [
-        Chunk(Request("r", [0] * (start + count), SamplingParams(), max_new_tokens=9, arrival=0.0), start, count,
-              [0] * width, samples=False)
-        for start, count, width in chunks
-    ]
-    return set(recorder.record(lambda: built[0].drafter._scores(made)))
-
-with described_gpu(known_gpu("h200")), torch.inference_mode():
-    recorder.record(lambda: built.append(_build(sys.argv[1], EngineConfig(speculate="layers:1", **options))))
-    warm = kernels((2, 2, 6)) | kernels((3, 1, 6))
-    sizes = [[(0, 1, 1)], [(3, 16, 2)], [(40, 8, 3), (9, 4, 1)], [(5, 1, 16), (7, 1, 17)], [(0, 256, 16)] * 3]
-    later = set().union(*(kernels(*chunks) for chunks in sizes))
-print(json.dumps([len(warm), sorted(spec.name for spec in later - warm)]))
-"""
+LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+LONGER = LARGER | {"max_position_embeddings": 16384}
+FORMATS: list[dict[str, Any]] = [
+    {},
+    {"quantization": "fp8"},
+    {"quantization": "int4"},
+    {"kv_dtype": "fp8"},
+    {"batch_invariant": True},
+]
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("h200", {}),
+    ("l4", {}),
+    ("h200", {"kv_dtype": "fp8"}),
+    ("h200", {"batch_invariant": True}),
+    ("h200", {"quantization": "fp8", "quantize_head": True}),
+]
+NORMS_BEHIND = ["gemma4", "olmo3"]
 
 
-def test_passes_of_a_draft_network_launch_the_kernels_of_its_warm_up(tmp_path: Path) -> None:
-    """Otherwise requests would wait for a compilation when it catches up, or when a block table has another width."""
-    file = tmp_path / "program.py"
-    file.write_text(DRAFTING_PROGRAM)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+def run_jobs(folder: Path, jobs: Sequence[Sequence[Any]]) -> list[Any]:
+    """What a process finds that would compile kernels, one result for each job; a text is an error."""
+    file = folder / "program.py"
+    file.write_text(PROGRAM)
     run = subprocess.run(
-        [sys.executable, str(file), str(write_config(tmp_path, **sizes))],
-        env=without_interpreter(tmp_path),
+        [sys.executable, str(file), json.dumps(jobs)],
+        env=without_interpreter(folder),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60 * len(jobs),
     )
     assert run.returncode == 0, run.stderr
-    count, missing = json.loads(run.stdout.splitlines()[-1])
+    return [json.loads(line) for line in run.stdout.splitlines()[-len(jobs) :]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of all jobs of this file, by test."""
+    folder = tmp_path_factory.mktemp("jobs")
+
+    def config(name: str, **changes: Any) -> str:
+        (folder / name).mkdir()
+        return str(write_config(folder / name, **changes))
+
+    plain, large = config("plain"), config("large", **LONGER)
+    shorter = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    wide = folder / "wide" / "config.json"
+    wide.parent.mkdir()
+    wide.write_text(json.dumps(SHAPES["gemma4-e2b"] | shorter | {"num_kv_shared_layers": 0}))
+    jobs: dict[str, list[list[Any]]] = {
+        "drafting": [["drafting", config("drafting", **LARGER, num_hidden_layers=2)]],
+        "formats": [["generic", large, more] for more in FORMATS],
+        "options": [["of_model", plain, gpu, more] for gpu, more in OPTIONS],
+        "wide heads": [["of_model", str(wide), "h200", {}]],
+    }
+    for family in NORMS_BEHIND:
+        jobs[family] = [["generic", config(family, **FAMILIES[family] | LONGER), {}]]
+    results = iter(run_jobs(folder, [job for each in jobs.values() for job in each]))
+    return {name: [next(results) for _ in each] for name, each in jobs.items()}
+
+
+def test_passes_of_a_draft_network_launch_the_kernels_of_its_warm_up(found: dict[str, list[Any]]) -> None:
+    """Otherwise requests would wait for a compilation when it catches up, or when a block table has another width."""
+    ((count, missing),) = found["drafting"]
     assert missing == []
     assert 5 <= count <= 15
 
 
-def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> None:
+def test_the_generic_kernels_of_every_format_serve_all_steps(found: dict[str, list[Any]]) -> None:
     """Otherwise the first step of some size would wait for a compilation. The kernels of steps that are not captured
     are those of shapes that stand for them."""
-    formats = [{}, {"quantization": "fp8"}, {"quantization": "int4"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}]
-    file = tmp_path / "program.py"
-    file.write_text(GENERIC_PROGRAM)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 16384}
-    run = subprocess.run(
-        [sys.executable, str(file), str(write_config(tmp_path, **sizes)), json.dumps(formats)],
-        env=without_interpreter(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    found = [json.loads(line) for line in run.stdout.splitlines()[-len(formats) :]]
-    assert [missing for _, missing, _ in found] == [[]] * len(formats)
-    assert all(8 <= count <= 20 for count, _, _ in found)
+    formats = found["formats"]
+    assert [missing for _, missing, _ in formats] == [[]] * len(FORMATS)
+    assert all(8 <= count <= 20 for count, _, _ in formats)
     # Large steps, captured or not, have the kernel for Hopper, unless the cache or the option rules it out.
     large = [*(bucket for bucket in MIXED_BUCKETS if bucket >= LARGE_STEP), True]
-    assert [hopper for _, _, hopper in found] == [large, large, large, [False], [False]]
+    assert [hopper for _, _, hopper in formats] == [large, large, large, [False], [False]]
 
 
-@pytest.mark.parametrize("family", ["gemma4", "olmo3"])
-def test_the_generic_kernels_of_norms_behind_blocks_serve_all_steps(family: str, tmp_path: Path) -> None:
-    file = tmp_path / "program.py"
-    file.write_text(GENERIC_PROGRAM)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 16384}
-    config = write_config(tmp_path, **FAMILIES[family] | sizes)
-    run = subprocess.run(
-        [sys.executable, str(file), str(config), json.dumps([{}])],
-        env=without_interpreter(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    count, missing, _ = json.loads(run.stdout.splitlines()[-1])
+@pytest.mark.parametrize("family", NORMS_BEHIND)
+def test_the_generic_kernels_of_norms_behind_blocks_serve_all_steps(family: str, found: dict[str, list[Any]]) -> None:
+    ((count, missing, _),) = found[family]
     assert missing == []
     assert 8 <= count <= 30
 
@@ -190,36 +194,12 @@ REFUSED = "has no kernels of ours there"
 @pytest.mark.parametrize("names", [WALKED, pytest.param(list(CONFIGS), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_the_steps_of_every_family_can_be_walked_for_a_gpu(names: list[str], tmp_path: Path) -> None:
     """Otherwise an engine would fail at its start, which CI without a GPU would not see."""
-    file = tmp_path / "program.py"
-    file.write_text(FAMILIES_PROGRAM)
     for name in names:
         CONFIGS[name]().save_pretrained(tmp_path / name)
-    run = subprocess.run(
-        [sys.executable, str(file), *(str(tmp_path / name) for name in names)],
-        env=without_interpreter(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60 * len(names),
-    )
-    assert run.returncode == 0, run.stderr
-    found = dict(zip(names, map(json.loads, run.stdout.splitlines()[-len(names) :]), strict=True))
+    counts = run_jobs(tmp_path, [["count_of_family", str(tmp_path / name)] for name in names])
+    found = dict(zip(names, counts, strict=True))
     assert {name: each for name, each in found.items() if not isinstance(each, int) and REFUSED not in each} == {}
     assert all(isinstance(found[name], int) for name in WALKED)
-
-
-def kernels_by_runs(folder: Path, config: Path, runs: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """The kernels of a model on some GPUs with some options, found by a process that would compile them."""
-    file = folder / "program.py"
-    file.write_text(PROGRAM)
-    run = subprocess.run(
-        [sys.executable, str(file), str(config), json.dumps(runs)],
-        env=without_interpreter(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()[-len(runs) :]]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -228,11 +208,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path) -> None:
-    runs: list[tuple[str, dict[str, Any]]] = [("h200", {}), ("l4", {}), ("h200", {"kv_dtype": "fp8"})]
-    runs.append(("h200", {"batch_invariant": True}))
-    runs.append(("h200", {"quantization": "fp8", "quantize_head": True}))
-    plain, small, narrow, invariant, rounded = kernels_by_runs(tmp_path, write_config(tmp_path), runs)
+def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(found: dict[str, list[Any]]) -> None:
+    plain, small, narrow, invariant, rounded = found["options"]
     names = {spec["name"] for spec in plain}
     assert {"begin_step_kernel", "decode_kernel", "_prefill_kernel", "product_kernel", "_sample_kernel"} <= names
     assert len({json.dumps(spec) for spec in plain}) == len(plain)
@@ -249,12 +226,9 @@ def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path
     assert {spec["signature"]["weight_ptr"] for spec in rounded if spec["name"] == "product_kernel"} == {"*fp8e4nv"}
 
 
-def test_gemma_4_attends_by_kernels_although_its_heads_are_wide(tmp_path: Path) -> None:
+def test_gemma_4_attends_by_kernels_although_its_heads_are_wide(found: dict[str, list[Any]]) -> None:
     """Else every request would be attended to by itself, kernel by kernel."""
-    shorter = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(SHAPES["gemma4-e2b"] | shorter | {"num_kv_shared_layers": 0}))
-    (specs,) = kernels_by_runs(tmp_path, config, [("h200", {})])
+    (specs,) = found["wide heads"]
     for name in ("decode_kernel", "_prefill_kernel"):
         dims = {dict(_constants(spec))["D"] for spec in specs if spec["name"] == name}
         assert dims == {256, 512}

@@ -143,9 +143,9 @@ def _hash_triton(device: torch.device) -> None:
     make_backend(GPUTarget("cuda", 10 * major + minor, WARP_SIZE)).hash()
 
 
-@torch.inference_mode()
 def _start_cublas(device: torch.device, dtype: torch.dtype) -> None:
     """Multiply once: torch keeps the library's handle for the next thread that needs one."""
-    matrix = torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device)
-    torch.mm(matrix, matrix)
+    with torch.inference_mode():
+        matrix = torch.zeros(_SIDE, _SIDE, dtype=dtype, device=device)
+        torch.mm(matrix, matrix)
     torch.cuda.synchronize(device)

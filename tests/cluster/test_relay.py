@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -240,6 +242,16 @@ def test_a_client_that_does_not_read_stops_the_replica() -> None:
         connection.close()
 
 
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    """Those of this process's garbage collection, which an ingress changes for its own."""
+    before = gc.get_threshold()
+    yield before
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("thresholds")
 def test_an_ingress_that_stops_answers_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     from chairlift.cluster.serving.ingress import Ingress
 
@@ -270,6 +282,23 @@ def test_an_ingress_that_stops_answers_what_it_has_accepted(monkeypatch: pytest.
         assert late.recv(100).startswith(b"HTTP/1.1 200")
         late.close()
         stopped.result(10)
+
+
+def test_loaded_objects_of_an_ingress_are_not_collected(
+    monkeypatch: pytest.MonkeyPatch, thresholds: tuple[int, int, int]
+) -> None:
+    """Each full collection would visit all modules, and one body with many values causes several."""
+    from chairlift.cluster.serving.ingress import Ingress
+
+    before = gc.get_freeze_count()
+    with ingress() as (_, table):
+        monkeypatch.setattr("chairlift.cluster.serving.ingress.routing_table", lambda _: table)
+        handle = SimpleNamespace(options=lambda: None)
+        own = Ingress(handle, encode_config(ServerConfig("tiny", port=0)), "round-robin", "1", shared=False)
+        frozen, during = gc.get_freeze_count(), gc.get_threshold()
+        own.__del__()
+    assert frozen > before + 10_000
+    assert during[0] > thresholds[0]
 
 
 def _send(url: str, body: object, part: int | None = None) -> socket.socket:

@@ -33,6 +33,7 @@ from chairlift.server.http.boundary import AccessLog, RequestBoundary, open_acce
 from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
+from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
 
@@ -149,6 +150,7 @@ class Ingress:
         app = make_ingress_app(config, self._table, self._relay, metrics, keys)
         # A relayed request has a connection to its replica, too.
         self._server = UvicornServer(app, config.limits, config.certificate, files_per_connection=2)
+        freeze_loaded_objects()  # Otherwise one body with many values would stop all streams for a second.
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)

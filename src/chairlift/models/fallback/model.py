@@ -92,13 +92,16 @@ def _describe(config: str) -> FallbackInfo:
         logits = SeparateHead(plugged.shell)(hidden)
         text_config = hf_config.get_text_config()
         layers = recorder.layers(text_config.num_hidden_layers)
-    except CannotPlug as reason:
-        raise refusal(hf_config.model_type, str(reason)) from None
+    except CannotPlug as problem:
+        raise refusal(hf_config.model_type, str(problem)) from None
     except Exception as error:  # anything that an architecture may raise
         if not plugged.follows_interface:
             raise refusal(hf_config.model_type, "its attention in transformers cannot be replaced") from error
         if AskedMask.__name__ in str(error):
             raise refusal(hf_config.model_type, "it computes its attention mask from values") from error
+        if "meta" in str(error):  # Torch says so of tensors without values.
+            reason = "its forward pass depends on values, such as the experts of a token"
+            raise refusal(hf_config.model_type, reason) from error
         raise refusal(hf_config.model_type, f"its forward pass failed without weights: {error!r}") from error
     return FallbackInfo(
         family=hf_config.model_type,

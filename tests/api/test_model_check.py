@@ -111,6 +111,11 @@ def test_json(tmp_path: Path) -> None:
     refused = run("models", "--check", str(write(tmp_path / "b", "mamba")), "--json")
     assert refused.exit_code == 1
     assert json.loads(refused.stdout)["path"] == "refused"
+    for text in ("{", "null", '{"model_type": "llama", "hidden_size": -1}'):
+        (tmp_path / "b" / "config.json").write_text(text)
+        corrupt = run("models", "--check", str(tmp_path / "b"), "--json")
+        assert (corrupt.exit_code, corrupt.stderr) == (1, "")
+        assert json.loads(corrupt.stdout)["path"] == "refused"
 
 
 def test_gguf_file(tmp_path: Path) -> None:

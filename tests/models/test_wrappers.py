@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chairlift import LLM, SamplingParams
-from chairlift.errors import CorruptCheckpoint
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.tokenizer import load_tokenizer
 from chairlift.models import describe, is_native
@@ -194,6 +194,17 @@ def test_older_configs_have_the_text_part_beside_the_images() -> None:
     whole = fields | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}
     assert text_config(whole)["model_type"] == "qwen2_5_vl_text"
     assert describe(whole).num_parameters == describe(fields).num_parameters
+
+
+def test_the_type_of_a_text_part_follows_from_its_class() -> None:
+    """DeepSeek-OCR names the class of its text part and no type."""
+    text = {name: value for name, value in tiny_config("qwen3").to_dict().items() if name != "model_type"}
+    whole = {"model_type": "unheard_of", "vision_config": {"depth": 2}}
+    named = whole | {"language_config": text | {"architectures": ["Qwen3ForCausalLM"]}}
+    assert text_config(named)["model_type"] == "qwen3"
+    assert describe(named).num_parameters == describe(text | {"model_type": "qwen3"}).num_parameters
+    with pytest.raises(UnsupportedModel, match="names no model_type"):
+        describe(whole | {"language_config": text | {"architectures": ["NoSuchClass"]}})
 
 
 def test_a_text_part_that_is_no_object_is_refused() -> None:

@@ -17,7 +17,7 @@ from chairlift.loading.resolve import ModelConfig, read_model_config
 from chairlift.loading.safetensors_checkpoint import quantized_reader
 from chairlift.models import describe, is_native, model_obstacles
 from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
-from chairlift.models.wrappers import kind, text_config, text_part_notice
+from chairlift.models.wrappers import hinted_kind, kind, text_config, text_part_notice
 
 NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
 PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +65,7 @@ def check_model(name: str) -> ModelCheck:
         return ModelCheck(name, "unknown", REFUSED, _reason(refusal))
     model_type, whole = str(found.config.get("model_type", "unknown")), None
     try:
-        whole = kind(found.config)
+        whole = kind(found.config) or hinted_kind(found.config)
         model_type = str(text_config(found.config).get("model_type", "unknown"))
         checked = _check(name, model_type, found)
     except (UnsupportedModel, CorruptCheckpoint) as refusal:

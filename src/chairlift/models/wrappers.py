@@ -16,6 +16,8 @@ from chairlift.models.families import find_family
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _VISION_SECTIONS = ("vision_config", "vision_tower_config", "vq_config")
 _AUDIO_SECTIONS = ("audio_config", "audio_encoder_config", "speech_config")
+# Parts of the names of fields that configs without such sections have.
+_HINTS = {"vision": ("vision", "visual", "image", "img"), "audio": ("audio", "speech")}
 _OMNI = "thinker_config"  # Models that also speak have it, as the part that reads and writes text.
 _KINDS = {
     (): "multimodal model",
@@ -66,7 +68,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         inner["tie_word_embeddings"] = outer["tie_word_embeddings"]
     if inner.get("model_type") in (None, outer_type) and find_family(own_type) is not None:
         inner |= {"model_type": own_type}
+    elif inner.get("model_type") is None and (named := _type_of_class(inner.get("architectures"))) is not None:
+        inner |= {"model_type": named}
     return inner if all(name in inner for name in _ALWAYS) else _defaults(outer_type, inner) | inner
+
+
+def _type_of_class(architectures: Any) -> str | None:
+    """The model type whose language model in transformers is the class that wrote a text part."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    types = (model_type for model_type, one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if one == name)
+    return next(types, None)
 
 
 def _defaults(outer_type: str, inner: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +104,12 @@ def kind(config: Mapping[str, Any]) -> str | None:
     sections = {"vision": _VISION_SECTIONS, "audio": _AUDIO_SECTIONS}
     read = tuple(name for name, keys in sections.items() if any(outer.get(key) for key in keys))
     return _KINDS[read] if read or text_config(config) is not config else None
+
+
+def hinted_kind(config: Mapping[str, Any]) -> str | None:
+    """What a model of an unknown type seems to be beside a language model, by the names of its fields."""
+    read = tuple(name for name, hints in _HINTS.items() if any(hint in key for key in config for hint in hints))
+    return _KINDS[read] if read else None
 
 
 def text_part_notice(config: Mapping[str, Any]) -> str | None:

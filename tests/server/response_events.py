@@ -9,6 +9,7 @@ import httpx
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.server import openai_document
 from tests.server.running_server import RunningServer
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -16,7 +17,7 @@ PATH = "/v1/responses"
 
 
 def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a stream after checking their `event:` lines, numbers and official types."""
+    """Return the events of a stream after checking their `event:` lines, numbers, types and required fields."""
     events = []
     with httpx.stream("POST", server.url + PATH, json={"stream": True, **body}, timeout=60) as response:
         assert response.status_code == 200, response.read()
@@ -29,6 +30,7 @@ def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
             assert name == f"event: {event['type']}"
             assert event["sequence_number"] == len(events)
             OFFICIAL.validate_python(event, strict=True)
+            openai_document.check_event(event)
             events.append(event)
     return events
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.wire.unknown_fields import HEADER
+from tests.server import openai_document
 from tests.server.response_events import PATH, in_order, sse
 from tests.server.running_server import NAME, RunningServer, wait_for
 
@@ -44,6 +45,7 @@ def test_a_whole_response(server: RunningServer) -> None:
         input=QUESTION, max_output_tokens=12, metadata={"trip": "7"}, instructions="be brief", **GREEDY
     )
     Response.model_validate(answer.to_dict())  # the official type
+    openai_document.check_response(answer.to_dict())
     assert answer.id.startswith("resp_")
     assert (answer.object, answer.model, answer.metadata) == ("response", NAME, {"trip": "7"})
     assert answer.instructions == "be brief"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ModelNotFound, UnsupportedModel
 
@@ -16,25 +17,29 @@ if TYPE_CHECKING:
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
+    """A config and tensors in Hugging Face's names."""
+
     path: Path
-    format: str  # "safetensors" or "gguf"
+    format: str  # "safetensors", "gguf" or "dummy"
     config: dict[str, Any]  # It reads as config.json does: model_type, architectures, hidden_size, ...
     generation_config: dict[str, Any]  # It reads as generation_config.json does; empty if there is none.
     num_bytes: int  # size of the tensors as stored
-    quantization: str | None  # what its weights are quantized by, in words; None if they are not
+    quantization: str | None = None  # what its weights are quantized by, in words; None if they are not
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Hugging Face tensor names, in the order of `tensors()`."""
-        ...
+
+    @abstractmethod
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        """Yield one tensor at a time, so that only one is in memory; quantized weights are as they are stored."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one tensor at a time, so that only one is in memory; quantized weights are dequantized."""
-        ...
+        """Like `stored`, with quantized weights dequantized to float32."""
+        from chairlift.loading.stored_weight import dequantized
 
-    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """Like `tensors`, with quantized weights as they are stored."""
-        ...
+        return dequantized(self.stored())
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -64,15 +69,9 @@ def _open(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
-        from chairlift.loading.safetensors_checkpoint import (
-            QuantizedCheckpoint,
-            SafetensorsCheckpoint,
-            quantized_reader,
-        )
+        from chairlift.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
-        files = SafetensorsCheckpoint(folder)
-        reader = quantized_reader(files.config)
-        return files if reader is None else QuantizedCheckpoint(files, reader)
+        return SafetensorsCheckpoint(folder)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0])

@@ -12,17 +12,21 @@ MODELOPT_FILE = "hf_quant_config.json"
 MAX_JSON_BYTES = 4 << 20  # the largest known files of settings have about one megabyte
 
 
-def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)  # a device has no size
         if len(data) > max_bytes:
             raise CorruptCheckpoint(f"{path}: is larger than {max_bytes} bytes")
-        value = json.loads(data)
+        return json.loads(data)
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not valid JSON ({error}): fetch it again") from None
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    value = read_json(path, max_bytes)
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     decoded: dict[str, Any] = decode_special_floats(value)
@@ -37,15 +41,13 @@ def read_config(file: Path) -> dict[str, Any]:
     """
     config = read_json_object(file)
     nested = (part.get("quantization_config") for part in config.values() if isinstance(part, dict))
-    settings = config.get("quantization_config") or next(filter(None, nested), None) or _modelopt_settings(file)
+    settings = config.get("quantization_config") or next(filter(None, nested), None)
+    modelopt = None if settings else read_optional_json_object(file.with_name(MODELOPT_FILE)).get("quantization")
+    if isinstance(modelopt, dict) and modelopt.get("quant_algo"):
+        settings = modelopt | {"quant_method": "modelopt"}
     mlx = config.get("quantization")
     settings = settings or (mlx if isinstance(mlx, dict) and "bits" in mlx else None)
     return config | {"quantization_config": settings} if settings else config
-
-
-def _modelopt_settings(config: Path) -> dict[str, Any] | None:
-    own = read_optional_json_object(config.with_name(MODELOPT_FILE)).get("quantization")
-    return own | {"quant_method": "modelopt"} if isinstance(own, dict) and own.get("quant_algo") else None
 
 
 def read_optional_json_object(path: Path) -> dict[str, Any]:

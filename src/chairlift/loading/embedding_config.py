@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
-from chairlift.loading.config_file import MAX_JSON_BYTES, ConfigCheckpoint, read_json_object
+from chairlift.loading.config_file import ConfigCheckpoint, read_json, read_json_object
 
 _KINDS = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
@@ -57,7 +56,13 @@ def lacks_head(architectures: Any) -> bool:
 
 def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str, str] | None) -> EmbeddingConfig:
     if checkpoint.format == "gguf":
-        return EmbeddingConfig(_gguf_kind(checkpoint), answers)
+        from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
+
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        metadata = checkpoint.file.metadata
+        number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+        known = _GGUF_KINDS if isinstance(number, int) else {}
+        return EmbeddingConfig(known.get(number, PoolingKind.MEAN), answers)
     modules = checkpoint.path / "modules.json"
     if not modules.exists():
         return EmbeddingConfig(answers=answers)
@@ -89,7 +94,10 @@ def module_folders(folder: Path) -> list[str]:
 
 def _modules(file: Path) -> list[tuple[str, str]]:
     """The kinds and paths of the modules."""
-    return [(str(module.get("type")).rsplit(".", 1)[-1], str(module.get("path", ""))) for module in _read_list(file)]
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CorruptCheckpoint(f"{file}: must hold a JSON list of objects")
+    return [(str(module.get("type")).rsplit(".", 1)[-1], str(module.get("path", ""))) for module in modules]
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
@@ -105,24 +113,3 @@ def _answers(tokens: Any) -> tuple[str, str] | None:
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
         raise CorruptCheckpoint(f"config.json: classifier_from_token must be two tokens, it is {tokens!r:.100}")
     return tokens[0], tokens[1]
-
-
-def _gguf_kind(checkpoint: Checkpoint | ConfigCheckpoint) -> PoolingKind:
-    from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
-
-    assert isinstance(checkpoint, GGUFCheckpoint)
-    metadata = checkpoint.file.metadata
-    value = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-    return _GGUF_KINDS.get(value, PoolingKind.MEAN) if isinstance(value, int) else PoolingKind.MEAN
-
-
-def _read_list(file: Path) -> list[dict[str, Any]]:
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_JSON_BYTES + 1)
-        entries = json.loads(data) if len(data) <= MAX_JSON_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: cannot be read as JSON ({error}): fetch it again") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise CorruptCheckpoint(f"{file}: must hold a JSON list of objects")
-    return entries

@@ -147,10 +147,12 @@ def is_intact(model: KnownModel) -> bool:
     times that it had. Writing to a file sets its change time, which programs cannot set back.
     """
     try:
-        state = _state(model.path, model.sha256)
-        if state["size"] != model.size:
+        stat = model.path.stat()
+        if stat.st_size != model.size:
             return False
-        record = _record(model.path)
+        times = {"inode": stat.st_ino, "modified": stat.st_mtime_ns, "changed": stat.st_ctime_ns}
+        state = {"sha256": model.sha256, "size": stat.st_size} | times
+        record = model.path.with_name(f".{model.path.name}.verified")
         with suppress(OSError, ValueError):
             if json.loads(record.read_text()) == state:
                 return True
@@ -164,18 +166,3 @@ def is_intact(model: KnownModel) -> bool:
             scratch.write_text(json.dumps(state))
             scratch.replace(record)
     return intact
-
-
-def _state(path: Path, sha256: str) -> dict[str, int | str]:
-    stat = path.stat()
-    return {
-        "sha256": sha256,
-        "size": stat.st_size,
-        "inode": stat.st_ino,
-        "modified": stat.st_mtime_ns,
-        "changed": stat.st_ctime_ns,
-    }
-
-
-def _record(path: Path) -> Path:
-    return path.with_name(f".{path.name}.verified")

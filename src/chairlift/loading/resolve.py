@@ -93,14 +93,11 @@ def config_from_hub(repository: str) -> Path:
 
 
 def _not_on_hub(repository: str, error: Exception) -> ModelNotFound:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelNotFound(
         f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
-        f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"
+        f"({first_line}); check the name and the connection, or give the path of a checkpoint"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_file import read_config, read_json_object, read_optional_json_object
 from chairlift.loading.quantized import READERS
 
@@ -26,9 +27,10 @@ SINGLE = "model.safetensors"
 UNUSED_SCALES = (".k_scale", ".v_scale")
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
+    """Puts the parts of quantized weights together; all other tensors are passed on as views of the mapped files."""
+
     format = "safetensors"
-    quantization: str | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,12 +38,44 @@ class SafetensorsCheckpoint:
         self.generation_config = read_optional_json_object(path / "generation_config.json")
         self._shards = _shards(path)
         self.num_bytes = sum((path / shard).stat().st_size for shard in self._shards)
+        self._reader = reader = quantized_reader(self.config)
+        self._weights: dict[str, dict[str, str]] = {}  # quantized weights -> their parts -> the tensors of these
+        if reader is not None:
+            self.quantization = reader.description()
+            names = [name for names in self._shards.values() for name in names]
+            self._weights = reader.weights(names)
+            if not self._weights:
+                raise CorruptCheckpoint(
+                    f"{self.path}: config.json says it is quantized, but no tensor is ({names[:3]} ...)"
+                )
+        self._weight_of = {
+            name: (weight, part) for weight, parts in self._weights.items() for part, name in parts.items()
+        }
 
     def names(self) -> list[str]:
-        return [name for names in self._shards.values() for name in names]
+        """The weights in the order in which their first parts are stored."""
+        names = (name for names in self._shards.values() for name in names if not self._is_unused(name))
+        return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in names))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the memory-mapped files."""
+    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+        """Yield a quantized weight when its last part is read."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self._files():
+            if self._is_unused(name):
+                continue
+            if name not in self._weight_of:
+                yield name, tensor
+                continue
+            weight, part = self._weight_of[name]
+            parts = waiting.setdefault(weight, {})
+            parts[part] = tensor
+            if len(parts) == len(self._weights[weight]):
+                yield weight, self._read(weight, waiting.pop(weight))
+
+    def _is_unused(self, name: str) -> bool:
+        return self._reader is not None and name.endswith(UNUSED_SCALES)
+
+    def _files(self) -> Iterator[tuple[str, Tensor]]:
         for shard, names in self._shards.items():
             file = self.path / shard
             with _refuse_damage(file):
@@ -52,8 +86,13 @@ class SafetensorsCheckpoint:
                         tensor = opened.get_tensor(name)
                     yield name, tensor
 
-    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
-        return self.tensors()
+    def _read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
+        assert self._reader is not None
+        try:
+            return self._reader.read(weight, parts)
+        except (RuntimeError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # parts of any shape
+            shapes = ", ".join(f"{part} {list(tensor.shape)} {tensor.dtype}" for part, tensor in parts.items())
+            raise CorruptCheckpoint(f"{weight}: its parts do not fit together ({shapes}): {error}") from error
 
 
 def _shards(folder: Path) -> dict[str, list[str]]:
@@ -114,65 +153,6 @@ def _refuse_damage(file: Path) -> Iterator[None]:
         raise CorruptCheckpoint(
             f"{file}: cannot be read as safetensors ({error}). It is damaged or incomplete: fetch it again."
         ) from error
-
-
-class QuantizedCheckpoint:
-    """Puts the parts of quantized weights together; all other tensors are passed on."""
-
-    def __init__(self, files: SafetensorsCheckpoint, reader: QuantizedReader) -> None:
-        self.path, self.format, self.num_bytes = files.path, files.format, files.num_bytes
-        self.config, self.generation_config = files.config, files.generation_config
-        self.quantization: str | None = reader.description()
-        self._files = files
-        self._reader = reader
-        names = files.names()
-        self._weights = reader.weights(names)
-        self._weight_of = {
-            name: (weight, part) for weight, parts in self._weights.items() for part, name in parts.items()
-        }
-        if not self._weights:
-            raise CorruptCheckpoint(
-                f"{self.path}: config.json says it is quantized, but no tensor is ({names[:3]} ...)"
-            )
-
-    def names(self) -> list[str]:
-        """The weights in the order in which their first parts are stored."""
-        names = (name for name in self._files.names() if not name.endswith(UNUSED_SCALES))
-        return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in names))
-
-    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
-        """Yield a weight when its last part is read."""
-        waiting: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self._files.tensors():
-            if name.endswith(UNUSED_SCALES):
-                continue
-            if name not in self._weight_of:
-                yield name, tensor
-                continue
-            weight, part = self._weight_of[name]
-            parts = waiting.setdefault(weight, {})
-            parts[part] = tensor
-            if len(parts) == len(self._weights[weight]):
-                yield weight, self._read(weight, waiting.pop(weight))
-
-    def _read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
-        try:
-            return self._reader.read(weight, parts)
-        except (
-            RuntimeError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:  # parts of any shape and type
-            shapes = ", ".join(f"{part} {list(tensor.shape)} {tensor.dtype}" for part, tensor in parts.items())
-            raise CorruptCheckpoint(f"{weight}: its parts do not fit together ({shapes}): {error}") from error
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight dequantized to float32."""
-        from chairlift.loading.stored_weight import dequantized
-
-        return dequantized(self.stored())
 
 
 def quantized_reader(config: Mapping[str, Any]) -> QuantizedReader | None:

@@ -65,9 +65,19 @@ def load_tokenizer(checkpoint: Checkpoint | ConfigCheckpoint) -> TokenizerFiles:
 
 def _folder_tokenizer(folder: Path) -> TokenizerFiles:
     settings = read_optional_json_object(folder / "tokenizer_config.json")
-    special = _special_tokens(read_optional_json_object(folder / "special_tokens_map.json") | settings)
+    named = read_optional_json_object(folder / "special_tokens_map.json") | settings
+    tokens = {name: named.get(name) for name in _SPECIAL}  # texts, or mappings with `content`
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    special = {name: text for name, text in texts.items() if isinstance(text, str)}
     file = folder / "tokenizer.json"
-    tokenizer = _from_json(file) if file.exists() else _from_transformers(folder)
+    if file.exists():
+        with refuse_damage(file):
+            size = file.stat().st_size
+            if size > MAX_TOKENIZER_BYTES:
+                raise ValueError(f"it has {size} bytes, more than the limit ({MAX_TOKENIZER_BYTES})")
+            tokenizer = Tokenizer.from_file(str(file))
+    else:
+        tokenizer = _from_transformers(folder)
     # The file may contain truncation and padding settings of the training, which would change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -121,13 +131,6 @@ def add_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -
     )
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """The special tokens, each given as a string or as a mapping with `content`."""
-    named = {name: settings.get(name) for name in _SPECIAL}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -142,14 +145,6 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise CorruptCheckpoint(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list")
     return template
-
-
-def _from_json(file: Path) -> Tokenizer:
-    with refuse_damage(file):
-        size = file.stat().st_size
-        if size > MAX_TOKENIZER_BYTES:
-            raise ValueError(f"it has {size} bytes, more than the limit ({MAX_TOKENIZER_BYTES})")
-        return Tokenizer.from_file(str(file))
 
 
 def _from_transformers(folder: Path) -> Tokenizer:

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from chairlift.layers.expert_weights import ExpertRows
 from chairlift.layers.parts import Targets
+from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_file import ConfigCheckpoint
-from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, StoredWeight, dequantized
+from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, StoredWeight
 from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer
 
 SPREAD = 0.02  # the usual standard deviation of fresh weights
 
 
-class DummyCheckpoint(ConfigCheckpoint):
+class DummyCheckpoint(ConfigCheckpoint, Checkpoint):
     """Random weights for a config.json."""
 
     def __init__(self, path: str | Path, device: torch.device) -> None:
@@ -34,9 +35,6 @@ class DummyCheckpoint(ConfigCheckpoint):
 
     def names(self) -> list[str]:
         return [name for name, _ in _targets(self.config)]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return dequantized(self.stored())
 
     def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
         if self.has_4_bit_experts:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chairlift.errors import UnsupportedModel
+from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.gguf.config import GGUFFamily, families, hf_config, hf_generation_config
 from chairlift.loading.gguf.file import GGUFFile, GGUFTensor, corrupt
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from chairlift.loading.stored_weight import StoredWeight
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     format = "gguf"
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +42,6 @@ class GGUFCheckpoint:
 
     def names(self) -> list[str]:
         return list(self._sources)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor dequantized to float32, one at a time."""
-        from chairlift.loading.stored_weight import dequantized
-
-        return dequantized(self.stored())
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         import torch  # Config and tokenizer are read without it.

@@ -113,14 +113,12 @@ def hf_generation_config(file: GGUFFile) -> Config:
         ends += [special[token] for token in (_ENDS | _HARMONY_ENDS if is_harmony else _ENDS) if token in special]
         ends = [end for end in ends if not (is_harmony and end == special.get("<|end|>"))]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
-    values = _token_ids(metadata) | {"eos_token_id": eos or None} | _sampling(metadata.below("general.sampling."))
+    given = metadata.below("general.sampling.")
+    sampling = {name: given.value(key) for name, key in _SAMPLING_KEYS.items()}
+    # Floats of 32 bits are rounded to the decimals that were written.
+    sampling = {name: round(value, 6) if isinstance(value, float) else value for name, value in sampling.items()}
+    values = _token_ids(metadata) | {"eos_token_id": eos or None} | sampling
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _sampling(metadata: Metadata) -> Config:
-    """The recommended sampling parameters; floats of 32 bits are rounded to the decimals that were written."""
-    values = {name: metadata.value(key) for name, key in _SAMPLING_KEYS.items()}
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _token_ids(metadata: Metadata) -> dict[str, int | None]:
@@ -138,6 +136,7 @@ def _common(model: Metadata) -> Config:
     if model.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{model.file.path}: keys and values of different sizes are not supported")
     rotary_dim = model.integer("rope.dimension_count", head_dim)
+    layer_eps = "attention.layer_norm_epsilon"  # Files of models with layer norms have it.
     config = {
         "vocab_size": _vocab_size(model),
         "hidden_size": hidden_size,
@@ -147,7 +146,7 @@ def _common(model: Metadata) -> Config:
         "num_key_value_heads": model.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": model.integer("context_length"),
-        "rms_norm_eps": _norm_eps(model),
+        "rms_norm_eps": model.number(layer_eps if model.has(layer_eps) else "attention.layer_norm_rms_epsilon"),
         "rope_theta": model.number("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(model, rotary_dim),
         "hidden_act": "silu",
@@ -157,12 +156,6 @@ def _common(model: Metadata) -> Config:
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     return config
-
-
-def _norm_eps(model: Metadata) -> float:
-    """Files of models with layer norms have it under another name."""
-    key = "attention.layer_norm_epsilon"
-    return model.number(key if model.has(key) else "attention.layer_norm_rms_epsilon")
 
 
 def _num_layers(model: Metadata) -> int:
@@ -193,10 +186,6 @@ def _read_entry(model: Metadata, config: Config, entry: Mapping[str, Any]) -> An
     return _READERS[kind](model, config, argument, **more)
 
 
-def _window(model: Metadata, config: Config, key: str) -> int | None:
-    return model.integer(key, 0, least=0) or None
-
-
 def _full_every(model: Metadata, config: Config, every: int | str) -> list[str]:
     """Every nth layer sees the whole text, if the others have a window."""
     every = config[every] if isinstance(every, str) else every
@@ -215,21 +204,10 @@ def _layer_types(slides: list[bool]) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention" for sliding in slides]
 
 
-def _rotated_but_every(model: Metadata, config: Config, every: int) -> list[int]:
-    """1: the layer rotates, 0: it does not (the field's name is Hugging Face's)."""
-    return [int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])]
-
-
 def _query_scalar(model: Metadata, config: Config, widest: int) -> int:
     """Gemma's 27B models, of `widest` layers, scale their queries by another width."""
     is_widest = config["num_hidden_layers"] == widest
     return int(config["hidden_size"] // config["num_attention_heads"] if is_widest else config["head_dim"])
-
-
-def _untruncated(model: Metadata, config: Config, name: str) -> Config:
-    """A scaling of RoPE that is not rounded to whole pairs, which files do not say."""
-    scaling = config[name]
-    return {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}
 
 
 _READERS: dict[str, Callable[..., Any]] = {
@@ -239,12 +217,18 @@ _READERS: dict[str, Callable[..., Any]] = {
     "has_tensor": lambda model, config, name: name in model.file.tensors,
     "same_as": lambda model, config, name: config[name],
     "if_windowed": lambda model, config, value: value if config["sliding_window"] else None,
-    "window": _window,
+    "window": lambda model, config, key: model.integer(key, 0, least=0) or None,
     "full_every": _full_every,
     "sliding_by": _sliding_by,
-    "rotated_but_every": _rotated_but_every,
+    # 1: the layer rotates, 0: it does not (the field's name is Hugging Face's)
+    "rotated_but_every": lambda model, config, every: [
+        int((layer + 1) % every != 0) for layer in range(config["num_hidden_layers"])
+    ],
     "query_scalar": _query_scalar,
-    "untruncated": _untruncated,
+    # A scaling of RoPE that is not rounded to whole pairs, which files do not say.
+    "untruncated": lambda model, config, name: (
+        (config[name] or {"rope_type": "default"}) | ({} if config[name] is None else {"truncate": False})
+    ),
 }
 
 

@@ -153,26 +153,37 @@ def short_convolution(fields: Fields) -> ShortConvolutionShape:
 
 
 def mamba2(
-    fields: Fields, heads: str = "num_heads", head_dim: str = "head_dim", state_size: str = "state_size"
+    fields: Fields,
+    order: GateOrder = GateOrder(first=True),
+    scales: tuple[float, float, float, float, float] | None = None,
 ) -> Mamba2Shape:
-    """Mamba 2 itself. All arguments are names of fields."""
-    biases = ("use_conv_bias", "use_bias")
-    return _mamba2(
-        fields, fields.integer(heads), fields.integer(head_dim), "n_groups", state_size, "conv_kernel", biases
+    """Under Bamba's names; as in NVIDIA's code, `time_step_min` is only for starting a training."""
+    heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
+    _check_groups("the heads of the recurrent layers", heads, "their groups", groups)
+    bias = fields.flag("mamba_proj_bias")
+    return Mamba2Shape(
+        groups=groups,
+        heads=heads,
+        state_size=fields.integer("mamba_d_state"),
+        head_dim=fields.integer("mamba_d_head"),
+        width=fields.integer("mamba_d_conv", low=2),
+        convolution_bias=fields.flag("mamba_conv_bias"),
+        input_bias=bias,
+        output_bias=bias,
+        step_limits=_step_limits(fields),
+        order=order,
+        scales=scales,
     )
 
 
-def mamba2_of_nemotron(fields: Fields) -> Mamba2Shape:
-    """Nemotron-H. As in NVIDIA's code, `time_step_min` is only for starting a training, unlike in transformers."""
-    return mamba2(fields, "mamba_num_heads", "mamba_head_dim", "ssm_state_size")
-
-
-def mamba2_of_hybrids(fields: Fields, size: int | None = None, **more: Any) -> Mamba2Shape:
-    """Bamba and Granite 4. `size`: of all heads."""
-    heads = fields.integer("mamba_n_heads")
-    size = fields.integer("mamba_expand") * fields.integer("hidden_size") if size is None else size
-    head_dim, biases = _head_dim(fields, heads, size), ("mamba_conv_bias", "mamba_proj_bias")
-    return _mamba2(fields, heads, head_dim, "mamba_n_groups", "mamba_d_state", "mamba_d_conv", biases, **more)
+def mamba2_of_hybrids(fields: Fields, **more: Any) -> Mamba2Shape:
+    """Bamba and Granite 4, whose configs may leave out the size of a head."""
+    heads, stated = fields.integer("mamba_n_heads"), fields.raw("mamba_d_head")
+    size = fields.optional_integer("mamba_d_ssm") or fields.integer("mamba_expand") * fields.integer("hidden_size")
+    head_dim = size // heads if stated in (None, "auto") else fields.integer("mamba_d_head")
+    if head_dim * heads != size:
+        raise CorruptCheckpoint(f"{_WHERE}: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not {size}")
+    return mamba2(fields.updated({"mamba_d_head": head_dim}), **more)
 
 
 def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
@@ -188,38 +199,7 @@ def mamba2_of_falcon(fields: Fields) -> Mamba2Shape:
         scale=fields.number("ssm_out_multiplier"),
     )
     scales = None if set(multipliers) == {1.0} else multipliers
-    return mamba2_of_hybrids(fields, fields.optional_integer("mamba_d_ssm"), order=order, scales=scales)
-
-
-def _mamba2(
-    fields: Fields,
-    heads: int,
-    head_dim: int,
-    groups: str,
-    state_size: str,
-    width: str,
-    biases: tuple[str, str],
-    *,
-    order: GateOrder = GateOrder(first=True),
-    scales: tuple[float, float, float, float, float] | None = None,
-) -> Mamba2Shape:
-    """The texts are names of fields; `biases`: of the convolution, and of both products."""
-    num_groups = fields.integer(groups)
-    _check_groups("the heads of the recurrent layers", heads, "their groups", num_groups)
-    convolution_bias, bias = (fields.flag(name) for name in biases)
-    return Mamba2Shape(
-        groups=num_groups,
-        heads=heads,
-        state_size=fields.integer(state_size),
-        head_dim=head_dim,
-        width=fields.integer(width, low=2),
-        convolution_bias=convolution_bias,
-        input_bias=bias,
-        output_bias=bias,
-        step_limits=_step_limits(fields),
-        order=order,
-        scales=scales,
-    )
+    return mamba2_of_hybrids(fields, order=order, scales=scales)
 
 
 def _step_limits(fields: Fields) -> tuple[float, float]:
@@ -233,14 +213,6 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
     if isinstance(low, dict) or isinstance(high, dict) or not (0.0 <= low <= LARGEST and low < high):
         raise CorruptCheckpoint(f"{_WHERE}: time_step_limit must be two numbers, the first below the second")
     return float(low), float(high)
-
-
-def _head_dim(fields: Fields, heads: int, size: int) -> int:
-    stated = fields.raw("mamba_d_head")
-    head_dim = size // heads if stated in (None, "auto") else fields.integer("mamba_d_head")
-    if head_dim * heads != size:
-        raise CorruptCheckpoint(f"{_WHERE}: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not {size}")
-    return head_dim
 
 
 def _check_groups(name: str, heads: int, group_name: str, groups: int) -> None:

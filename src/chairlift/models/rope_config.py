@@ -68,13 +68,9 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
         raise CorruptCheckpoint(f"{ROPE_SETTINGS}: rope_theta must be above 1, got {theta:g}")
     pos_freqs = theta**exponents  # positions per radian; the name is that of transformers
     inv_freq, scale = _SCALINGS[rope_type](fields, pos_freqs, max_positions, max_len)
-    return Rope(tuple(inv_freq.tolist()), scale, _query_scaling(fields, max_len))
-
-
-def _query_scaling(fields: Fields, max_len: int) -> QueryScaling | None:
-    """None if no sequence is long enough for it."""
     beta, length = fields.optional_number("llama_4_scaling_beta"), fields.integer("original_max_position_embeddings")
-    return None if beta is None or max_len <= length else QueryScaling(beta, length)
+    scales = beta is not None and max_len > length  # else no sequence is long enough for it
+    return Rope(tuple(inv_freq.tolist()), scale, QueryScaling(beta, length) if beta is not None and scales else None)
 
 
 def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
@@ -105,10 +101,6 @@ def _original_len(fields: Fields) -> int:
 _Scaled = tuple[Tensor, float]  # inverse frequencies, and the factor of cos and sin
 
 
-def _default(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    return 1.0 / pos_freqs, 1.0
-
-
 def _dynamic(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
     """Hunyuan's fixed `alpha` enlarges the base.
 
@@ -119,11 +111,7 @@ def _dynamic(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int
     if alpha is not None and size > 2:
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / (fields.number("rope_theta") * alpha ** (size / (size - 2))) ** exponents, 1.0
-    return _default(fields, pos_freqs, max_positions, max_len)
-
-
-def _linear(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    return 1.0 / pos_freqs / fields.number("factor"), 1.0
+    return 1.0 / pos_freqs, 1.0
 
 
 def _proportional(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
@@ -131,12 +119,6 @@ def _proportional(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len
     inv_freq = 1.0 / pos_freqs / (fields.optional_number("factor") or 1.0)
     inv_freq[int(fields.number("partial_rotary_factor") * len(pos_freqs)) :] = 0.0
     return inv_freq, 1.0
-
-
-def _frequency_factors(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """Divide by one factor per pair: GGUF files hold the result of a scaling, not its parameters."""
-    factors = _factor_list(fields, "factors", len(pos_freqs))
-    return 1.0 / pos_freqs / factors, fields.optional_number("attention_factor") or 1.0
 
 
 def _llama3(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
@@ -210,12 +192,16 @@ def _factor_list(fields: Fields, name: str, length: int) -> Tensor:
 
 
 _SCALINGS: dict[str, Callable[[Fields, Tensor, int, int], _Scaled]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda fields, pos_freqs, *_: (1.0 / pos_freqs, 1.0),
+    "linear": lambda fields, pos_freqs, *_: (1.0 / pos_freqs / fields.number("factor"), 1.0),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,
-    "frequency_factors": _frequency_factors,
+    # GGUF files hold the result of a scaling, one factor per pair, not its parameters.
+    "frequency_factors": lambda fields, pos_freqs, *_: (
+        1.0 / pos_freqs / _factor_list(fields, "factors", len(pos_freqs)),
+        fields.optional_number("attention_factor") or 1.0,
+    ),
 }

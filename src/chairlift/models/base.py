@@ -20,12 +20,8 @@ class HiddenStates(NamedTuple):
     taps: Sequence[Tensor] = ()  # [T, hidden] each: the inputs of the tapped layers, of all rows
 
 
-class CausalLM(Protocol):
-    """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
-
-    There is no batch axis, no padding and no mask. Only `attention` and the states of recurrent layers depend on
-    which token belongs to which sequence; everything else in the model works on each token on its own.
-    """
+class ModelSizes(Protocol):
+    """What a model and its config alone both say."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -44,18 +40,31 @@ class CausalLM(Protocol):
     @property
     def recurrent_layers(self) -> tuple[RecurrentLayer, ...]: ...
 
+
+class ModelInfo(ModelSizes, Protocol):
+    """What follows from a config alone: enough to plan a model's memory."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+
+class CausalLM(ModelSizes, Protocol):
+    """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
+
+    There is no batch axis, no padding and no mask. Only `attention` and the states of recurrent layers depend on
+    which token belongs to which sequence; everything else in the model works on each token on its own.
+    """
+
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def device(self) -> torch.device: ...
 
-    def hidden_states(
-        self,
-        batch: StepBatch,
-        attention: StepAttention,
-        rows: Tensor | None = None,
-    ) -> HiddenStates:
+    def hidden_states(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None = None) -> HiddenStates:
         """Run the layers on a batch; `last` has only `rows` [S] if given.
 
         `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row.
@@ -86,28 +95,3 @@ class CausalLM(Protocol):
     def has_own_threads(self) -> bool:
         """Whether its layers can run on threads of their own instead of torch's."""
         ...
-
-
-class ModelInfo(Protocol):
-    """What follows from a config alone: enough to plan a model's memory."""
-
-    @property
-    def family(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-    @property
-    def attention_layers(self) -> tuple[AttentionLayer, ...]: ...
-
-    @property
-    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]: ...
-
-    @property
-    def num_parameters(self) -> int: ...

@@ -43,15 +43,11 @@ class Decoder(Part):
         `batch_invariant`: make a token's numbers the same, bit for bit, whatever else is in the same step.
         """
         self.config = config
-        self.format = format
-        self._quantize_head = quantize_head
-        self.vocab_size = config.vocab_size
-        self.hidden_size = config.hidden_size
-        self.max_len = config.max_len
-        self.attention_layers = config.attention_layers
-        self.recurrent_layers = config.recurrent_layers
-        self.dtype = dtype
-        self.device = device
+        self.format, self.quantization = format, format.name
+        self.vocab_size, self.hidden_size, self.max_len = config.vocab_size, config.hidden_size, config.max_len
+        self.attention_layers, self.recurrent_layers = config.attention_layers, config.recurrent_layers
+        self.dtype, self.device = dtype, device
+        self.head_format = head_format(format, dtype, device, quantize=quantize_head)  # Draft heads have it, too.
         scale = config.embedding_scale / config.residual_multiplier
         build = Build(dtype, device, format)
         self.embedding = empty_embedding(config.vocab_size, config.hidden_size, scale, build)
@@ -63,7 +59,15 @@ class Decoder(Part):
             sizes = config.vocab_size, len(config.layers), config.per_layer_input_size, config.hidden_size
             self.per_layer = PerLayerEmbedding(*sizes, config.norm_eps, build)
         self.norm = make_norm(config, config.hidden_size, config.stream_eps, build)
-        self.head = self._make_head()
+        # Whether the head multiplies with the embedding table itself.
+        self.shares_table = config.tied_head and self.embedding.weight is not None
+        if self.embedding.weight is not None and config.tied_head:
+            self.head = Linear(self.embedding.weight)
+        elif config.tied_head:
+            self.head = Linear(self.embedding.table, shared=True, format=self.head_format)
+        else:
+            of_head = Build(dtype, device, self.head_format)
+            self.head = of_head.linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         if batch_invariant:
             self.make_batch_invariant()
         self.mapped_bytes = 0  # This many bytes of weights are mapped from a file.
@@ -71,29 +75,10 @@ class Decoder(Part):
         parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
         self.program = fuse(parts, format, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
-    def _make_head(self) -> Linear:
-        config, format = self.config, self.head_format
-        if config.tied_head and self.embedding.weight is not None:
-            return Linear(self.embedding.weight)
-        if config.tied_head:
-            return Linear(self.embedding.table, shared=True, format=format)
-        build = Build(self.dtype, self.device, format)
-        return build.linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
-
-    @property
-    def quantization(self) -> str:
-        """The name of the weights' format."""
-        return self.format.name
-
     @property
     def used_formats(self) -> str:
         """How many linear maps have which format, in words."""
         return describe_formats(self.layers, self.head)
-
-    @property
-    def head_format(self) -> type[WeightFormat]:
-        """The format of the language-model head, and of draft heads."""
-        return head_format(self.format, self.dtype, self.device, quantize=self._quantize_head)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -103,11 +88,6 @@ class Decoder(Part):
     @property
     def has_own_threads(self) -> bool:
         return self.program.has_own_threads
-
-    @property
-    def shares_table(self) -> bool:
-        """Whether the head multiplies with the embedding table itself."""
-        return self.config.tied_head and self.embedding.weight is not None
 
     def tap(self, layers: Iterable[int]) -> None:
         """Return the inputs of these layers as well, in addition to those tapped before."""
@@ -126,12 +106,7 @@ class Decoder(Part):
         """[T] -> [T, hidden], the input of the first layer."""
         return self.embedding(tokens)
 
-    def hidden_states(
-        self,
-        batch: StepBatch,
-        attention: StepAttention,
-        rows: Tensor | None = None,
-    ) -> HiddenStates:
+    def hidden_states(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None = None) -> HiddenStates:
         return self.program(batch, attention, self.taps, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -177,12 +177,7 @@ class TransformersModel:
         self._plugged = plugged
         self._head = SeparateHead(plugged.shell)
 
-    def hidden_states(
-        self,
-        batch: StepBatch,
-        attention: StepAttention,
-        rows: Tensor | None = None,
-    ) -> HiddenStates:
+    def hidden_states(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None = None) -> HiddenStates:
         assert batch.recurrent is None, "models with recurrent layers do not run by the fallback"
         assert batch.embeddings is None, "models that run by the fallback read tokens only"
         layers = self.attention_layers

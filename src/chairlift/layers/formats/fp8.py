@@ -103,8 +103,11 @@ class FP8Weight(WeightFormat):
         return self._rows.nbytes
 
     def fuses(self, part: FusionPart, rows: int) -> bool:
-        if part == "pairs" and not (rows > 1 and _multiplies_pairs(self.device)):
-            return False
+        if part == "pairs":  # Tensor cores multiply e4m3 with e5m2 on Hopper and later.
+            from chairlift.kernels.triton.launch import reads_ahead
+
+            if not (rows > 1 and reads_ahead(self.device)):
+                return False
         return super().fuses(part, rows)
 
     def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
@@ -115,19 +118,9 @@ class FP8Weight(WeightFormat):
             return self._product_in_pairs(x, fusion)
         few = on_gpu(x.device) and not self.batch_invariant and self.in_features % 16 == 0
         if not fusion.is_alone or (few and len(x) <= FEW_ROWS and super().fuses("norm", 1)):
-            return self._product_of_few(x.contiguous(), fusion)
+            return self._product(x.contiguous(), fusion)  # The activations are not rounded.
         own = self.batch_invariant
         return Product(multiply(round_rows(x), self._rows, fusion.bias, x.dtype, own_kernel=own))
-
-    def _product_of_few(self, x: Tensor, fusion: Fusion) -> Product:
-        """The activations are not rounded."""
-        if len(x) > 1:
-            return self._product(x, fusion)
-        from chairlift.kernels.triton.vector import vector_product
-
-        assert self._rows is not None
-        around: dict[str, Any] = {"squares": fusion.squares, "eps": fusion.eps, "add_to": fusion.add_to}
-        return Product(*vector_product(x, *self._rows, bias=fusion.bias, gated=fusion.gated, **around))
 
     def _product_in_pairs(self, x: Tensor, fusion: Fusion) -> Product:
         from chairlift.kernels.triton.fp8 import PAIR, empty_pairs
@@ -140,29 +133,31 @@ class FP8Weight(WeightFormat):
         assert self._rows is not None
         if self.fuses("rounded add", len(rows.numbers)):
             result = self._product(rows.numbers, fusion, x_scales=rows.scales)
-            return _as_product(round_rows(result.rows)) if fusion.gated else result
-        assert fusion.add_to is None
-        product = multiply(rows, self._rows, fusion.bias, self.dtype, own_kernel=False)
-        return _as_product(silu_mul_rounded(product)) if fusion.gated else Product(product)
+            if not fusion.gated:
+                return result
+            gated = round_rows(result.rows)
+        else:
+            assert fusion.add_to is None
+            product = multiply(rows, self._rows, fusion.bias, self.dtype, own_kernel=False)
+            if not fusion.gated:
+                return Product(product)
+            from chairlift.kernels.triton.fp8 import silu_mul_rounded
+
+            gated = ScaledRows(*silu_mul_rounded(product, LARGEST))
+        return Product(gated.numbers, scales=gated.scales)
 
     def _product(self, x: Tensor, fusion: Fusion, **options: Any) -> Product:
+        assert self._rows is not None
+        if len(x) == 1 and not options:
+            from chairlift.kernels.triton.vector import vector_product
+
+            around: dict[str, Any] = {"squares": fusion.squares, "eps": fusion.eps, "add_to": fusion.add_to}
+            return Product(*vector_product(x, *self._rows, bias=fusion.bias, gated=fusion.gated, **around))
         from chairlift.kernels.triton.products.product import product
 
-        assert self._rows is not None
         options |= {"squares": fusion.squares, "eps": fusion.eps, "bias": fusion.bias, "add_to": fusion.add_to}
         weight, scales = self._rows
         return Product(*product(x, weight, weight_scales=scales, out_dtype=self.dtype, gated=fusion.gated, **options))
-
-
-def _as_product(rows: ScaledRows) -> Product:
-    return Product(rows.numbers, scales=rows.scales)
-
-
-def _multiplies_pairs(device: torch.device) -> bool:
-    """Whether tensor cores multiply e4m3 with e5m2: on Hopper and later."""
-    from chairlift.kernels.triton.launch import reads_ahead
-
-    return reads_ahead(device)
 
 
 def fp8_obstacles(device: torch.device) -> list[str]:
@@ -192,13 +187,6 @@ def norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     from chairlift.kernels.triton.fp8 import norm_rounded as norm_rounded_on_gpu
 
     return ScaledRows(*norm_rounded_on_gpu(x, delta, weight, eps, LARGEST))
-
-
-def silu_mul_rounded(gate_up: Tensor) -> ScaledRows:
-    """silu(gate) * up of gate_up [T, 2 * size], the gate's columns first, rounded. On a GPU."""
-    from chairlift.kernels.triton.fp8 import silu_mul_rounded as gated_on_gpu
-
-    return ScaledRows(*gated_on_gpu(gate_up, LARGEST))
 
 
 def multiply(

@@ -178,7 +178,7 @@ def test_without_tools_all_text_is_content() -> None:
     for without in (use(HERMES, tools=()), use(HERMES, choice="none")):
         assert isinstance(without.parser(), PlainParser)
         assert without.structure(plain(HERMES)) is None
-        assert without.visible_special_ids(tokenizer(HERMES, AddedToken("<tool_call>", special=True))) == []
+        assert tokenizer(HERMES, AddedToken("<tool_call>", special=True)).special_ids_of(without.markers) == []
 
 
 def test_finish_reasons() -> None:
@@ -299,7 +299,7 @@ def test_null_in_a_message_means_absent() -> None:
 
 def test_markers_that_are_special_tokens_are_visible() -> None:
     of_template = tokenizer(LLAMA, AddedToken("<|python_tag|>", special=True))
-    (tag,) = use(LLAMA).visible_special_ids(of_template)
+    (tag,) = of_template.special_ids_of(use(LLAMA).markers)
     assert of_template.decode([tag], skip_special_tokens=False) == "<|python_tag|>"
     stream = of_template.detokenizer(True, [tag])
     assert "".join(stream.push(token) for token in [1, tag, 2]) == "<|python_tag|>"

@@ -153,11 +153,10 @@ class ReasoningUse:
         """Create a parser for one completion's text."""
         return content if self.format is None or not self.active else self.format.parser(self.phase, content)
 
-    def visible_special_ids(self) -> list[int]:
-        """Return the ids of markers that are special tokens, which the parser needs in the text."""
-        markers = self.format.markers if self.format is not None else ()
-        ids = [self.tokenizer.added_token_id(marker) for marker in markers]
-        return [token for token in ids if token in self.tokenizer.special_ids]
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser reads."""
+        return () if self.format is None else self.format.markers
 
     def grammar(self, *, answer: bool, preambles: bool = True) -> str:
         """Return Lark rules with `before` for the output before a call or, with `answer`, before content.

@@ -49,9 +49,17 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_texts = [token.content for token in added.values() if token.special and token.content]
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         # Special tokens, and markers such as <tool_call> that some models add as plain tokens; grammars can use them.
         self.marker_ids = self.special_ids | {id_ for id_, token in added.items() if _MARKER.fullmatch(token.content)}
-        self._prepend = self._bos_to_prepend() if add_bos else None
+        self._prepend: int | None = None
+        if add_bos:
+            self._prepend = None if bos_token is None else backend.token_to_id(bos_token)
+            if self._prepend is None:
+                raise InvalidParameter(
+                    "add_bos", f"needs a bos_token of the vocabulary, but bos_token is {bos_token!r}"
+                )
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encode a text. With `max_tokens`, raises for a text that is certainly longer, without encoding all of it."""
@@ -116,6 +124,10 @@ class Tokenizer:
     def added_token_id(self, token: str) -> int | None:
         """Return the id of an added token, special or not; None for other tokens."""
         return self._added_ids.get(token)
+
+    def special_ids_of(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those texts that are special tokens."""
+        return [token for text in texts if (token := self._added_ids.get(text)) in self.special_ids]
 
     @cached_property
     def template_strings(self) -> frozenset[str]:
@@ -254,15 +266,6 @@ class Tokenizer:
             raise InvalidParameter(parameter, f"{problem} of {max_tokens} tokens", CONTEXT_LENGTH_EXCEEDED)
 
     @cached_property
-    def _added_ids(self) -> dict[str, int]:
-        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
-
-    @cached_property
-    def _special_texts(self) -> list[str]:
-        added = self._backend.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special and token.content]
-
-    @cached_property
     def _text_only_backend(self) -> Backend:
         """A copy of the backend that encodes special tokens as text, created when user text first contains one."""
         copy = Backend.from_str(self._backend.to_str())
@@ -278,14 +281,6 @@ class Tokenizer:
     def _pieces(self) -> TokenPieces | None:
         rules = decoding_rules(self._backend)
         return None if rules is None else TokenPieces(self._backend, rules)
-
-    def _bos_to_prepend(self) -> int:
-        token_id = None if self.bos_token is None else self.token_id(self.bos_token)
-        if token_id is None:
-            raise InvalidParameter(
-                "add_bos", f"needs a bos_token of the vocabulary, but bos_token is {self.bos_token!r}"
-            )
-        return token_id
 
     def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
         """Prepend the BOS token unless the backend (or the text itself) already did."""

@@ -59,19 +59,20 @@ class ToolUse:
         name."""
         return "tool_calls" if reason == "stop" and called and self.choice.calling is not Calling.NAMED else reason
 
-    def visible_special_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the ids of markers that are special tokens, which the parser needs in the text."""
-        ids = [tokenizer.added_token_id(marker) for marker in self.format.markers] if self.tools else []
-        return [token for token in ids if token in tokenizer.special_ids]
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser reads."""
+        return self.format.markers if self.tools else ()
 
     def applied_to(self, params: SamplingParams, reasoning: ReasoningUse) -> SamplingParams:
         """Add the settings that tools and reasoning require to the request's sampling parameters."""
         if not self.tools and not reasoning.active:
             return params
-        visible = [*self.visible_special_ids(reasoning.tokenizer), *reasoning.visible_special_ids()]
         structure = self.structure(reasoning, params.structure)
         if structure is not None and structure.optional and params.beam_width is not None:
             structure = None  # beam search follows no grammar
+        # The parsers need the markers in the text.
+        visible = reasoning.tokenizer.special_ids_of([*self.markers, *reasoning.markers])
         return params.clone(visible_special_ids=[*dict.fromkeys(visible)], structure=structure)
 
     def structure(self, reasoning: ReasoningUse, requested: Structure | None = None) -> Structure | None:
@@ -167,7 +168,7 @@ def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:
 def in_system_message(messages: list[Message], description: str) -> list[Message]:
     """Append the description to the system message, which is added if there is none."""
     if messages[0]["role"] in ("system", "developer"):
-        return [_with_content(messages[0], f"{messages[0]['content']}\n\n{description}"), *messages[1:]]
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
     return [{"role": "system", "content": description}, *messages]
 
 
@@ -176,7 +177,7 @@ def in_user_message(messages: list[Message], description: str) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         return [{"role": "user", "content": description}, *messages]
-    user = _with_content(messages[first], f"{description}\n\n{messages[first]['content']}")
+    user = {**messages[first], "content": f"{description}\n\n{messages[first]['content']}"}
     return [*messages[:first], user, *messages[first + 1 :]]
 
 
@@ -200,7 +201,3 @@ def _with_calls_as_text(message: Message, format_: ToolFormat) -> Message:
     text = format_.write(calls)
     content = f"{message['content']}\n{text}" if message["content"] else text
     return {key: item for key, item in message.items() if key != "tool_calls"} | {"content": content}
-
-
-def _with_content(message: Message, content: str) -> Message:
-    return {**message, "content": content}

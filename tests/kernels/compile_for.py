@@ -106,8 +106,9 @@ def compile_attention() -> None:
             run_decode(decode, 0.1, None, None)
             run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
             run_prefill(prefill, 0.1, None, None)
-        if cache is CACHES[-1] or not brief:
+        if not brief:
             run_decode(narrow, 0.1, None, None)
+        if cache is CACHES[-1] or not brief:
             run_prefill(prefill, 0.1, 64, 30.0, deep=True)
     if hopper:
         long = replace(prefill, keys=prefill.keys.to(BF16), values=prefill.values.to(BF16))
@@ -121,7 +122,8 @@ def compile_attention() -> None:
         run_decode(narrow, 0.1, 64, 30.0, 2, tiling=tiling)
     for case in (decode, prefill, fused):  # the caches are in the last type
         case.sinks, case.chunk = torch.zeros(HEADS), 64
-    run_decode(decode, 0.1, None, None)
+    if not brief:
+        run_decode(decode, 0.1, None, None)
     run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(None, None, 0.0, cos, cos))
     run_prefill(prefill, 0.1, None, None)
     compile_invariant_attention(prefill)
@@ -306,7 +308,7 @@ def compile_experts() -> None:
         products.grouped_linear(pairs[:top_k], outer, one, few_rows_tiling(1, BF16, form).outer, top_k, **few)
     first = SharedMatrix(torch.zeros(4 * inner, HIDDEN).to(BF16), None, 2)
     second = SharedMatrix(torch.zeros(HIDDEN, 2 * inner).to(BF16), None, 2)
-    for rows in (tiling.rows, 64):
+    for rows in (64,) if brief else (tiling.rows, 64):
         shared: dict[str, Any] = {"shared_rows": rows}
         products.grouped_linear(x, forms[0][0], groups, tiling, top_k, gate=Gate(), shared=first, **shared)
         products.grouped_linear(pairs, down, groups, tiling, top_k, scatter=True, share=share, shared=second, **shared)
@@ -328,7 +330,7 @@ def compile_routing() -> None:
         rule = routing.RouteRule(8, sigmoid, True, 1e-20, 2.5, groups, min(groups, 3), best)
         routing.route(torch.zeros(4, 160), bias if sigmoid else None, BF16, rule)
         weight = torch.zeros(160, HIDDEN).to(torch.float32 if sigmoid else BF16)
-        for tokens in (1, 4):
+        for tokens in (4,) if brief else (1, 4):
             few_rows.route_and_group(
                 torch.zeros(tokens, HIDDEN).to(BF16),
                 weight,
@@ -381,7 +383,7 @@ def compile_recurrent() -> None:
         batch = RecurrentBatch(starts, read, as_ints([-1] * rows, CPU), longest=longest)
         convolve(x[:, : 3 * heads * DIM], torch.ones(width, 3 * heads * DIM), None, states[0], batch, silu=True)
         for rule in (RecurrenceRule(delta=True, normalize=True), RecurrenceRule(delta=False)):
-            for rate in (x[:, :heads], None):
+            for rate in (x[:, :heads],) if brief else (x[:, :heads], None):
                 gates = RawGates(x[:, :heads], rate, torch.ones(heads), torch.ones(heads), (0.0, 1.0))
                 run_recurrence(q, k, v, gates, rule, states[1], batch, torch.ones(heads), sequential=False)
         wide = RawGates(x[:, : heads * DIM], x[:, :heads], torch.ones(heads), torch.ones(heads * DIM), (0.0, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.core.budgets.base import BUDGETS, check_budget
@@ -25,8 +26,12 @@ KV_DTYPES = (*DTYPES, "int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 
-MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
-SCHEDULING, KV_CACHE, SPECULATION = "Scheduling", "KV cache", "Speculative decoding"
+model_option = partial(option, group="Model")
+device_option = partial(option, group="Device and precision")
+batching_option = partial(option, group="Batching")
+scheduling_option = partial(option, group="Scheduling")
+cache_option = partial(option, group="KV cache")
+speculation_option = partial(option, group="Speculative decoding")
 
 
 def _check_device(parameter: str, value: str) -> None:
@@ -46,262 +51,211 @@ def _check_speculate(parameter: str, value: str) -> None:
 class EngineConfig:
     """Options of an engine. None means that the value is chosen from the model and the machine."""
 
-    load_format: str = option(
-        "auto",
-        help="How weights are read; dummy creates random weights from config.json.",
-        group=MODEL,
-        choices=LOAD_FORMATS,
+    load_format: str = model_option(
+        "auto", help="How weights are read; dummy creates random weights from config.json.", choices=LOAD_FORMATS
     )
-    model_impl: str = option(
+    model_impl: str = model_option(
         "auto",
         help="Whose code runs the model: native, transformers, or native where the family has it.",
-        group=MODEL,
         choices=MODEL_IMPLS,
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = model_option(
         None,
         help="Maximum number of tokens of a prompt plus its output.",
-        group=MODEL,
         check=at_least(1),
         default_text="the model's limit",
     )
-    weight_cache: str | None = option(
+    weight_cache: str | None = model_option(
         None,
         help="Folder for packed weights of CPUs, which later starts map instead of packing them again; off: none.",
-        group=MODEL,
         metavar="FOLDER",
         default_text="weights, in the folder for fetched models",
     )
-    generation_config: str = option(
+    generation_config: str = model_option(
         "auto",
         help="Sampling parameters of requests that leave them out: what the model recommends (auto), none, or those in "
         "a generation_config.json, named by its path or folder.",
-        group=MODEL,
         check=check_source,
         metavar="[auto|none|PATH]",
     )
-    reasoning_parser: str | None = option(
+    reasoning_parser: str | None = model_option(
         None,
         help="Format of the model's reasoning; none keeps it in the content.",
-        group=MODEL,
         choices=lambda: (NO_REASONING, *REASONING_FORMATS.names()),
         default_text="from its chat template",
     )
-    device: str = option(
+    device: str = device_option(
         "auto",
         help="Device to run on; auto uses a GPU if there is one.",
-        group=DEVICE,
         check=_check_device,
         metavar="[auto|cpu|cuda|cuda:N]",
     )
-    dtype: str = option(
+    dtype: str = device_option(
         "auto",
         help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. With bfloat16 on "
         "CPUs that have AVX512-BF16, weights and what they are multiplied with are bfloat16, all else is float32.",
-        group=DEVICE,
         choices=("auto", *DTYPES),
     )
-    quantization: str | None = option(
+    quantization: str | None = device_option(
         "auto",
         help="Format of the weights: int8, int4 or bfloat16 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a "
         "quantized checkpoint on a GPU, and of a large GGUF file on a CPU; otherwise it uses int8 on a CPU where it is "
         "faster, unless a dtype is given.",
-        group=DEVICE,
         choices=lambda: ("auto", *FORMATS.names()),
     )
-    quantize_head: bool = option(
+    quantize_head: bool = device_option(
         False,
         help="Store the language-model head in the format of --quantization, too, or in fp8 beside the weights of a "
         "quantized checkpoint; int8 does so always.",
-        group=DEVICE,
     )
-    kv_dtype: str = option(
+    kv_dtype: str = device_option(
         "auto",
         help="Type of the KV cache; int8 needs a CPU, fp8 a GPU.",
-        group=DEVICE,
         choices=("auto", *KV_DTYPES),
         aliases=("kv_cache_dtype",),
     )
-    attention: str = option(
+    attention: str = device_option(
         "auto",
         help="Attention backend; auto uses the fastest one that supports the model.",
-        group=DEVICE,
         choices=lambda: ("auto", *BACKENDS.names()),
     )
-    cuda_graphs: bool = option(
-        True,
-        help="On a GPU, capture steps as CUDA graphs and replay them.",
-        group=DEVICE,
-        opposite_aliases=("enforce_eager",),
+    cuda_graphs: bool = device_option(
+        True, help="On a GPU, capture steps as CUDA graphs and replay them.", opposite_aliases=("enforce_eager",)
     )
-    threads: int | None = option(
+    threads: int | None = device_option(
         None,
         help="Threads that compute on a CPU.",
-        group=DEVICE,
         check=at_least(1),
         default_text="one per physical core that the process may use",
     )
-    batch_invariant: bool = option(
-        False,
-        help="Make a request's tokens independent of the rest of the batch, bit for bit; slower.",
-        group=DEVICE,
+    batch_invariant: bool = device_option(
+        False, help="Make a request's tokens independent of the rest of the batch, bit for bit; slower."
     )
-    max_batch_tokens: int | None = option(
+    max_batch_tokens: int | None = batching_option(
         None,
         help="Maximum number of tokens per step, over all requests.",
-        group=BATCHING,
         check=at_least(1),
         aliases=("max_num_batched_tokens",),
         default_text="from the machine",
     )
-    max_prefill_tokens: int | None = option(
-        None,
-        help="Maximum number of prompt tokens per step.",
-        group=BATCHING,
-        check=at_least(1),
-        default_text="as --max-batch-tokens",
+    max_prefill_tokens: int | None = batching_option(
+        None, help="Maximum number of prompt tokens per step.", check=at_least(1), default_text="as --max-batch-tokens"
     )
-    max_batch_requests: int | None = option(
+    max_batch_requests: int | None = batching_option(
         None,
         help="Maximum number of requests per step.",
-        group=BATCHING,
         check=at_least(1),
         aliases=("max_num_seqs", "max_batch_size"),
         default_text="from the machine",
     )
-    budget: str | None = option(
+    budget: str | None = batching_option(
         None,
         help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), or what "
         "the latency targets leave (latency).",
-        group=BATCHING,
         choices=BUDGETS.names,
         default_text="latency if there is a target, else fixed",
     )
-    target_tpot_ms: float | None = option(
-        None,
-        help="Target time per output token of running requests.",
-        group=BATCHING,
-        check=above(0),
-        default_text="none",
+    target_tpot_ms: float | None = batching_option(
+        None, help="Target time per output token of running requests.", check=above(0), default_text="none"
     )
-    target_ttft_ms: float | None = option(
-        None,
-        help="Target time to the first token of new requests.",
-        group=BATCHING,
-        check=above(0),
-        default_text="none",
+    target_ttft_ms: float | None = batching_option(
+        None, help="Target time to the first token of new requests.", check=above(0), default_text="none"
     )
-    policy: str = option(
+    policy: str = scheduling_option(
         "continuous",
         help="When requests are admitted: at every step (continuous), or in batches that run to the end (static, "
         "dynamic).",
-        group=SCHEDULING,
         choices=POLICIES.names,
     )
-    max_delay_ms: float | None = option(
+    max_delay_ms: float | None = scheduling_option(
         None,
         help="How long a static or dynamic batch waits to be filled.",
-        group=SCHEDULING,
         check=at_least(0),
         default_text="dynamic 50, static 10000",
     )
-    order: str = option(
+    order: str = scheduling_option(
         "fcfs",
         help="Which waiting request is admitted first: first come first served (fcfs), by priority, least work "
         "(shortest), or fair between tenants.",
-        group=SCHEDULING,
         choices=ORDERINGS.names,
         aliases=("scheduling_policy",),
     )
-    tenant_weights: Mapping[str, float] | Sequence[str] | None = option(
+    tenant_weights: Mapping[str, float] | Sequence[str] | None = scheduling_option(
         None,
         help="A tenant's share with --order fair, such as alice=2; may be repeated.",
-        group=SCHEDULING,
         check=_check_weights,
         flag="--tenant-weight",
         metavar="NAME=WEIGHT",
         default_text="1 each",
     )
-    max_overtakes: int = option(
+    max_overtakes: int = scheduling_option(
         MAX_OVERTAKES,
         help="How often a waiting request may be passed over before it must be admitted next.",
-        group=SCHEDULING,
         check=at_least(1),
     )
-    preemption: str = option(
+    preemption: str = scheduling_option(
         "recompute",
         help="What happens to a request's KV blocks when memory runs out: recompute them later, swap them to host "
         "memory, or auto (whichever is measured to be cheaper).",
-        group=SCHEDULING,
         choices=MODES,
     )
-    swap_memory: int | str | None = option(
+    swap_memory: int | str | None = scheduling_option(
         None,
         help="Host memory for swapped blocks, such as 4GiB.",
-        group=SCHEDULING,
         check=parse_bytes,
         metavar="BYTES",
         default_text="as much as the KV cache",
     )
-    block_size: int = option(16, help="Tokens per block of the KV cache.", group=KV_CACHE, check=at_least(1))
-    kv_memory: int | str | None = option(
+    block_size: int = cache_option(16, help="Tokens per block of the KV cache.", check=at_least(1))
+    kv_memory: int | str | None = cache_option(
         None,
         help="Memory for the KV cache and the states of recurrent layers, such as 2GiB.",
-        group=KV_CACHE,
         check=parse_bytes,
         aliases=("kv_cache_memory_bytes",),
         metavar="BYTES",
         default_text="a share of the free memory",
     )
-    state_memory: int | str | None = option(
+    state_memory: int | str | None = cache_option(
         None,
         help="Part of that memory for the states of recurrent layers: of running requests, draft tokens and snapshots "
         "of prefixes.",
-        group=KV_CACHE,
         check=parse_bytes,
         metavar="BYTES",
         default_text="as many as there is a use for, up to half",
     )
-    memory_share: float | None = option(
+    memory_share: float | None = cache_option(
         None,
         help="Share of the memory free after loading that the KV cache gets, instead of --kv-memory.",
-        group=KV_CACHE,
         check=strictly_between(0, 1),
         aliases=("gpu_memory_utilization",),
         default_text="0.25 on a CPU, 0.9 on a GPU",
     )
-    prefix_caching: bool = option(
+    prefix_caching: bool = cache_option(
         True,
         help="Reuse the cached KV blocks of earlier prompts with the same prefix.",
-        group=KV_CACHE,
         aliases=("enable_prefix_caching",),
     )
-    speculate: str | None = option(
+    speculate: str | None = speculation_option(
         None,
         help="Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's "
         "first N layers (layers), or with a draft model (draft; see train-draft). The output does not change.",
-        group=SPECULATION,
         check=_check_speculate,
         forms=speculate_forms,
         default_text="no",
     )
-    draft_length: int | None = option(
+    draft_length: int | None = speculation_option(
         None,
         help="Draft tokens per request and step.",
-        group=SPECULATION,
         check=at_least(1),
         aliases=("num_speculative_tokens",),
         default_text="from the measured speedup",
     )
-    draft_graphs: bool = option(
-        False,
-        help="On a GPU, capture the passes of a draft model or head as CUDA graphs, and draft by one replay.",
-        group=SPECULATION,
+    draft_graphs: bool = speculation_option(
+        False, help="On a GPU, capture the passes of a draft model or head as CUDA graphs, and draft by one replay."
     )
-    seed: int | None = option(
+    seed: int | None = model_option(
         None,
         help="Seed for requests that have none.",
-        group=MODEL,
         check=at_least(0),
         default_text="random",
         on_command_line=False,  # There --seed is a sampling option.

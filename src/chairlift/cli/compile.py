@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from chairlift.cli.app import RUN, app
-from chairlift.config import DEVICE, EngineConfig
+from chairlift.config import EngineConfig, device_option
 from chairlift.errors import InvalidParameter
-from chairlift.options import option
 from chairlift.terminal.options import EngineOptions, ModelArgument
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -26,8 +25,8 @@ def _check_gpu(parameter: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions(EngineOptions):
-    device: str = option(
-        "h200", help="The GPU to compile for: a100, a10, l4, l40s, h100 or h200.", group=DEVICE, check=_check_gpu
+    device: str = device_option(
+        "h200", help="The GPU to compile for: a100, a10, l4, l40s, h100 or h200.", check=_check_gpu
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.config import MODEL, EngineConfig
+from chairlift.config import EngineConfig, model_option
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.options import check_options, option
@@ -20,24 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineOptions", "ModelArgument", "SamplingOptions", "given", "refuse_given", "with_option_groups"]
 
-SAMPLING = "Sampling"
-
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)]
+
+sampling_option = partial(option, group="Sampling")
+search_option = partial(option, group="Choosing among completions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(EngineConfig):
     """The model and the options of the engine."""
 
-    model: str = option(
+    model: str = model_option(
         DEFAULT_MODEL,
         help="A known name (see `chairlift models`), a .gguf file, a folder with safetensors, or a hub id.",
-        group=MODEL,
         short="-m",
     )
-    quiet: bool = option(
-        False, help="Suppress startup details and progress bars.", group=MODEL, short="-q", negatable=False
-    )
+    quiet: bool = model_option(False, help="Suppress startup details and progress bars.", short="-q", negatable=False)
 
     def config(self) -> dict[str, Any]:
         """The arguments of `EngineConfig`."""
@@ -65,28 +64,20 @@ def refuse_engine_options(context: typer.Context) -> None:
 class SamplingOptions:
     """Sampling parameters, with defaults for interactive use of models that recommend none."""
 
-    temperature: float = option(0.7, help="Sampling temperature; 0 is greedy.", group=SAMPLING)
-    top_k: int = option(0, help="Sample from the k most likely tokens; 0 means all.", group=SAMPLING)
-    top_p: float = option(
-        0.95, help="Sample from the most likely tokens whose probabilities sum to this.", group=SAMPLING
+    temperature: float = sampling_option(0.7, help="Sampling temperature; 0 is greedy.")
+    top_k: int = sampling_option(0, help="Sample from the k most likely tokens; 0 means all.")
+    top_p: float = sampling_option(0.95, help="Sample from the most likely tokens whose probabilities sum to this.")
+    min_p: float = sampling_option(0.0, help="Exclude tokens less likely than this fraction of the most likely one.")
+    repetition_penalty: float = sampling_option(1.0, help="Values above 1 make tokens that occurred less likely.")
+    presence_penalty: float = sampling_option(0.0, help="Subtracted from the logit of every token generated so far.")
+    frequency_penalty: float = sampling_option(
+        0.0, help="Subtracted from a token's logit for each time it was generated."
     )
-    min_p: float = option(
-        0.0, help="Exclude tokens less likely than this fraction of the most likely one.", group=SAMPLING
-    )
-    repetition_penalty: float = option(
-        1.0, help="Values above 1 make tokens that occurred less likely.", group=SAMPLING
-    )
-    presence_penalty: float = option(
-        0.0, help="Subtracted from the logit of every token generated so far.", group=SAMPLING
-    )
-    frequency_penalty: float = option(
-        0.0, help="Subtracted from a token's logit for each time it was generated.", group=SAMPLING
-    )
-    seed: int | None = option(None, help="Random seed, for repeatable output.", group=SAMPLING, default_text="random")
-    max_tokens: int = option(256, help="Maximum length of the output, in tokens.", group=SAMPLING)
-    min_tokens: int = option(0, help="Minimum length of the output, in tokens.", group=SAMPLING)
-    stop: list[str] | None = option(None, help="End the output before this text; may be repeated.", group=SAMPLING)
-    ignore_eos: bool = option(False, help="Continue after the end-of-sequence token.", group=SAMPLING, negatable=False)
+    seed: int | None = sampling_option(None, help="Random seed, for repeatable output.", default_text="random")
+    max_tokens: int = sampling_option(256, help="Maximum length of the output, in tokens.")
+    min_tokens: int = sampling_option(0, help="Minimum length of the output, in tokens.")
+    stop: list[str] | None = sampling_option(None, help="End the output before this text; may be repeated.")
+    ignore_eos: bool = sampling_option(False, help="Continue after the end-of-sequence token.", negatable=False)
 
     def params(self, n: int = 1) -> SamplingParams:
         return SamplingParams(n=n, **asdict(self))
@@ -99,24 +90,18 @@ class SamplingOptions:
         return replace(self, **changes)
 
 
-_SEARCH = "Choosing among completions"
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    best_of: int | None = option(
-        None, help="Generate this many and show the likeliest.", group=_SEARCH, default_text="all"
+    best_of: int | None = search_option(None, help="Generate this many and show the likeliest.", default_text="all")
+    beam_width: int | None = search_option(
+        None, help="Beam search with this many beams, instead of sampling.", default_text="no"
     )
-    beam_width: int | None = option(
-        None, help="Beam search with this many beams, instead of sampling.", group=_SEARCH, default_text="no"
-    )
-    length_penalty: float = option(1.0, help="Above 0, a beam search prefers longer texts.", group=_SEARCH)
-    early_stopping: str = option(
-        "false",
-        help="Whether a beam search stops as soon as it has enough hypotheses.",
-        group=_SEARCH,
-        choices=tuple(_EARLY_STOPPING),
+    length_penalty: float = search_option(1.0, help="Above 0, a beam search prefers longer texts.")
+    early_stopping: str = search_option(
+        "false", help="Whether a beam search stops as soon as it has enough hypotheses.", choices=tuple(_EARLY_STOPPING)
     )
 
     def __post_init__(self) -> None:

@@ -103,13 +103,18 @@ def kind(config: Mapping[str, Any]) -> str | None:
     outer = config[_OMNI] if isinstance(config.get(_OMNI), Mapping) else config
     sections = {"vision": _VISION_SECTIONS, "audio": _AUDIO_SECTIONS}
     read = tuple(name for name, keys in sections.items() if any(outer.get(key) for key in keys))
-    return _KINDS[read] if read or text_config(config) is not config else None
+    return _KINDS[read or _hinted(outer)] if read or text_config(config) is not config else None
 
 
 def hinted_kind(config: Mapping[str, Any]) -> str | None:
-    """What a model of an unknown type seems to be beside a language model, by the names of its fields."""
-    read = tuple(name for name, hints in _HINTS.items() if any(hint in key for key in config for hint in hints))
+    """What a model of an unknown type seems to be beside a language model."""
+    read = _hinted(config)
     return _KINDS[read] if read else None
+
+
+def _hinted(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a model seems to read beside text, by the names of its fields."""
+    return tuple(name for name, hints in _HINTS.items() if any(hint in key for key in config for hint in hints))
 
 
 def text_part_notice(config: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""The same load on the engine without a server, in a process of its own (`peers/programs/run_chairlift.py`)."""
+"""The same load on the engine without a server, in a process of its own (`peers/programs/shapes.py`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_offline(
         if "progress" in line:
             advance(*line["progress"])
 
-    process = PeerProcess(Path(sys.executable), "run_chairlift.py", threading.TIMEOUT_MAX)
+    process = PeerProcess(Path(sys.executable), "shapes.py", "chairlift", threading.TIMEOUT_MAX)
     try:
         answer = process.run(job, progress)
     except PeerFailed as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,10 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift_lab.common.engines import Measurement, TokenProgress, add_speedups, measure_engine
 from chairlift_lab.common.workload import Workload, text_like_ids
-from chairlift_lab.peers.peers import Peer, PeerFailed
+from chairlift_lab.peers.peers import MAX_BATCH_TOKENS, Peer, PeerFailed
 
 if TYPE_CHECKING:
     from chairlift.engine.settings import MachineSettings
@@ -63,6 +64,8 @@ class ThroughputComparison:
                     measured = self._run_own(workload, advance, CHANGES[name])
                 rows.append(measured.row(name))
             gc.collect()
+            if torch.cuda.is_initialized():  # the next engine may be in another process
+                torch.cuda.empty_cache()
         add_speedups(rows)
         return rows
 
@@ -130,22 +133,26 @@ class ThroughputComparison:
         return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
 
     def _run_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
+        """All requests at once, as for our own engines; transformers puts as many as fit into a step."""
         from chairlift.loading.resolve import resolve_model
-        from chairlift_lab.peers.transformers_run import TransformersSetup, measure_transformers
 
         machine = self._machine()
-        setup = TransformersSetup(
-            checkpoint=resolve_model(self.model, progress=self.progress),
-            dtype=machine.dtype,
-            device=machine.device,
+        peer = Peer(
+            "transformers",
+            resolve_model(self.model, progress=self.progress),
+            threads=machine.threads,
+            dtype=str(machine.dtype).removeprefix("torch."),
+            timeout=threading.TIMEOUT_MAX,
+            device=str(machine.device),
             max_batch_tokens=self._transformers_batch_tokens(),
-            max_batch_requests=machine.max_batch_requests,
         )
-        return measure_transformers(setup, workload, advance)
+        everything = len(workload.requests)
+        try:
+            return peer.measure(workload, min(machine.max_batch_requests, everything), advance, in_flight=everything)
+        except PeerFailed as failure:
+            raise EngineDead(f"transformers {failure}; run with --engines without it") from None
 
     def _transformers_batch_tokens(self) -> int:
-        from chairlift_lab.peers.transformers_run import MAX_BATCH_TOKENS
-
         return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
 
 

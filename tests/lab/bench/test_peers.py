@@ -112,11 +112,11 @@ def test_a_peer_that_cannot_run_here_gives_the_reason(fake_python: Path, behave:
 @pytest.mark.parametrize("name", PEERS)
 def test_every_program_names_its_missing_package(name: str) -> None:
     """The real programs, in a Python without any packages."""
-    program = {"llama.cpp": "llama_cpp", "openvino-int4": "openvino"}.get(name, name).replace("-", "_")
+    program = "openvino" if name == "openvino-int4" else name
     bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     if not bare.exists() or bare == Path(sys.executable):
         pytest.skip("no Python besides this one")
-    found = PeerProcess(bare, f"run_{program}.py", 30, {"PYTHONNOUSERSITE": "1"}).ask("--check")
+    found = PeerProcess(bare, "closed_loop.py", program, 30, {"PYTHONNOUSERSITE": "1"}).ask("--check")
     assert set(found) <= {"missing", "version"}
     assert len(found) == 1
 
@@ -145,7 +145,7 @@ def test_the_closed_loop_keeps_its_concurrency(monkeypatch: pytest.MonkeyPatch) 
 
     requests = [{"prompt_ids": [1], "n_out": n_out} for n_out in (3, 1, 4, 1, 5)]
     answers: list[dict[str, Any]] = []
-    job = {"warm_up": requests[:2], "requests": requests, "concurrency": 2}
+    job = {"warm_up": requests[:2], "requests": requests, "in_flight": 2}
     closed_loop.run_job(job, lambda **content: answers.append(content), submit, poll)
     assert answers[0] == {"tokens": 0}
     assert [len(times) for times in answers[-1]["token_times"]] == [3, 1, 4, 1, 5]

@@ -18,11 +18,11 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models import dummy
+from chairlift_lab.bench import shapes
+from chairlift_lab.bench.shapes import ShapePeer, only_this_gpu, run_own, valid_part
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.shape_run import Cases, ShapeRun, make_cases
-from chairlift_lab.peers import shape_peer
 from chairlift_lab.peers.peers import PROGRAMS, PeerProcess
-from chairlift_lab.peers.shape_peer import ShapePeer, only_this_gpu, run_own, valid_part
 from tests.kernels.tiny_config import CONFIG
 
 ROW = {
@@ -109,7 +109,7 @@ def test_our_result_is_kept_when_the_peer_fails(
     behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
-    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(shapes, "run_own", lambda *how, **more: (OWN, 5.0))
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report))
     assert result.exit_code == 2
@@ -144,7 +144,7 @@ def test_our_result_is_kept_when_the_peer_is_interrupted(
     def interrupted(*how: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(shapes, "run_own", lambda *how, **more: (OWN, 5.0))
     monkeypatch.setattr(ShapePeer, "_run", interrupted)
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report))
@@ -160,7 +160,7 @@ def test_cases_that_the_peer_completed_before_a_failure_are_kept(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies of prompts")
     own = replace(OWN, rows=[ROW, ROW | {"name": "prefill-1"}])
-    monkeypatch.setattr(shape_peer, "run_own", lambda *how, **more: (own, 5.0))
+    monkeypatch.setattr(shapes, "run_own", lambda *how, **more: (own, 5.0))
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 2
@@ -214,15 +214,15 @@ def test_errors_of_our_process_are_raised_here(
     shape: str, kind: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(PROGRAMS))
-    import run_chairlift
+    import shapes as programs
 
     def ask(process: PeerProcess, job: dict[str, Any], *others: Any) -> dict[str, Any]:
         """In this process, which has imported everything."""
         lines: list[dict[str, Any]] = []
-        run_chairlift.run(job | {"started": 0.0}, lambda **content: lines.append(content))
+        programs.run_ours(job | {"started": 0.0}, lambda **content: lines.append(content))
         return lines[-1]
 
-    monkeypatch.setattr(shape_peer, "ask_with_notes", ask)
+    monkeypatch.setattr(shapes, "ask_with_notes", ask)
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     config = EngineConfig(device="cpu", load_format="dummy")
@@ -252,7 +252,7 @@ def test_a_peer_that_draws_other_weights_is_refused(shape: Path, monkeypatch: py
 
 def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROGRAMS)
-    import run_vllm_shapes
+    import shapes as programs
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Sequential(torch.nn.LayerNorm(256)))
     model.register_buffer("w13_weight", torch.zeros(8, 4, 16, dtype=torch.uint8))
@@ -260,14 +260,14 @@ def test_weights_of_vllm_are_drawn_as_ours(monkeypatch: pytest.MonkeyPatch) -> N
     model.register_buffer("eight_bits", torch.zeros(64, 64, dtype=torch.float8_e4m3fn))
     for part in model.modules():  # as vLLM's loader does
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        run_vllm_shapes.draw_all(part)
+        programs.draw_all(part)
         if part is not model:
             assert all(bool((weight == before[name]).all()) for name, weight in model.state_dict().items())
     weights = model.state_dict()
-    assert float(weights["0.weight"].std()) == pytest.approx(run_vllm_shapes.SPREAD, rel=0.1)
-    assert float(weights["eight_bits"].float().std()) == pytest.approx(run_vllm_shapes.SPREAD, rel=0.1)
+    assert float(weights["0.weight"].std()) == pytest.approx(programs.SPREAD, rel=0.1)
+    assert float(weights["eight_bits"].float().std()) == pytest.approx(programs.SPREAD, rel=0.1)
     assert float(weights["0.bias"].min()) == float(weights["1.0.weight"].max()) == 1.0
     assert weights["w13_weight"].unique().numel() > 100
     assert weights["w13_weight_scale"].unique().tolist() == [120]
-    run_vllm_shapes._draw(torch.empty(4, 4, device="meta"))  # nothing to draw yet
-    assert run_vllm_shapes.SPREAD == dummy.SPREAD
+    programs._draw(torch.empty(4, 4, device="meta"))  # nothing to draw yet
+    assert programs.SPREAD == dummy.SPREAD

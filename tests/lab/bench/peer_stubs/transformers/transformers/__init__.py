@@ -19,6 +19,9 @@ class AutoModelForCausalLM:
         log(loaded={"path": str(path), **options})
         return cls()
 
+    def to(self, device: str) -> AutoModelForCausalLM:
+        return self
+
     def eval(self) -> AutoModelForCausalLM:
         return self
 

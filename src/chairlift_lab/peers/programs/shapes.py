@@ -1,8 +1,9 @@
-"""The cases of `bench shapes` on vLLM: random weights, and vLLM's own defaults wherever the cases do not decide.
+"""The cases of `bench shapes` on vLLM and on our engine, and loads on our engine, each in a process of its own.
 
-Weights are drawn as ours are (`models/dummy.py`). vLLM's own random weights are between -0.001 and 0.001, those of
-norms included, and the same in every layer. With them all requests of a model with latent attention soon have the same
-state, so that a batch of any size reads the experts of one token.
+On vLLM: random weights, and its own defaults wherever the cases do not decide. Weights are drawn as ours are
+(`models/dummy.py`). vLLM's own random weights are between -0.001 and 0.001, those of norms included, and the same in
+every layer. With them all requests of a model with latent attention soon have the same state, so that a batch of any
+size reads the experts of one token.
 """
 
 from __future__ import annotations
@@ -10,16 +11,38 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from closed_loop import ReplyWriter, main
+from closed_loop import Program, ReplyWriter, main
 
 SPREAD = 0.02  # Random weights have this standard deviation, as in `models/dummy.py`.
 
 
-def run(job: dict[str, Any], answer: ReplyWriter) -> None:
+def run_ours(job: dict[str, Any], answer: ReplyWriter) -> None:
+    """Our own engine in a process that gives all memory back at its end."""
+    from chairlift.config import EngineConfig
+    from chairlift.errors import ChairliftError, InvalidParameter
+    from chairlift_lab.common.shape_run import Cases, run_shape
+    from chairlift_lab.load.offline import run_in_this_process
+
+    imported = time.time() - job["started"]
+    try:
+        if "shape" not in job:
+            answer(**asdict(run_in_this_process(job, lambda *progress: answer(progress=progress))))
+            return
+        cases = Cases(*(job[name] for name in Cases._fields))._replace(config=EngineConfig(**job["config"]))
+        done = run_shape(cases, lambda text: answer(note=text))
+        answer(**asdict(done), start_seconds=imported + done.ready_seconds)
+    except InvalidParameter as error:
+        answer(parameter=error.parameter, problem=error.problem)
+    except ChairliftError as error:
+        answer(problem=str(error))
+
+
+def run_vllm(job: dict[str, Any], answer: ReplyWriter) -> None:
     # That sampler may be compiled when vLLM starts, and greedy requests do not use it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -69,16 +92,12 @@ def _start(job: dict[str, Any]) -> Any:
             enable_prefix_caching=job["prefix_caching"],
             quantization=job["quantization"],
             kv_cache_dtype=job["kv_dtype"],
-            **_installed_kernels(),
+            # Without flashinfer, which vLLM prefers for gated delta nets on Hopper without looking for it, its own.
+            **({} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}),
         )
         if not proof.exists():
             raise RuntimeError("vLLM drew its own random weights, with which experts are not chosen as by real ones")
     return llm
-
-
-def _installed_kernels() -> dict[str, Any]:
-    """Without flashinfer, which vLLM prefers for gated delta nets on Hopper without looking for it, its own kernels."""
-    return {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
 
 
 def draw_weights_as_ours(proof: Path) -> None:
@@ -122,5 +141,7 @@ def _draw(weight: Any, name: str = "") -> None:
             weight.data.copy_(drawn.normal_(0.0, SPREAD))
 
 
+PROGRAMS = {"vllm": Program("vllm", "vllm", run_vllm), "chairlift": Program("chairlift", "chairlift", run_ours)}
+
 if __name__ == "__main__":
-    main("vllm", "vllm", run)
+    main(PROGRAMS)

@@ -21,11 +21,16 @@ command are its options and its docstring is the help. Two parameters are no opt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.progress import watch
 from chairlift.registry import Registry
@@ -123,3 +128,33 @@ def _command(name: str, measure: Measure, report_type: type[JsonOptions] | None)
         [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in options]
     )
     return command
+
+
+@contextmanager
+def progress_bar(name: str, total: float | None, unit: str, *, enabled: bool) -> Iterator[Callable[..., None]]:
+    """A bar on standard error; without a total it only moves.
+
+    It is advanced to what is done, with the number of tokens so far and a few words. The speed counts from the last
+    moment without a token.
+    """
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} " + unit),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    shown = enabled and sys.stderr.isatty()
+    console = Console(file=sys.stderr)  # bound now, because loading transformers replaces sys.stderr for a while
+    # Drawn rarely, to leave the processors to the load.
+    with Progress(*columns, console=console, disable=not shown, refresh_per_second=2) as progress:
+        task = progress.add_task(name, total=total, state="loading")
+        start_time = time.perf_counter()
+
+        def advance(done: int, tokens: int, words: str = "") -> None:
+            nonlocal start_time
+            start_time = start_time if tokens else time.perf_counter()
+            speed = tokens / max(time.perf_counter() - start_time, 1e-9)
+            progress.update(task, completed=done, state=f"{words}{speed:,.0f} tokens/s")
+
+        yield advance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.errors import InvalidParameter
 from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table
-from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.bench.base import BenchResult, bench, progress_bar
 from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift_lab.peers.comparison import (
@@ -187,8 +184,8 @@ def bench_throughput(
     """Output tokens per second of this engine, of itself one request at a time, and of other engines.
 
     All requests are submitted at once and generate greedily to their full length.
-    The engines run one after the other in this process, with the same number of
-    threads.
+    The engines run one after the other with the same number of threads,
+    transformers in a process of its own.
 
     With --peers, each peer runs in a process and a Python of its own. All engines
     then keep --concurrency requests in flight: the next is sent when one has
@@ -250,26 +247,8 @@ def _settings(rounds: Rounds, results: Sequence[ConcurrencyResult]) -> dict[str,
 @contextmanager
 def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[TokenProgress]:
     """A progress bar for the tokens of one engine."""
-    columns = (
-        TextColumn("{task.description:<14}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-    )
-    shown = enabled and sys.stderr.isatty()
-    console = Console(file=sys.stderr)  # bound now, because loading transformers replaces sys.stderr for a while
-    with Progress(*columns, console=console, disable=not shown) as progress:
-        task = progress.add_task(name, total=work.output_tokens, speed="loading")
-        start_time = 0.0
-
-        def advance(tokens: int) -> None:
-            nonlocal start_time
-            start_time = start_time if tokens else time.perf_counter()
-            speed = tokens / max(time.perf_counter() - start_time, 1e-9)
-            progress.update(task, completed=tokens, speed=f"{speed:,.0f} tokens/s")
-
-        yield advance
+    with progress_bar(name, work.output_tokens, f"of {work.output_tokens:,} tokens", enabled=enabled) as advance:
+        yield lambda tokens: advance(tokens, tokens)
 
 
 def _table(rounds: Rounds, result: ConcurrencyResult) -> Table:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -35,6 +33,7 @@ from chairlift_lab.load.client import (
     OpenLoop,
     RequestFormat,
 )
+from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_fleet
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.report.options import Count, Positive, Settings
@@ -137,35 +136,24 @@ def _ttft_p50_ms(records: Sequence[LoadRecord]) -> float:
 
 
 def _measure(engine: EngineOptions, settings: AffinitySettings, router: str, count: int, loop: LoadLoop) -> _Measured:
-    with _fleet(engine, router, count) as (url, loads):
+    from chairlift.cluster.serving.fleet import fleet_config
+
+    server = ServerOptions(port=free_port(), served_model_name=[MODEL_NAME], drain_timeout=1.0)
+    config = fleet_config(server, engine.model, engine.config(), quiet=True)
+    with local_fleet(FLEET, config, ClusterOptions(replicas=count, router=router)) as (url, status):
         alone = OpenLoop(lambda: iter(LONE_TIMES))
         lone = asyncio.run(_send(url, settings.lone_requests(), alone)) if isinstance(loop, OpenLoop) else ()
         records = asyncio.run(_send(url, settings.requests(), loop))
         time.sleep(REPORT_SECONDS)
-        return _Measured(records, loads(), lone)
+        return _Measured(records, [replica["load"] | replica for replica in status()["replicas"]], lone)
 
 
 async def _send(url: str, requests: Sequence[BenchRequest], loop: LoadLoop) -> Sequence[LoadRecord]:
-    client = LoadClient(HttpClient(Address.parse(url)), RequestFormat("bench"), timeout=TIMEOUT)
+    client = LoadClient(HttpClient(Address.parse(url)), RequestFormat(MODEL_NAME), timeout=TIMEOUT)
     run = await LoadGenerator(client.send).run(requests, loop)
     if failed := [record.error for record in run.records if record.error]:
         raise ChairliftError(f"{len(failed)} requests failed: {failed[0]}")
     return run.records
-
-
-@contextmanager
-def _fleet(engine: EngineOptions, router: str, count: int) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
-    """Start a fleet; yields its address, and a function that returns the loads of its replicas."""
-    from chairlift.cluster.serving.fleet import fleet_config, fleet_status, start_fleet, stop_fleet
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        server = ServerOptions(port=probe.getsockname()[1], served_model_name=["bench"], drain_timeout=1.0)
-    config = fleet_config(server, engine.model, engine.config(), quiet=True)
-    url = start_fleet(FLEET, config, ClusterOptions(replicas=count, router=router))
-    try:
-        yield url, lambda: [replica["load"] | replica for replica in fleet_status(FLEET)["replicas"]]
-    finally:
-        stop_fleet(FLEET)
 
 
 def _predict(

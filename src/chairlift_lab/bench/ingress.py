@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.model_shapes import TokenizerModel
 from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
+from chairlift_lab.load.local_server import free_port, local_fleet
 from chairlift_lab.report.options import Count, Positive, Settings, number_list
 
 END = b"data: [DONE]\n\n"
@@ -81,7 +81,10 @@ class IngressSettings(Settings):
 
 def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str], None]) -> list[dict[str, Any]]:
     connect(address, log_to_driver=False)
-    port = _start_serve()
+    from ray import serve
+
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     rows = []
     for streams in settings.streams:
         note(f"starting the fleet for {streams} streams")
@@ -101,16 +104,6 @@ def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str
     return rows
 
 
-def _start_serve() -> int:
-    """Start Ray Serve with its HTTP proxy on a free port, which is returned."""
-    from ray import serve
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    return port
-
-
 def _figures(runs: Sequence[StreamTotals], tokens: int) -> dict[str, Any]:
     """The median rate of the runs of so many tokens, and the times to first token of all."""
     first = [1000 * seconds for run in runs for seconds in run.first_seconds]
@@ -128,20 +121,16 @@ def _fleet(settings: IngressSettings, streams: int) -> Iterator[tuple[Endpoint, 
     """Start a fleet of stub engines; yields the ingress and the replicas."""
     from ray import serve
 
-    from chairlift.cluster.serving.fleet import start_fleet, stop_fleet
     from chairlift.cluster.serving.routing_table import REPLICAS
     from chairlift_lab.common.stub_engine import stub_config
 
     per_replica = max(1.0, streams / settings.replicas)
     config = stub_config(settings.model, per_replica * 1000 / settings.token_ms, drain_timeout=1.0)
     options = ClusterOptions(replicas=settings.replicas, router="round-robin", replica_cpus=0)
-    url = start_fleet(FLEET, config, options)
-    try:
+    with local_fleet(FLEET, config, options) as (url, _):
         handle = serve.get_deployment_handle(REPLICAS, FLEET)
         replicas = handle.broadcast("record_replica_metadata").results()
         yield (url, ""), [(one["address"], one["key"]) for one in replicas]
-    finally:
-        stop_fleet(FLEET)
 
 
 @contextmanager

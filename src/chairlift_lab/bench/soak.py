@@ -40,7 +40,7 @@ from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.timing import children
-from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_server
+from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_fleet, local_server
 from chairlift_lab.load.soak_traffic import QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok
 
 FEW = 4  # file descriptors or threads that may be added: pools start threads lazily
@@ -168,20 +168,19 @@ def _single_server(model: str, options: Mapping[str, Any]) -> Iterator[_Target]:
 def _fleet(model: str, options: Mapping[str, Any], replicas: int) -> Iterator[_Target]:
     """A fleet on a Ray cluster of its own on this machine; the traffic goes through its ingress."""
     from chairlift.cluster.ray_runtime import connect, disconnect
-    from chairlift.cluster.serving.fleet import fleet_config, fleet_status, start_fleet, stop_fleet
+    from chairlift.cluster.serving.fleet import fleet_config
 
     server = ServerOptions(port=free_port(), served_model_name=[MODEL_NAME], max_waiting=MAX_WAITING, drain_timeout=1.0)
     config = fleet_config(server, model, options, quiet=True)
     connect("local", log_to_driver=False)
     try:
-        url = start_fleet(FLEET, config, ClusterOptions(replicas=replicas, replica_cpus=0))
+        with local_fleet(FLEET, config, ClusterOptions(replicas=replicas, replica_cpus=0)) as (url, status):
 
-        def processes() -> dict[str, int]:
-            status = fleet_status(FLEET)
-            return fleet_processes(status["pid"], [replica["pid"] for replica in status["replicas"]])
+            def processes() -> dict[str, int]:
+                fleet = status()
+                return fleet_processes(fleet["pid"], [replica["pid"] for replica in fleet["replicas"]])
 
-        yield _Target(url, processes)
-        stop_fleet(FLEET)
+            yield _Target(url, processes)
     finally:
         disconnect()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -18,19 +18,10 @@ from chairlift.terminal.tables import Column, Line, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.workload import BenchRequest
-from chairlift_lab.load.client import LoadClient, LoadGenerator, LoadRecord, OpenLoop, RequestFormat
+from chairlift_lab.load.client import ClosedLoop, LoadClient, LoadGenerator, LoadRecord, OpenLoop, RequestFormat
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
 
 TIMEOUT = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLoad:
-    """The requests of one tenant."""
-
-    name: str
-    prompt_len: int
-    output_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +38,19 @@ class Flood:
     output_len: Annotated[int, typer.Option(help="Tokens to generate, of both.", min=1)] = 32
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0
 
-    @property
-    def light(self) -> TenantLoad:
-        return TenantLoad("light", self.prompt_len, self.output_len)
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """The requests of each tenant, by its name."""
+        prompts = {"light": self.prompt_len, "heavy": self.heavy_prompt_len}
+        return {
+            name: {"name": name, "prompt_len": length, "output_len": self.output_len}
+            for name, length in prompts.items()
+        }
 
-    @property
-    def heavy(self) -> TenantLoad:
-        return TenantLoad("heavy", self.heavy_prompt_len, self.output_len)
-
-    def settings(self) -> dict[str, Any]:
-        names = ("interval", "concurrency", "idle_seconds", "seconds", "seed")
-        tenants = {"light": asdict(self.light), "heavy": asdict(self.heavy)}
-        return tenants | {name: getattr(self, name) for name in names}
+    def requests(self, tenant: str, vocabulary: Sequence[int], seed: int) -> Iterator[BenchRequest]:
+        """Endless requests without a common prefix."""
+        rng, load = random.Random(seed), self.tenants()[tenant]
+        while True:
+            yield BenchRequest(tuple(rng.choices(vocabulary, k=load["prompt_len"])), load["output_len"])
 
 
 Figures = dict[str, list[LoadRecord]]
@@ -66,36 +58,31 @@ Figures = dict[str, list[LoadRecord]]
 
 
 async def _measure(address: Address, vocabulary: Sequence[int], flood: Flood, note: Note) -> Figures:
-    crowd_records: list[LoadRecord] = []
     with closing(HttpClient(address)) as http:
-        light, heavy = _client(http, flood.light), _client(http, flood.heavy)
-        requests = _requests(flood.light, vocabulary, random.Random(flood.seed))
+        # Without API keys, the `user` of a request is its tenant.
+        light, heavy = (
+            LoadClient(http, RequestFormat(MODEL_NAME, extra={"user": name}), timeout=TIMEOUT)
+            for name in flood.tenants()
+        )
+        requests = flood.requests("light", vocabulary, flood.seed)
+
+        async def send_politely(request: BenchRequest, record: LoadRecord, now: Callable[[], float]) -> None:
+            """After a refusal, wait as long as the server asks."""
+            await heavy.send(request, record, now)
+            await asyncio.sleep(record.retry_after or 0.0)
+
         note("warming up")
         await _send_regularly(light, requests, flood.interval / 4, 8 * flood.interval / 4)
         note(f"the light tenant alone, {flood.idle_seconds:g} s")
         alone = await _send_regularly(light, requests, flood.interval, flood.idle_seconds)
         note(f"beside a flood, {flood.seconds:g} s")
-        end = asyncio.get_running_loop().time() + flood.seconds
-        crowd_requests = _requests(flood.heavy, vocabulary, random.Random(flood.seed + 1))
-        crowd = [
-            asyncio.create_task(_flood(heavy, crowd_requests, end, crowd_records)) for _ in range(flood.concurrency)
-        ]
+        crowd = LoadGenerator(send_politely, duration=flood.seconds)
+        crowd_requests = flood.requests("heavy", vocabulary, flood.seed + 1)
+        crowding = asyncio.create_task(crowd.run(crowd_requests, ClosedLoop(flood.concurrency)))
         beside = await _send_regularly(light, requests, flood.interval, flood.seconds)
-        for task in crowd:  # what the crowd has in flight does not matter any more
-            task.cancel()
-        await asyncio.gather(*crowd, return_exceptions=True)
-        return {"light, alone": alone, "light, flooded": beside, "heavy": crowd_records}
-
-
-def _client(http: HttpClient, tenant: TenantLoad) -> LoadClient:
-    """Without API keys, the `user` of a request is its tenant."""
-    return LoadClient(http, RequestFormat(MODEL_NAME, extra={"user": tenant.name}), timeout=TIMEOUT)
-
-
-def _requests(tenant: TenantLoad, vocabulary: Sequence[int], rng: random.Random) -> Iterator[BenchRequest]:
-    """Endless requests without a common prefix."""
-    while True:
-        yield BenchRequest(tuple(rng.choices(vocabulary, k=tenant.prompt_len)), tenant.output_len)
+        crowding.cancel()  # what the crowd has in flight does not matter any more
+        await asyncio.gather(crowding, return_exceptions=True)
+        return {"light, alone": alone, "light, flooded": beside, "heavy": crowd.records}
 
 
 async def _send_regularly(
@@ -104,16 +91,6 @@ async def _send_regularly(
     generator = LoadGenerator(client.send, duration=seconds)
     times = OpenLoop(lambda: (interval * number for number in range(int(seconds / interval) + 1)))
     return (await generator.run(requests, times)).records
-
-
-async def _flood(client: LoadClient, requests: Iterator[BenchRequest], end: float, records: list[LoadRecord]) -> None:
-    """Send requests one after the other until `end`; after a refusal, wait as long as the server asks."""
-    clock = asyncio.get_running_loop().time
-    while clock() < end:
-        record = LoadRecord(due=clock(), sent=clock())
-        records.append(record)
-        await client.send(next(requests), record, clock)
-        await asyncio.sleep(record.retry_after or 0.0)
 
 
 COLUMNS = (
@@ -153,7 +130,8 @@ def bench_tenants(
         records = asyncio.run(_measure(Address.parse(server.url), vocabulary, flood, note))
     rows = [_row(name, some) for name, some in records.items()]
     title = f"{engine.model}: a flood of {flood.concurrency} requests, order {options['order']}"
-    settings = {"model": engine.model, "max_waiting": flood.max_waiting, "engine": options} | flood.settings()
+    settings = {"model": engine.model, "max_waiting": flood.max_waiting, "engine": options} | flood.tenants()
+    settings |= {name: getattr(flood, name) for name in ("interval", "concurrency", "idle_seconds", "seconds", "seed")}
     return BenchResult(settings, rows, [Table(title, COLUMNS, rows), Line(_verdict(rows))])
 
 

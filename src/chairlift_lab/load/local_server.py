@@ -10,17 +10,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
 from chairlift.errors import EngineDead
 from chairlift.options import options_of
 from chairlift_lab.common.timing import children, cpu_seconds
 from chairlift_lab.common.workload import text_like_ids
+
+if TYPE_CHECKING:
+    from chairlift.cluster.options import ClusterOptions
+    from chairlift.server.config import ServerConfig
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -66,6 +70,20 @@ def local_server(
             yield server
         finally:
             _stop(process)
+
+
+@contextmanager
+def local_fleet(
+    name: str, config: ServerConfig, options: ClusterOptions
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Start a fleet on Ray and stop it at the end; yields its address, and a function that returns its state."""
+    from chairlift.cluster.serving.fleet import fleet_status, start_fleet, stop_fleet
+
+    url = start_fleet(name, config, options)
+    try:
+        yield url, lambda: fleet_status(name)
+    finally:
+        stop_fleet(name)
 
 
 @contextmanager

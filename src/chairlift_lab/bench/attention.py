@@ -136,17 +136,27 @@ def time_modes(shape: AttentionShape, spans: Sequence[tuple[int, int]]) -> dict[
     return {name: seconds(backend) for name, backend in shape.backends().items()}
 
 
-Experiment = Callable[["AttentionSettings", "torch.device", "torch.dtype", Note], Iterator[Row]]
-"""Yields the rows of an experiment for the settings, a device and a number format."""
+@dataclass(frozen=True, slots=True)
+class AttentionRun:
+    """What every experiment gets."""
+
+    settings: AttentionSettings
+    device: torch.device
+    dtype: torch.dtype
+    note: Note
+
+    def shape(self, heads: int, kv_heads: int) -> AttentionShape:
+        return AttentionShape(heads, kv_heads, self.settings.head_dim, self.device, self.dtype)
 
 
-def compare_modes(settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note) -> Iterator[Row]:
+def compare_modes(run: AttentionRun) -> Iterator[Row]:
     """Decoding batches, and mixed ones in which the last request computes a prompt, in each mode."""
-    shape = AttentionShape(settings.heads, settings.kv_heads, settings.head_dim, device, dtype)
+    settings = run.settings
+    shape = run.shape(settings.heads, settings.kv_heads)
     for kind in ("decode", "mixed"):
         for variation in settings.variations:
             for batch in settings.batches:
-                note(f"{kind}, {batch} requests, length variation {variation:g}")
+                run.note(f"{kind}, {batch} requests, length variation {variation:g}")
                 lengths = SpreadLengths(settings.context, variation, LONGEST * settings.context)
                 source = random.Random(f"0 {batch} {variation}")
                 spans = [(length - 1, 1) for length in (lengths.draw(source) for _ in range(batch))]
@@ -167,20 +177,20 @@ def compare_modes(settings: AttentionSettings, device: torch.device, dtype: torc
                 }
 
 
-def compare_tiling(settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note) -> Iterator[Row]:
+def compare_tiling(run: AttentionRun) -> Iterator[Row]:
     """Causal attention of one sequence: torch's FlashAttention-style kernel and the plain formula."""
     import torch.nn.functional as F
 
     from chairlift.runner.memory import free_memory
 
-    heads = settings.tiling_heads
-    shape = AttentionShape(heads, heads, settings.head_dim, device, dtype)
-    for size in settings.tiling_sizes:
-        note(f"tiled and materialised, {size} tokens")
+    heads, device = run.settings.tiling_heads, run.device
+    shape = run.shape(heads, heads)
+    for size in run.settings.tiling_sizes:
+        run.note(f"tiled and materialised, {size} tokens")
         q, k, v = (shape.random(1, heads, size, shape.head_dim) for _ in range(3))
         tiled = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         full = partial(materialised, q, k, v)
-        matrices = 3 * heads * size**2 * dtype.itemsize  # scores, masked scores, weights: at most
+        matrices = 3 * heads * size**2 * run.dtype.itemsize  # scores, masked scores, weights: at most
         fits = matrices < 0.9 * free_memory(device)
         yield {
             "tokens": size,
@@ -202,22 +212,21 @@ def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended
 
 
-def compare_head_sharing(
-    settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note
-) -> Iterator[Row]:
+def compare_head_sharing(run: AttentionRun) -> Iterator[Row]:
     """Decoding batches with MHA, GQA and MQA, and the sequences of this context that fit in KV_MEMORY."""
     from chairlift.engine.memory_plan import bytes_per_token, plan_memory
 
+    settings = run.settings
     heads, batch, context = settings.sharing_heads, settings.sharing_batch, settings.context
     for name, kv_heads in (("MHA", heads), ("GQA", heads // settings.sharing_group), ("MQA", 1)):
-        note(f"{name}, {batch} requests of {context} tokens")
-        shape = AttentionShape(heads, kv_heads, settings.head_dim, device, dtype)
+        run.note(f"{name}, {batch} requests of {context} tokens")
+        shape = run.shape(heads, kv_heads)
         memory = plan_memory(
             [shape.layer],
             weight_bytes=0,
             kv_memory=KV_MEMORY,
-            dtype=dtype,
-            device=device,
+            dtype=run.dtype,
+            device=run.device,
             block_size=BLOCK_SIZE,
             max_model_len=context,
             max_batch_requests=1,
@@ -226,22 +235,20 @@ def compare_head_sharing(
         yield {
             "name": name,
             "kv_heads": kv_heads,
-            "bytes_per_token": bytes_per_token([shape.layer], dtype),  # keys and values of one layer
+            "bytes_per_token": bytes_per_token([shape.layer], run.dtype),  # keys and values of one layer
             "decode_seconds": first,
             "largest_batch": memory.num_blocks // -(-context // BLOCK_SIZE),
         }
 
 
-def compare_recompute(
-    settings: AttentionSettings, device: torch.device, dtype: torch.dtype, note: Note
-) -> Iterator[Row]:
+def compare_recompute(run: AttentionRun) -> Iterator[Row]:
     """One long generation with a KV cache and one without; a row is their time up to that many tokens."""
-    sizes = sorted(settings.cache_sizes)
+    sizes = sorted(run.settings.cache_sizes)
     longest = sizes[-1]
-    runner = _runner(device, dtype, longest)
-    note(f"{longest} tokens with a KV cache")
+    runner = _runner(run.device, run.dtype, longest)
+    run.note(f"{longest} tokens with a KV cache")
     cached = list(accumulate(_seconds_per_step(runner, [(i, 1) for i in range(longest)])))
-    note(f"{longest} tokens without a KV cache")
+    run.note(f"{longest} tokens without a KV cache")
     anew = list(accumulate(_seconds_per_step(runner, [(0, i + 1) for i in range(longest)])))
     for size in sizes:
         yield {
@@ -282,7 +289,7 @@ def _seconds_per_step(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> 
     return seconds
 
 
-EXPERIMENTS: dict[str, Experiment] = {
+EXPERIMENTS: dict[str, Callable[[AttentionRun], Iterator[Row]]] = {
     "modes": compare_modes,
     "tiling": compare_tiling,
     "sharing": compare_head_sharing,
@@ -304,7 +311,7 @@ def run_attention(
         {"experiment": name} | row | {"name": f"{name}: {row['name']}"}
         for name in EXPERIMENTS
         if name in experiments
-        for row in EXPERIMENTS[name](settings, device, dtype, note)
+        for row in EXPERIMENTS[name](AttentionRun(settings, device, dtype, note))
     ]
 
 
@@ -374,33 +381,8 @@ def _modes_panel(rows: Sequence[Mapping[str, Any]]) -> Plot:
     )
 
 
-def _ratio(row: Mapping[str, Any], value: str, of: str) -> float | None:
+def _ratio(value: str, of: str, row: Mapping[str, Any]) -> float | None:
     return None if row[value] is None else row[value] / row[of]
-
-
-TILING = (
-    Column("Tokens", "tokens", ","),
-    Column("Tiled\nms", "tiled_seconds", ".1f", factor=1e3),
-    Column("Whole\nms", "full_seconds", ".1f", factor=1e3, missing="too large"),
-    Column("Whole\nis", lambda row: _ratio(row, "full_seconds", "tiled_seconds"), ".1f", unit="x", missing=""),
-    Column("Tiled\nMiB", "tiled_bytes", ",.1f", factor=2**-20),
-    Column("Whole\nMiB", "full_bytes", ",.1f", factor=2**-20),
-)
-SHARING = (
-    Column("", lambda row: row["name"].removeprefix("sharing: ")),
-    Column("KV heads", "kv_heads"),
-    Column("Bytes per token\nand layer", "bytes_per_token", ","),
-    Column("Decode\nms", "decode_seconds", ".2f", factor=1e3),
-    Column("Sequences\nin 1 GiB", "largest_batch", ","),
-)
-CACHE = (
-    Column("Tokens", "tokens", ","),
-    Column("Cached\ns", "cached_seconds", ".3f"),
-    Column("Recomputed\ns", "recompute_seconds", ".3f"),
-    Column("Recomputed\nis", lambda row: _ratio(row, "recompute_seconds", "cached_seconds"), ".1f", unit="x"),
-    Column("Computed,\ncached", "cached_tokens", ","),
-    Column("Computed,\nrecomputed", "recompute_tokens", ","),
-)
 
 
 @bench(
@@ -459,14 +441,38 @@ TABLES: dict[str, Callable[[Sequence[Mapping[str, Any]]], Table]] = {
     "tiling": partial(
         Table,
         "Tiling: causal attention over one prompt",
-        TILING,
+        (
+            Column("Tokens", "tokens", ","),
+            Column("Tiled\nms", "tiled_seconds", ".1f", factor=1e3),
+            Column("Whole\nms", "full_seconds", ".1f", factor=1e3, missing="too large"),
+            Column("Whole\nis", partial(_ratio, "full_seconds", "tiled_seconds"), ".1f", unit="x", missing=""),
+            Column("Tiled\nMiB", "tiled_bytes", ",.1f", factor=2**-20),
+            Column("Whole\nMiB", "full_bytes", ",.1f", factor=2**-20),
+        ),
         caption="Whole: with the full score matrix. MiB: peak memory besides queries, keys and values",
     ),
-    "sharing": partial(Table, "Sharing: heads with the same keys and values", SHARING),
+    "sharing": partial(
+        Table,
+        "Sharing: heads with the same keys and values",
+        (
+            Column("", lambda row: row["name"].removeprefix("sharing: ")),
+            Column("KV heads", "kv_heads"),
+            Column("Bytes per token\nand layer", "bytes_per_token", ","),
+            Column("Decode\nms", "decode_seconds", ".2f", factor=1e3),
+            Column("Sequences\nin 1 GiB", "largest_batch", ","),
+        ),
+    ),
     "cache": partial(
         Table,
         "Cache: generating with and without a KV cache",
-        CACHE,
+        (
+            Column("Tokens", "tokens", ","),
+            Column("Cached\ns", "cached_seconds", ".3f"),
+            Column("Recomputed\ns", "recompute_seconds", ".3f"),
+            Column("Recomputed\nis", partial(_ratio, "recompute_seconds", "cached_seconds"), ".1f", unit="x"),
+            Column("Computed,\ncached", "cached_tokens", ","),
+            Column("Computed,\nrecomputed", "recompute_tokens", ","),
+        ),
         caption="A small random model. Computed: tokens that went through the model",
     ),
 }

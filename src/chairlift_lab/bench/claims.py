@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from chairlift_lab.bench.attention import AttentionSettings, attention_panels, r
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.bench.policies import PoliciesSettings, Strategy, compare_policies, policy_panels
 from chairlift_lab.common import verdicts
-from chairlift_lab.common.engines import EngineMaker, measure_engine, percentile, serve_at_once
+from chairlift_lab.common.engines import EngineMaker, Measurement, measure_engine, percentile, serve_at_once
 from chairlift_lab.common.floor import ceilings_for
 from chairlift_lab.common.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift_lab.common.verdicts import ClaimsTable, ClaimVerdict
@@ -28,44 +29,25 @@ from chairlift_lab.report.plots import Plot, picture
 Rows = Sequence[Mapping[str, Any]]
 
 
+def measure_alike(maker: EngineMaker, slots: int, requests: int, prompt: int, output: int) -> Measurement:
+    """Requests of the same lengths on an engine with so many slots."""
+    lengths = {"prompt_len": LengthRange(prompt, prompt), "output_len": LengthRange(output, output)}
+    workload = make_workload(maker.vocabulary(), requests=requests, seed=0, **lengths)
+    return measure_engine(maker.engine(max_batch_requests=slots, prefix_caching=False), workload, lambda tokens: None)
+
+
 def measure_compute_share(maker: EngineMaker, *, tokens: int = 24, note: Note = lambda text: None) -> dict[str, float]:
     """FLOP/s that one decoding request gets done, and the most that matrix products get done here.
 
     Two operations per weight and token; attention over so short a text is negligible.
     """
     note("one request alone")
-    length = LengthRange(tokens, tokens)
-    workload = make_workload(maker.vocabulary(), requests=1, prompt_len=length, output_len=length, seed=0)
-    measured = measure_engine(maker.engine(max_batch_requests=1, prefix_caching=False), workload, lambda tokens: None)
-    gaps = [later - earlier for earlier, later in pairwise(measured.token_times[0])]
+    (times,) = measure_alike(maker, 1, 1, tokens, tokens).token_times
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     note("the largest matrix products")
     ceiling = ceilings_for(maker.loaded.model).flops_per_second
     achieved = 2 * maker.num_parameters() / percentile(gaps, 50)
     return {"share": achieved / ceiling, "achieved_flops": achieved, "ceiling_flops": ceiling}
-
-
-def compare_batch_sizes(
-    maker: EngineMaker,
-    *,
-    sizes: Sequence[int] = (1, 4, 16, 64),
-    prompt: int = 32,
-    output: int = 24,
-    note: Note = lambda text: None,
-) -> dict[int, float]:
-    """Tokens/s of full batches by size. Small ones get fewer requests: a rate does not depend on the duration."""
-    rates = {}
-    for count in sizes:
-        note(f"{count} requests at a time")
-        workload = make_workload(
-            maker.vocabulary(),
-            requests=max(count, 3),
-            prompt_len=LengthRange(prompt, prompt),
-            output_len=LengthRange(output, output),
-            seed=0,
-        )
-        engine = maker.engine(max_batch_requests=count, prefix_caching=False)
-        rates[count] = measure_engine(engine, workload, lambda tokens: None).row("")["output_tokens_per_s"]
-    return rates
 
 
 def measure_kv_waste(
@@ -177,25 +159,6 @@ def measure_stalls(
     return rows
 
 
-def chunking_panel(rows: Rows, prompt: int) -> Plot:
-    return Plot(
-        title=f"A prompt of {prompt:,} tokens arrives",
-        rows=sorted(rows, key=lambda row: row["chunk"] or prompt),
-        x=lambda row: row["chunk"] or prompt,
-        y={
-            "its time to first token": "first_token",
-            "worst gap of the others": "worst_gap",
-            "median gap of the others": "median_gap",
-        },
-        lines=True,
-        factor=1e3,
-        x_label="tokens per chunk; the last: the whole prompt",
-        y_label="ms",
-        log="xy",
-        colours=("tab:orange", "tab:red", "tab:blue"),
-    )
-
-
 POLICIES = PoliciesSettings(
     strategies=tuple(Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")),
 )
@@ -241,41 +204,25 @@ class ClaimsRun:
         self.attention_rows += rows
         return rows
 
-    def pictures(self) -> list[Plot]:
-        """A panel for each figure of the claims that were measured."""
-        panels = [panel for name in ("batching", "policies", "chunking") for panel in self.panels.get(name, ())]
-        return panels + attention_panels(self.attention_rows)
-
 
 def _batching(run: ClaimsRun) -> list[ClaimVerdict]:
-    rates = compare_batch_sizes(run.maker, sizes=run.settings.batch_sizes, note=run.note)
-    run.panels["batching"] = [
-        Plot(
-            title="Requests at a time",
-            rows=list(rates.items()),
-            x=lambda rate: rate[0],
-            y=lambda rate: rate[1],
-            lines=True,
-            x_label="requests",
-            y_label="output tokens/s",
-            log="x",
-            limits=(0, None),
-        )
-    ]
+    """Tokens/s of full batches by size. Small ones get fewer requests: a rate does not depend on the duration."""
+    rates = {}
+    for count in run.settings.batch_sizes:
+        run.note(f"{count} requests at a time")
+        measured = measure_alike(run.maker, count, requests=max(count, 3), prompt=32, output=24)
+        rates[count] = measured.row("")["output_tokens_per_s"]
+    by_size = partial(Plot, x=lambda rate: rate[0], y=lambda rate: rate[1], lines=True, log="x", limits=(0, None))
+    y_label, rows = "output tokens/s", list(rates.items())
+    run.panels["batching"] = [by_size(title="Requests at a time", rows=rows, x_label="requests", y_label=y_label)]
     return [verdicts.judge_batching(rates)]
 
 
 def _policies(run: ClaimsRun) -> list[ClaimVerdict]:
     rows = compare_policies(run.maker, run.settings.policies, note=run.note)
     run.panels["policies"] = policy_panels(rows)
-    return [
-        judge(rows)
-        for judge in (
-            verdicts.judge_continuous_vs_dynamic,
-            verdicts.judge_continuous_vs_static,
-            verdicts.judge_useful_tokens,
-        )
-    ]
+    dynamic, static = verdicts.judge_continuous_vs_dynamic(rows), verdicts.judge_continuous_vs_static(rows)
+    return [dynamic, static, verdicts.judge_useful_tokens(rows)]
 
 
 def _padding(run: ClaimsRun) -> list[ClaimVerdict]:
@@ -291,7 +238,19 @@ def _padding(run: ClaimsRun) -> list[ClaimVerdict]:
 def _chunking(run: ClaimsRun) -> list[ClaimVerdict]:
     prompt = run.settings.chunked_prompt
     rows = measure_stalls(run.small(), prompt_len=prompt, chunks=run.settings.chunks, note=run.note)
-    run.panels["chunking"] = [chunking_panel(rows, prompt)]
+    figures = {
+        "its time to first token": "first_token",
+        "worst gap of the others": "worst_gap",
+        "median gap of the others": "median_gap",
+    }
+
+    def chunk(row: Mapping[str, Any]) -> int:
+        return int(row["chunk"] or prompt)
+
+    by_chunk = partial(Plot, x=chunk, y=figures, lines=True, factor=1e3, log="xy", y_label="ms")
+    title, label = f"A prompt of {prompt:,} tokens arrives", "tokens per chunk; the last: the whole prompt"
+    colours = ("tab:orange", "tab:red", "tab:blue")
+    run.panels["chunking"] = [by_chunk(title=title, rows=sorted(rows, key=chunk), x_label=label, colours=colours)]
     return [verdicts.judge_chunking(rows, prompt)]
 
 
@@ -367,7 +326,8 @@ def bench_claims(
     )
     maker = EngineMaker.from_options(engine, note)
     results = run_claims(maker, settings, groups=groups, note=note)
-    panels = results.pictures()
+    drawn = [panel for name in ("batching", "policies", "chunking") for panel in results.panels.get(name, ())]
+    panels = [*drawn, *attention_panels(results.attention_rows)]
     return BenchResult(
         maker.settings() | {"claims": groups, "requests": requests, "tiling_sizes": sizes},
         [verdict.row() for verdict in results.verdicts],

@@ -20,7 +20,7 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options import above, at_least
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given
-from chairlift_lab.bench.base import BenchResult, bench, progress_bar
+from chairlift_lab.bench.base import BenchResult, WorkloadOptions, bench, progress_bar
 from chairlift_lab.common.engines import add_speedups
 from chairlift_lab.common.workload import (
     BenchRequest,
@@ -43,8 +43,7 @@ from chairlift_lab.load.client import (
     RequestFormat,
 )
 from chairlift_lab.load.figures import LatencyLimits, LoadTables, load_row, plot_load
-from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server
-from chairlift_lab.load.offline import run_offline
+from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server, run_offline
 from chairlift_lab.load.traces import ARRIVALS, Arrivals, TraceEntry, load_trace, trace_requests
 from chairlift_lab.report.options import Positive, ReportOptions, Settings
 
@@ -131,22 +130,11 @@ class LoadOptions(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadWorkload(Settings):
+class LoadWorkload(WorkloadOptions):
     """The requests: random, from a file, or like a trace."""
 
-    prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.")] = (
-        "16:512"
-    )
-    output_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.")] = (
-        "16:256"
-    )
-    seed: Annotated[int, _workload(help="The same seed gives the same requests.")] = 0
     shared_prefix: Annotated[float, _workload(help="Share of every prompt that is a common prefix.")] = 0.0
     prefix_groups: Annotated[int, _workload(help="Number of different common prefixes.")] = 1
-    workload: Annotated[
-        Path | None,
-        _workload(help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.'),
-    ] = None
     trace: Annotated[
         Path | None, _workload(help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.")
     ] = None
@@ -172,7 +160,7 @@ class LoadWorkload(Settings):
             make = partial(trace_requests, vocabulary, entries, seed=self.seed, lengths=self.trace_scale)
             return make, len(entries), entries
         work = None if self.workload is None else load_workload(self.workload)
-        longest = sum(length.high for length in self._lengths().values()) if work is None else work.longest
+        longest = sum(length.high for length in self.lengths().values()) if work is None else work.longest
         if limit is not None and longest > limit:
             problem = f"requests may have {longest} tokens, prompt and output, but the model takes {limit}"
             raise InvalidParameter("prompt_len" if work is None else "workload", problem)
@@ -180,12 +168,9 @@ class LoadWorkload(Settings):
             return lambda: iter(work.requests), len(work.requests), None
         return self._drawn(vocabulary), None, None
 
-    def _lengths(self) -> dict[str, LengthRange]:
-        return {name: LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")}
-
     def _drawn(self, vocabulary: Sequence[int]) -> Requests:
         shared = SharedPrefixes(self.shared_prefix, self.prefix_groups)
-        return partial(draw_requests, vocabulary, seed=self.seed, shared=shared, **self._lengths())
+        return partial(draw_requests, vocabulary, seed=self.seed, shared=shared, **self.lengths())
 
 
 def _fitting(recorded: list[TraceEntry], limit: int) -> list[TraceEntry]:
@@ -241,7 +226,7 @@ class LoadPlan:
     timeout: float
 
 
-def measure_server(
+async def measure_server(
     http: HttpClient,
     request_format: RequestFormat,
     plan: LoadPlan,
@@ -249,8 +234,7 @@ def measure_server(
     cpu_seconds: Callable[[], Mapping[str, float]] = dict,
 ) -> LoadRun:
     """Send the load to a running server; `cpu_seconds` are those of its processes so far, if known."""
-
-    async def measure() -> LoadRun:
+    with closing(http):
         client = LoadClient(http, request_format, timeout=plan.timeout)
         some = Workload(tuple(islice(plan.requests(), plan.warm_up))).warm_up(plan.warm_up)
         warm_up = await LoadGenerator(client.send).run(some.requests, ClosedLoop(plan.warm_up))
@@ -270,9 +254,6 @@ def measure_server(
         advance(len(run.records), 0, client.num_pieces)
         run.cpu_seconds |= {name: used - before.get(name, 0.0) for name, used in cpu_seconds().items()}
         return run
-
-    with closing(http):
-        return asyncio.run(measure())
 
 
 def turns(repeat: int) -> Iterator[str]:
@@ -324,10 +305,11 @@ def bench_serve(
                 workload = Workload(tuple(plan.requests()))
                 return run_offline(engine.model, engine.config(), workload, loop, plan.warm_up, advance)
             if address is not None:
-                return measure_server(HttpClient(address, api_key=server.api_key), request_format, plan, advance)
+                http = HttpClient(address, api_key=server.api_key)
+                return asyncio.run(measure_server(http, request_format, plan, advance))
             with local_server(engine.model, engine.config(), max_waiting=MAX_WAITING) as ours:
                 http, format = HttpClient(Address.parse(ours.url)), replace(request_format, model=MODEL_NAME)
-                return measure_server(http, format, plan, advance, ours.cpu_seconds)
+                return asyncio.run(measure_server(http, format, plan, advance, ours.cpu_seconds))
 
     runs: dict[str, list[LoadRun]] = {}
     for name in turns(repeat) if compare_offline else ["server"] * repeat:

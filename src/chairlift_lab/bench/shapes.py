@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.floor import Ceilings
 from chairlift_lab.common.model_shapes import SHAPES, config_file
 from chairlift_lab.common.shape_run import Cases, ShapeCase, ShapeRun, make_cases, run_shape, warm_up_of
-from chairlift_lab.peers.peers import CHECK_SECONDS, PeerFailed, PeerProcess
+from chairlift_lab.peers.peers import CHECK_SECONDS, PeerFailed, PeerProcess, run_ours
 from chairlift_lab.report.options import ReportOptions
 from chairlift_lab.report.plots import Plot, picture
 
@@ -110,7 +109,13 @@ class ShapePeer:
         with config_file(cases.shape, layers=cases.layers) as path, tempfile.TemporaryDirectory() as folder:
             source = Path(path).expanduser()
             shutil.copyfile(source / "config.json" if source.is_dir() else source, Path(folder) / "config.json")
-            ask_with_notes(process, job | {"model": folder}, self.title, note, answer)
+            show = _noting(self.title, note)
+
+            def progress(line: dict[str, Any]) -> None:
+                answer.update(line)
+                show(line)
+
+            process.run(job | {"model": folder}, progress)
         for key in ("start_seconds", "seconds"):
             if key not in answer:
                 raise PeerFailed(f"answered without {key!r}")
@@ -155,33 +160,21 @@ class ShapeComparison:
 
 def run_own(cases: Cases, note: Note) -> tuple[ShapeRun, float]:
     """`run_shape` in a process of its own, and the seconds from its start to its first token."""
-    process = PeerProcess(Path(sys.executable), PROGRAM, "chairlift", threading.TIMEOUT_MAX)
     job = cases._asdict() | {"config": asdict(cases.config), "names": list(cases.names)}
-    try:
-        answer = ask_with_notes(process, job, "Chairlift", note)
-    except PeerFailed as failure:
-        raise ChairliftError(f"Chairlift {failure}") from None
-    if "parameter" in answer:
-        raise InvalidParameter(answer["parameter"], answer["problem"])
-    if "problem" in answer:
-        raise ChairliftError(answer["problem"])
+    answer = run_ours(job, _noting("Chairlift", note))
     run = ShapeRun(answer["rows"], Ceilings(**answer["ceilings"]), answer["ready_seconds"], answer["vocabulary"])
     return run, answer["start_seconds"]
 
 
-def ask_with_notes(
-    process: PeerProcess, job: Mapping[str, Any], title: str, note: Note, answered: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Run a process and return its last line; `answered` collects the content of all lines, also before a failure."""
+def _noting(title: str, note: Note) -> Callable[[dict[str, Any]], None]:
+    """Shows the notes of a process."""
 
     def progress(line: dict[str, Any]) -> None:
-        if answered is not None:
-            answered.update(line)
         if "note" in line:
             note(f"{title}: {line['note']}")
 
     note(f"{title}: starting")
-    return process.run(job, progress)
+    return progress
 
 
 def _refuse_other_formats(config: EngineConfig, title: str) -> None:

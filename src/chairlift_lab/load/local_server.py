@@ -1,4 +1,4 @@
-"""A server of ours on a free port, for the time of a measurement."""
+"""Our engine for the time of a measurement: as a server on a free port, as a fleet, or alone without a server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
+from itertools import islice
 from typing import IO, TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
 from chairlift.errors import EngineDead
 from chairlift.options import options_of
 from chairlift_lab.common.timing import children, cpu_seconds
-from chairlift_lab.common.workload import text_like_ids
+from chairlift_lab.common.workload import Workload, text_like_ids
+from chairlift_lab.load.client import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
+from chairlift_lab.peers.peers import run_ours
 
 if TYPE_CHECKING:
     from chairlift.cluster.options import ClusterOptions
@@ -103,6 +106,34 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def run_offline(
+    model: str, options: Mapping[str, Any], workload: Workload, loop: LoadLoop, warm_up: int, advance: LoadProgress
+) -> LoadRun:
+    """A load on the engine without a server, in a process of its own; `advance` is called with its progress."""
+    requests = workload.requests
+    times = list(islice(loop.times(), len(requests))) if isinstance(loop, OpenLoop) else None
+    job = {
+        "model": model,
+        "options": dict(options),
+        "requests": [asdict(request) for request in requests],
+        "warm_up": [asdict(request) for request in workload.warm_up(warm_up).requests],
+        "in_flight": loop.concurrency if isinstance(loop, ClosedLoop) else len(requests),
+        "times": times,
+    }
+
+    def progress(line: dict[str, Any]) -> None:
+        if "finished" in line:
+            advance(line["finished"], line["open"], line["tokens"])
+
+    answer = run_ours(job, progress, "the offline engine")
+    each = zip(times or answer["arrivals"], answer["arrivals"], answer["token_times"], strict=True)
+    records = [
+        LoadRecord(due, sent, tokens, tokens[-1], len(request.prompt_ids), len(tokens), cached)
+        for request, cached, (due, sent, tokens) in zip(requests, answer["cached_tokens"], each, strict=True)
+    ]
+    return LoadRun(max(record.end for record in records), records, answer["cpu_seconds"])
+
+
 def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:
     """The token ids that prompts for a model can be made of, and the most tokens a request to it can have."""
     from chairlift.loading.checkpoint import open_checkpoint
@@ -111,7 +142,7 @@ def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool)
     from chairlift.models import describe
 
     checkpoint = open_checkpoint(resolve_model(model, progress=progress))
-    limit = options["max_model_len"] or describe(checkpoint.config).max_len
+    limit = options.get("max_model_len") or describe(checkpoint.config).max_len
     return text_like_ids(load_tokenizer(checkpoint).tokenizer), limit
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift_lab.common.engines import Measurement, TokenProgress
 from chairlift_lab.common.workload import Workload
 
@@ -116,6 +116,21 @@ class PeerProcess:
             for name in ("PYTHONPATH", "PYTHONHOME"):  # they point to our packages, not to the peer's
                 inherited.pop(name, None)
         return inherited | dict(self.environment)
+
+
+def run_ours(
+    job: Mapping[str, Any], progress: Callable[[dict[str, Any]], None], title: str = "Chairlift"
+) -> dict[str, Any]:
+    """Run a job on our own engine in a process of its own, and raise its problem here."""
+    try:
+        answer = PeerProcess(Path(sys.executable), "shapes.py", "chairlift", threading.TIMEOUT_MAX).run(job, progress)
+    except PeerFailed as failure:
+        raise ChairliftError(f"{title} {failure}") from None
+    if "parameter" in answer:
+        raise InvalidParameter(answer["parameter"], answer["problem"])
+    if "problem" in answer:
+        raise ChairliftError(answer["problem"])
+    return answer
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -222,7 +222,7 @@ def test_errors_of_our_process_are_raised_here(
         programs.run_ours(job | {"started": 0.0}, lambda **content: lines.append(content))
         return lines[-1]
 
-    monkeypatch.setattr(shapes, "ask_with_notes", ask)
+    monkeypatch.setattr(PeerProcess, "run", ask)
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     config = EngineConfig(device="cpu", load_format="dummy")

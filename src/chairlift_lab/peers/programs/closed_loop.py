@@ -69,40 +69,45 @@ class ReplyWriter:
 
 def run_job(job: dict[str, Any], answer: ReplyWriter, submit: SubmitRequest, poll: Poll) -> None:
     """The warm-up, then the requests that count."""
-    _drive("warm-up", job["warm_up"], job["in_flight"], submit, poll)
+    drive("warm-up", job["warm_up"], job["in_flight"], submit, poll)
     answer(tokens=0)
-    answer(**_drive("timed", job["requests"], job["in_flight"], submit, poll, answer))
+    answer(**drive("timed", job["requests"], job["in_flight"], submit, poll, answer))
 
 
-def _drive(
+def drive(
     label: str,
     requests: Sequence[Any],
     in_flight: int,
     submit: SubmitRequest,
     poll: Poll,
     answer: ReplyWriter | None = None,
+    times: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Keep `in_flight` requests in flight: the next is sent when one has finished."""
+    """Keep `in_flight` requests in flight: the next is sent when one has finished, and not before its time if any."""
     names = {f"{label}-{index}": index for index in range(len(requests))}
     start_time = reported = time.perf_counter()
     arrivals: list[float] = []
     token_times: list[list[float]] = [[] for _ in requests]
     finished = tokens = 0
     while finished < len(requests):
-        while len(arrivals) < len(requests) and len(arrivals) - finished < in_flight:
-            index = len(arrivals)
+        while (index := len(arrivals)) < len(requests) and index - finished < in_flight:
+            early = times[index] + start_time - time.perf_counter() if times else 0.0
+            if early > 0:
+                if index > finished:
+                    break
+                time.sleep(early)
             arrivals.append(time.perf_counter() - start_time)
             submit(f"{label}-{index}", requests[index]["prompt_ids"], requests[index]["n_out"])
         for name, moments in poll():
-            times, wanted = token_times[names[name]], requests[names[name]]["n_out"]
-            times += [moment - start_time for moment in moments]
+            arrived, wanted = token_times[names[name]], requests[names[name]]["n_out"]
+            arrived += [moment - start_time for moment in moments]
             tokens += len(moments)
-            finished += bool(moments) and len(times) == wanted
-            if len(times) > wanted:
-                raise RuntimeError(f"request {name}: {len(times)} tokens instead of {wanted}")
+            finished += bool(moments) and len(arrived) == wanted
+            if len(arrived) > wanted:
+                raise RuntimeError(f"request {name}: {len(arrived)} tokens instead of {wanted}")
         if answer is not None and time.perf_counter() - reported > PROGRESS_SECONDS:
             reported = time.perf_counter()
-            answer(tokens=tokens)
+            answer(tokens=tokens, finished=finished, open=len(arrivals) - finished)
     return {"seconds": time.perf_counter() - start_time, "arrivals": arrivals, "token_times": token_times}
 
 

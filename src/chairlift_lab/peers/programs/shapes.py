@@ -11,35 +11,72 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from closed_loop import Program, ReplyWriter, main
+from closed_loop import Arrivals, Program, ReplyWriter, drive, main
 
 SPREAD = 0.02  # Random weights have this standard deviation, as in `models/dummy.py`.
 
 
 def run_ours(job: dict[str, Any], answer: ReplyWriter) -> None:
     """Our own engine in a process that gives all memory back at its end."""
-    from chairlift.config import EngineConfig
     from chairlift.errors import ChairliftError, InvalidParameter
-    from chairlift_lab.common.shape_run import Cases, run_shape
-    from chairlift_lab.load.offline import run_in_this_process
 
-    imported = time.time() - job["started"]
     try:
-        if "shape" not in job:
-            answer(**asdict(run_in_this_process(job, lambda *progress: answer(progress=progress))))
-            return
-        cases = Cases(*(job[name] for name in Cases._fields))._replace(config=EngineConfig(**job["config"]))
-        done = run_shape(cases, lambda text: answer(note=text))
-        answer(**asdict(done), start_seconds=imported + done.ready_seconds)
+        (_run_cases if "shape" in job else _run_load)(job, answer)
     except InvalidParameter as error:
         answer(parameter=error.parameter, problem=error.problem)
     except ChairliftError as error:
         answer(problem=str(error))
+
+
+def _run_cases(job: dict[str, Any], answer: ReplyWriter) -> None:
+    from chairlift.config import EngineConfig
+    from chairlift_lab.common.shape_run import Cases, run_shape
+
+    imported = time.time() - job["started"]
+    cases = Cases(*(job[name] for name in Cases._fields))._replace(config=EngineConfig(**job["config"]))
+    done = run_shape(cases, lambda text: answer(note=text))
+    answer(**asdict(done), start_seconds=imported + done.ready_seconds)
+
+
+def _run_load(job: dict[str, Any], answer: ReplyWriter) -> None:
+    """A load as a server gets it, so with detokenization."""
+    from chairlift.config import EngineConfig
+    from chairlift.core.events import RequestAdmitted, RequestFinished, TokenProduced
+    from chairlift.core.sampling.params import SamplingParams
+    from chairlift.engine.startup import load_engine
+    from chairlift.errors import EngineDead
+
+    engine = load_engine(job["model"], EngineConfig(**job["options"]), progress=False).engine
+    names: dict[str, str] = {}
+    cached: dict[str, int] = {}
+
+    def submit(name: str, prompt: Sequence[int], n_out: int) -> None:
+        [request_id] = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n_out, ignore_eos=True))
+        names[request_id] = name
+
+    def poll() -> Arrivals:
+        events = engine.step()
+        engine.check_alive()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, TokenProduced):
+                yield names[event.request_id], [now]
+            elif isinstance(event, RequestAdmitted):
+                cached[names[event.request_id]] = event.cached_tokens
+            elif isinstance(event, RequestFinished) and event.ending.reason.value != "length":
+                raise EngineDead(f"a request ended early: {event.ending.reason.value} {event.ending.detail or ''}")
+
+    drive("warm-up", job["warm_up"], job["in_flight"], submit, poll)
+    cpu, num_requests = time.process_time(), len(job["requests"])
+    served = drive("timed", job["requests"], job["in_flight"], submit, poll, answer, job["times"])
+    cached_tokens = [cached.get(f"timed-{index}", 0) for index in range(num_requests)]
+    answer(**served, cached_tokens=cached_tokens, cpu_seconds={"engine": time.process_time() - cpu})
 
 
 def run_vllm(job: dict[str, Any], answer: ReplyWriter) -> None:

@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -36,7 +38,8 @@ from chairlift.progress import watch
 from chairlift.registry import Registry
 from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions
-from chairlift_lab.report.options import Draw, JsonOptions
+from chairlift_lab.common.workload import LengthRange
+from chairlift_lab.report.options import Draw, JsonOptions, Settings
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
@@ -47,6 +50,29 @@ class VariedEngineOptions(EngineOptions):
 
     def _check_combinations(self) -> None:
         pass
+
+
+_workload = partial(typer.Option, rich_help_panel="Workload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions(Settings):
+    """Requests of random lengths, or those of a file."""
+
+    prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.")] = (
+        "16:512"
+    )
+    output_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.")] = (
+        "16:256"
+    )
+    seed: Annotated[int, _workload(help="The same seed gives the same requests.")] = 0
+    workload: Annotated[
+        Path | None,
+        _workload(help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.'),
+    ] = None
+
+    def lengths(self) -> dict[str, LengthRange]:
+        return {name: LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")}
 
 
 class Shown(Protocol):

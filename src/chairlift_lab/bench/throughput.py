@@ -2,49 +2,220 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from chairlift.errors import InvalidParameter
+from chairlift.config import EngineConfig
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 from chairlift.terminal.tables import Column, Line, Table
-from chairlift_lab.bench.base import BenchResult, bench, progress_bar
-from chairlift_lab.common.engines import TokenProgress
-from chairlift_lab.common.workload import LengthRange, Workload, load_workload, make_workload
-from chairlift_lab.peers.comparison import (
-    ALL_ENGINES,
-    ENGINES,
-    OWN_ENGINES,
-    ConcurrencyResult,
-    Rounds,
-    ThroughputComparison,
-)
-from chairlift_lab.peers.peers import PEERS, Peer, parse_peer_paths
+from chairlift_lab.bench.base import BenchResult, WorkloadOptions, bench, progress_bar
+from chairlift_lab.common.engines import Measurement, TokenProgress, add_speedups, measure_engine
+from chairlift_lab.common.workload import Workload, load_workload, make_workload
+from chairlift_lab.load.local_server import local_model_facts
+from chairlift_lab.peers.peers import MAX_BATCH_TOKENS, PEERS, Peer, PeerFailed, parse_peer_paths
 from chairlift_lab.report.options import parse_names, parse_numbers
+
+if TYPE_CHECKING:
+    from chairlift.engine.settings import MachineSettings
+
+ENGINES = ("chairlift", "one-at-a-time", "transformers")
+OWN_ENGINES = ("chairlift", "chairlift-fp32")
+ALL_ENGINES = tuple(dict.fromkeys(ENGINES + OWN_ENGINES))
+# The fields of `EngineConfig` in which engines of ours differ from the options.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "chairlift": {},
+    "chairlift-fp32": {"quantization": "none", "dtype": "float32"},
+    "one-at-a-time": {"max_batch_requests": 1, "prefix_caching": False},
+}
+
+Row = dict[str, Any]
+Watch = Callable[[str], AbstractContextManager[TokenProgress]]
+"""Shows the progress of the engine of that name."""
+
+
+@dataclass(frozen=True)
+class ThroughputComparison:
+    """Engines to run on one model; `options` are fields of `EngineConfig`.
+
+    All requests are submitted at once. With `closed_loop`, our own engines get at most as many as they have slots, and
+    the next when one has finished.
+    """
+
+    model: str
+    engines: Sequence[str] = ENGINES
+    options: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True  # Whether downloading the model shows progress.
+    closed_loop: bool = False
+
+    @cached_property
+    def machine(self) -> MachineSettings:
+        from chairlift.engine.settings import resolve_machine
+
+        return resolve_machine(EngineConfig(**self.options))
+
+    @cached_property
+    def path(self) -> Path:
+        from chairlift.loading.resolve import resolve_model
+
+        return resolve_model(self.model, progress=self.progress)
+
+    @property
+    def transformers_batch_tokens(self) -> int:
+        return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
+
+    def settings(self) -> dict[str, Any]:
+        """The settings with all defaults resolved."""
+        config, machine = EngineConfig(**self.options), self.machine
+        names = ("quantization", "max_model_len", "block_size", "kv_memory", "prefix_caching", "attention")
+        return {
+            "model": self.model,
+            "engines": list(self.engines),
+            "threads": machine.threads,
+            "device": str(machine.device),
+            "dtype": str(machine.dtype).removeprefix("torch."),
+            "concurrency": machine.max_batch_requests,
+            "max_batch_tokens": machine.max_batch_tokens,
+            "max_prefill_tokens": config.max_prefill_tokens or machine.max_batch_tokens,
+            **{name: getattr(config, name) for name in names},
+            "transformers_max_batch_tokens": self.transformers_batch_tokens,
+        }
+
+    def vocabulary(self) -> list[int]:
+        """The token ids that prompts can be made of."""
+        return local_model_facts(self.model, self.options, progress=self.progress)[0]
+
+    def peer(self, name: str, **given: Any) -> Peer:
+        """An engine that runs on the same model and machine, unless it is given another model."""
+        dtype = str(self.machine.dtype).removeprefix("torch.")
+        shared: dict[str, Any] = {"model": self.path, "threads": self.machine.threads, "dtype": dtype}
+        return Peer(name, **shared | given)
+
+    def run(self, workload: Workload, watch: Watch) -> list[Row]:
+        """Load, warm up and measure one engine after the other; return a row for each."""
+        import torch
+
+        if "transformers" in self.engines and find_spec("accelerate") is None and self.path.suffix == ".gguf":
+            problem = "transformers needs the package accelerate to read GGUF files"
+            raise InvalidParameter("engines", f"{problem}; install it or leave transformers out")
+        threads = torch.get_num_threads()
+        rows = []
+        for name in self.engines:
+            torch.set_num_threads(threads)  # the engine before may have changed it
+            measure = self._measure_transformers if name == "transformers" else partial(self._measure_own, name)
+            with watch(name) as advance:
+                rows.append(measure(workload, advance).row(name))
+            gc.collect()
+            if torch.cuda.is_initialized():  # the next engine may be in another process
+                torch.cuda.empty_cache()
+        add_speedups(rows)
+        return rows
+
+    def _measure_own(self, name: str, workload: Workload, advance: TokenProgress) -> Measurement:
+        from chairlift.engine.startup import load_engine
+
+        loaded = load_engine(self.model, EngineConfig(**{**self.options, **CHANGES[name]}), progress=self.progress)
+        in_flight = loaded.engine.scheduler.max_batch_requests if self.closed_loop else None
+        return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
+
+    def _measure_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
+        """All requests at once, as for our own engines; transformers puts as many as fit into a step."""
+        how = {"device": str(self.machine.device), "max_batch_tokens": self.transformers_batch_tokens}
+        peer, everything = self.peer("transformers", timeout=threading.TIMEOUT_MAX, **how), len(workload.requests)
+        slots = min(self.machine.max_batch_requests, everything)
+        try:
+            return peer.measure(workload, slots, advance, in_flight=everything)
+        except PeerFailed as failure:
+            raise EngineDead(f"transformers {failure}; run with --engines without it") from None
+
+
+class ConcurrencyResult(NamedTuple):
+    """The rows of one concurrency, and why peers have none."""
+
+    concurrency: int
+    rows: list[Row]
+    skipped: dict[str, str]  # The reason for each peer, by name.
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Every round runs each engine once, so that a slow phase of the machine affects all of them."""
+
+    own: ThroughputComparison
+    peers: Sequence[Peer] = ()
+    concurrencies: Sequence[int | None] = (None,)  # None: the engine's default
+    repeat: int = 1
+
+    @cached_property
+    def versions(self) -> dict[str, str | PeerFailed]:
+        """The version of each peer, or why it cannot run."""
+
+        def version(peer: Peer) -> str | PeerFailed:
+            try:
+                return peer.version()
+            except PeerFailed as failure:
+                return failure
+
+        return {peer.name: version(peer) for peer in self.peers}
+
+    def run(self, workload: Workload, watch: Watch) -> Iterator[ConcurrencyResult]:
+        for concurrency in self.concurrencies:
+            changes = {} if concurrency is None else {"max_batch_requests": concurrency}
+            yield self._run_one(replace(self.own, options={**self.own.options, **changes}), workload, watch)
+
+    def _run_one(self, own: ThroughputComparison, workload: Workload, watch: Watch) -> ConcurrencyResult:
+        slots = own.machine.max_batch_requests
+        runs: dict[str, list[Row]] = {}
+        skipped = {name: str(version) for name, version in self.versions.items() if isinstance(version, PeerFailed)}
+        for _ in range(self.repeat):
+            for row in own.run(workload, watch):
+                runs.setdefault(row["name"], []).append(row)
+            for peer in self.peers:
+                if peer.name in skipped:
+                    continue
+                try:
+                    with watch(peer.name) as advance:
+                        row = peer.measure(workload, slots, advance).row(peer.name)
+                    runs.setdefault(peer.name, []).append(row)
+                except PeerFailed as failure:
+                    skipped[peer.name] = str(failure)
+        rows = [median_row(some) for name, some in runs.items() if name not in skipped]
+        add_speedups(rows)
+        names = {peer.name for peer in self.peers}
+        best = max((row["output_tokens_per_s"] for row in rows if row["name"] in names), default=None)
+        for row in rows:
+            row["concurrency"] = slots
+            row["vs_best_peer"] = row["output_tokens_per_s"] / best if best else None
+        return ConcurrencyResult(slots, rows, skipped)
+
+
+def median_row(rows: Sequence[Row]) -> Row:
+    """The median of each figure over several runs of one engine; figures that an engine does not have stay None."""
+    numeric = [name for name, value in rows[0].items() if isinstance(value, (int, float))]
+    middle = {name: median(row[name] for row in rows) for name in numeric}
+    return rows[0] | middle | {"output_tokens_per_s_runs": [row["output_tokens_per_s"] for row in rows]}
+
 
 _workload, _peers = (partial(typer.Option, rich_help_panel=panel) for panel in ("Workload", "Peers"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputWorkload:
-    """Random requests, or those of a file."""
+class ThroughputWorkload(WorkloadOptions):
+    """The requests, and how many of them are in a step."""
 
     requests: Annotated[int, _workload(help="Number of requests; with --workload, the first of the file.")] = 64
-    prompt_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512"
-    output_len: Annotated[str, _workload(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256"
-    seed: Annotated[int, _workload(help="The same seed gives the same requests.")] = 0
-    workload: Annotated[
-        Path | None,
-        _workload(help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.'),
-    ] = None
     concurrency: Annotated[
         str | None,
         _workload(
@@ -68,7 +239,7 @@ class ThroughputWorkload:
 
     def make(self, context: typer.Context, comparison: ThroughputComparison) -> tuple[Workload, dict[str, Any]]:
         """The requests, and their source for the report."""
-        lengths = {name: LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")}
+        lengths = self.lengths()
         if self.workload is None:
             work = make_workload(comparison.vocabulary(), requests=self.requests, seed=self.seed, **lengths)
             drawn = {name: str(length) for name, length in lengths.items()}
@@ -98,9 +269,7 @@ class PeerOptions:
     peer_python: Annotated[
         list[str] | None,
         _peers(
-            metavar="NAME=PYTHON",
-            help="The Python that has the peer's package; repeatable.",
-            show_default="this one",
+            metavar="NAME=PYTHON", help="The Python that has the peer's package; repeatable.", show_default="this one"
         ),
     ] = None
     peer_model: Annotated[
@@ -114,8 +283,6 @@ class PeerOptions:
     peer_timeout: Annotated[float, _peers(help="Seconds for one run of a peer, loading included.")] = 900.0
 
     def make(self, context: typer.Context, comparison: ThroughputComparison) -> list[Peer]:
-        from chairlift.loading.resolve import resolve_model
-
         if self.peers is None:
             refuse_given(context, ("peer_python", "peer_model", "peer_timeout"), "has no effect without --peers")
             return []
@@ -124,18 +291,14 @@ class PeerOptions:
         names = parse_names("peers", self.peers, PEERS)
         pythons = parse_peer_paths("peer_python", self.peer_python or [], names)
         models = parse_peer_paths("peer_model", self.peer_model or [], names)
-        settings = comparison.settings()
-        if settings["device"] != "cpu":
+        if comparison.machine.device.type != "cpu":
             raise InvalidParameter("peers", "run on the CPU; add --device cpu")
-        default = resolve_model(comparison.model, progress=comparison.progress)
         return [
-            Peer(
+            comparison.peer(
                 name,
-                models.get(name, default),
-                pythons.get(name, Path(sys.executable)),
-                threads=settings["threads"],
-                dtype=settings["dtype"],
                 timeout=self.peer_timeout,
+                python=pythons.get(name, Path(sys.executable)),
+                model=models.get(name, comparison.path),
             )
             for name in names
         ]

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
+from chairlift_lab.bench.throughput import Rounds, ThroughputComparison, median_row
 from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import BenchRequest, Workload
-from chairlift_lab.peers.comparison import Rounds, ThroughputComparison, median_row
 from chairlift_lab.peers.peers import PEERS, PROGRAMS, Peer, PeerFailed, PeerProcess, parse_peer_paths
 from tests.tiny import write_tiny_checkpoint
 

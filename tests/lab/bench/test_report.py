@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
+from chairlift_lab.bench.throughput import ThroughputComparison
 from chairlift_lab.common.engines import Measurement, add_speedups
-from chairlift_lab.peers.comparison import ThroughputComparison
 from chairlift_lab.report.options import check_writable, machine, machine_line, write_report
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"

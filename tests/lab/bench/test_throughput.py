@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
+from chairlift_lab.bench.throughput import ALL_ENGINES, ENGINES, ThroughputComparison
 from chairlift_lab.common.engines import TokenProgress
 from chairlift_lab.common.workload import LengthRange, make_workload
-from chairlift_lab.peers.comparison import ALL_ENGINES, ENGINES, ThroughputComparison
 from chairlift_lab.report.options import parse_names
 from tests.tiny import write_tiny_checkpoint
 
@@ -67,7 +67,7 @@ def test_a_workload_longer_than_the_context_is_refused(folder: str) -> None:
 def test_a_missing_package_of_transformers_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    monkeypatch.setattr("chairlift_lab.peers.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("chairlift_lab.bench.throughput.find_spec", lambda name: None)
     workload = make_workload([5], requests=1, prompt_len=LengthRange(2, 2), output_len=LengthRange(1, 1), seed=0)
     with pytest.raises(InvalidParameter, match=r"engines: .*accelerate"):
         ThroughputComparison(str(file), options={"device": "cpu"}, progress=False).run(workload, Watching())

@@ -22,6 +22,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu.decoder import _add_product, decode_layer, decode_step, store_layer
 from chairlift.layers.linear import Linear
 from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
+from chairlift_lab.profile.cpu import LAST_PIECE, layer_pieces
 from chairlift_lab.profile.gpu import (
     FIRST_KERNEL,
     HOST_GAP,
@@ -33,7 +34,6 @@ from chairlift_lab.profile.gpu import (
     launch_seconds,
     read_timeline,
 )
-from chairlift_lab.profile.kernel_stamps import LAST_PIECE, layer_pieces
 from chairlift_lab.profile.step_profile import Batch, ProfileSettings
 from tests.kernels.tiny_config import CONFIG
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -101,7 +101,8 @@ def sweep_chunks(
     note: Note = lambda text: None,
 ) -> list[ChunkingPoint]:
     """Every fixed chunk, every target (in seconds; two are suggested if there are none), and the knee, in turns."""
-    _check_chunks(chunks)
+    if not chunks or min(chunks) < 1 or len(set(chunks)) < len(chunks):
+        raise InvalidParameter("chunks", f"must be different numbers of at least 1, got {list(chunks)}")
     largest = max(chunks)
     if not targets:
         note("finding two targets")
@@ -126,13 +127,13 @@ def _run_round(
     note(f"{which}: warming up")
     turns = [_begin(maker, settings, point, largest) for point in points]
     for prompt in range(settings.prompts):
-        for point, turn in zip(points, turns, strict=True):
+        for point, (clock, traffic) in zip(points, turns, strict=True):
             note(f"{which}: prompt {prompt + 1} of {settings.prompts}, {point.name}")
-            with turn.clock:
-                turn.traffic.measure_prompt()
-    for point, turn in zip(points, turns, strict=True):
-        turn.traffic.stop()
-        point.rounds.append(turn.traffic.measured)
+            with clock:
+                traffic.measure_prompt()
+    for point, (_, traffic) in zip(points, turns, strict=True):
+        traffic.stop()
+        point.rounds.append(traffic.measured)
 
 
 def suggest_targets(maker: EngineMaker, settings: ChunkingSettings, chunks: Sequence[int]) -> list[float]:
@@ -144,12 +145,9 @@ def suggest_targets(maker: EngineMaker, settings: ChunkingSettings, chunks: Sequ
     return sorted({float(f"{percentile(point.run.gaps, 50):.2g}") for point in points})
 
 
-class _Turn(NamedTuple):
-    clock: TurnClock
-    traffic: LongPrompts
-
-
-def _begin(maker: EngineMaker, settings: ChunkingSettings, point: ChunkingPoint, largest: int) -> _Turn:
+def _begin(
+    maker: EngineMaker, settings: ChunkingSettings, point: ChunkingPoint, largest: int
+) -> tuple[TurnClock, LongPrompts]:
     options: dict[str, Any] = {"max_prefill_tokens": point.chunk or largest}
     if point.target is not None:
         options["target_tpot_ms"] = point.target * 1e3
@@ -160,7 +158,7 @@ def _begin(maker: EngineMaker, settings: ChunkingSettings, point: ChunkingPoint,
     traffic = LongPrompts(engine, maker.vocabulary(), settings)
     with clock:
         traffic.warm_up(settings.prompt_len)
-    return _Turn(clock, traffic)
+    return clock, traffic
 
 
 def best_fixed(points: Sequence[ChunkingPoint], target: float) -> ChunkingPoint | None:
@@ -174,11 +172,6 @@ def chunking_rows(points: Sequence[ChunkingPoint]) -> list[dict[str, Any]]:
     return [point.row(None if point.target is None else best_fixed(points, point.target)) for point in points]
 
 
-def _check_chunks(chunks: Sequence[int]) -> None:
-    if not chunks or min(chunks) < 1 or len(set(chunks)) < len(chunks):
-        raise InvalidParameter("chunks", f"must be different numbers of at least 1, got {list(chunks)}")
-
-
 _FIXED, _KNEE, _TARGETS = "tab:grey", "tab:green", ("tab:blue", "tab:red", "tab:purple", "tab:orange")
 
 
@@ -189,7 +182,7 @@ def plot_chunking(path: Path, points: Sequence[ChunkingPoint], footnote: str) ->
     targets = [row for row in adaptive if row["target_ms"] is not None]
     colours = {row["name"]: _TARGETS[index % len(_TARGETS)] for index, row in enumerate(targets)}
 
-    def scatter(axes: Any, key: str, scale: float) -> None:
+    def scatter(axes: Any, title: str, y_label: str, key: str, scale: float) -> None:
         """Every setting by its inter-token time; fixed chunks are joined by a line."""
         x, y = [row["itl_p99_ms"] for row in fixed], [row[key] * scale for row in fixed]
         axes.plot(x, y, "o-", color=_FIXED, label="fixed chunks")
@@ -201,44 +194,37 @@ def plot_chunking(path: Path, points: Sequence[ChunkingPoint], footnote: str) ->
         for row in targets:
             axes.axvline(ALLOWANCE * row["target_ms"], color=colours[row["name"]], linestyle=":", linewidth=1)
         _plain_logarithm(axes)
-        axes.set_xlabel(f"inter-token time, 99th percentile, ms (dotted: {ALLOWANCE:g} x target)")
+        x_label = f"inter-token time, 99th percentile, ms (dotted: {ALLOWANCE:g} x target)"
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        axes.set_ylim(bottom=0)
         axes.legend(fontsize=8)
 
-    def throughput(axes: Any) -> None:
-        axes.set_title("Throughput")
-        axes.set_ylabel("tokens/s, prompts and outputs")
-        scatter(axes, "tokens_per_s", 1.0)
-        axes.set_ylim(bottom=0)
-
-    def first_token(axes: Any) -> None:
-        axes.set_title("Time to first token of the long prompts")
-        axes.set_ylabel("seconds, median")
-        scatter(axes, "ttft_p50_ms", 1e-3)
-        axes.set_ylim(bottom=0)
-
     def distribution(axes: Any) -> None:
-        axes.set_title("Inter-token times of running requests")
         for point in points:
             gaps = sorted(point.run.gaps)
             shares = [(index + 1) / len(gaps) for index in range(len(gaps))]
             kind = {"color": _FIXED, "linewidth": 0.8} if point.chunk else {"color": colours.get(point.name, _KNEE)}
             axes.plot([gap * 1e3 for gap in gaps], shares, **kind, label=None if point.chunk else point.name)
         _plain_logarithm(axes)
-        axes.set_xlabel("ms (grey: fixed chunks)")
-        axes.set_ylabel("share of tokens that came faster")
+        title, y_label = "Inter-token times of running requests", "share of tokens that came faster"
+        axes.set(title=title, xlabel="ms (grey: fixed chunks)", ylabel=y_label)
         axes.legend(fontsize=8)
 
     def decisions(axes: Any) -> None:
-        axes.set_title("Prompt tokens of each step")
         for point in points:
             if point.chunk is None:
                 chunks = [step.prefill_tokens for step in point.run.steps]
                 colour = colours.get(point.name, _KNEE)
                 axes.plot(chunks, ".-", color=colour, linewidth=0.7, markersize=3, label=point.name)
-        axes.set_xlabel("step")
+        axes.set(title="Prompt tokens of each step", xlabel="step")
         axes.legend(fontsize=8)
 
-    panels: list[PlotPanel] = [throughput, first_token, distribution, decisions]
+    panels: list[PlotPanel] = [
+        lambda axes: scatter(axes, "Throughput", "tokens/s, prompts and outputs", "tokens_per_s", 1.0),
+        lambda axes: scatter(axes, "Time to first token of the long prompts", "seconds, median", "ttft_p50_ms", 1e-3),
+        distribution,
+        decisions,
+    ]
     save_panels(path, "Prompt chunks beside decoding requests", footnote, panels)
 
 

@@ -67,7 +67,8 @@ def measure_starts(
             prompts, outputs = settings.lengths
             requests = draw_requests(vocabulary, prompt_len=prompts, output_len=outputs, seed=settings.seed)
             records = asyncio.run(_load(Address.parse(server.url), requests, streams, seconds))
-            phases = _start_phases(server.url)
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=METRICS_SECONDS) as response:
+                phases = start_phases(response.read().decode())
         row = {"start": start, "streams": streams, "ready_seconds": ready} | figures(records, ready, seconds)
         return row | {"phase_seconds": phases}
 
@@ -108,14 +109,8 @@ def figures(records: Sequence[LoadRecord], ready: float, seconds: float) -> dict
     }
 
 
-def _start_phases(url: str) -> dict[str, float]:
-    """The seconds of each phase of the engine's start, from the start of its process on."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_SECONDS) as response:
-        return start_phases(response.read().decode())
-
-
 def start_phases(metrics: str) -> dict[str, float]:
-    """The phases in the text of /metrics, in order."""
+    """The seconds of each phase of the engine's start, from the text of /metrics, in order."""
     phases = re.findall(r'^chairlift_engine_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
     return {phase: float(seconds) for phase, seconds in phases}
 

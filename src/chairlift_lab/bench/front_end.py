@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -94,11 +94,6 @@ def bench_front_end(
             raise InvalidParameter("workers", f"must be from 1 to 64, got {count}")
         note(f"{count} HTTP processes")
         rows.append(measure_front_end(settings, count))
-    described = {
-        "model": settings.model,
-        "streams": settings.streams,
-        "tokens": settings.tokens,
-        "tokens_per_s": settings.rate,
-        "readers": settings.readers,
-    }
+    described = asdict(settings)
+    described["tokens_per_s"] = described.pop("rate")
     return BenchResult(described, rows, [Table("The HTTP front end", COLUMNS, rows)])

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
+from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.model_shapes import TokenizerModel
 from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
 from chairlift_lab.load.local_server import free_port, local_fleet
@@ -107,11 +108,10 @@ def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str
 def _figures(runs: Sequence[StreamTotals], tokens: int) -> dict[str, Any]:
     """The median rate of the runs of so many tokens, and the times to first token of all."""
     first = [1000 * seconds for run in runs for seconds in run.first_seconds]
-    cuts = quantiles(first, n=100, method="inclusive") if len(first) > 1 else first * 99
     return {
         "tokens_per_s": median(tokens / run.seconds for run in runs),
-        "ttft_p50_ms": cuts[49],
-        "ttft_p99_ms": cuts[98],
+        "ttft_p50_ms": percentile(first, 50),
+        "ttft_p99_ms": percentile(first, 99),
         "tokens_per_event": len(runs) * tokens / sum(run.events for run in runs),
     }
 

@@ -99,22 +99,16 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
         first = layers[0]
         for count in rows:
             x = torch.randn(count, first.in_features, device=model.device).to(model.dtype)
+
+            def run(layers: Sequence[Linear] = layers, x: Tensor = x) -> None:
+                for layer in layers:
+                    layer(x)
+
             moved = (first.in_features + first.out_features) * count * model.dtype.itemsize
+            work = linear_work(first, count) + KernelWork(bytes=moved)
             yield KernelCase(
-                f"{name} {first.in_features}→{first.out_features}",
-                f"{count} rows",
-                _each(layers, x),
-                len(layers),
-                linear_work(first, count) + KernelWork(bytes=moved),
+                f"{name} {first.in_features}→{first.out_features}", f"{count} rows", run, len(layers), work
             )
-
-
-def _each(layers: Sequence[Linear], x: Tensor) -> TimedCall:
-    def run() -> None:
-        for layer in layers:
-            layer(x)
-
-    return run
 
 
 def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings, name: str) -> Iterator[KernelCase]:
@@ -177,15 +171,8 @@ def _device_sampler(logits: Tensor, params: SamplingParams) -> TimedCall:
     from chairlift.kernels.triton.sampling import sample
 
     rows, device = len(logits), logits.device
-    numbers = {
-        name: torch.full((rows,), value, dtype=torch.float32, device=device)
-        for name, value in (
-            ("temperature", params.temperature),
-            ("top_p", params.top_p),
-            ("min_p", params.min_p),
-            ("uniforms", 0.5),
-        )
-    }
+    values = {"temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p, "uniforms": 0.5}
+    numbers = {name: torch.full((rows,), value, dtype=torch.float32, device=device) for name, value in values.items()}
     tokens, last, top_k = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3))
     slots = torch.arange(rows, dtype=torch.int32, device=device)
 

@@ -8,7 +8,7 @@ CLIENTS := $(VENV)/.clients
 # environment forbids it: tests start many processes, which would all compile the sources again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test pytest test-all lint typecheck format bench options-page models-page clean
+.PHONY: help install serve chat test pytest test-all lint style imports typecheck format bench options-page models-page clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,9 +32,9 @@ serve: install  ## fetch the default model and serve it on 127.0.0.1:8000
 chat: install  ## talk to the default model in the terminal
 	$(BIN)/chairlift chat
 
-# Types are checked beside the tests, which wait for servers and other processes a fifth of their time.
-test: install lint  ## run what CI runs: style, types and tests
-	$(MAKE) --no-print-directory -j 2 typecheck pytest
+# Imports and types are checked beside the tests, which wait for servers and other processes a fifth of their time.
+test: install style  ## run what CI runs: style, types and tests
+	$(MAKE) --no-print-directory -j 3 imports typecheck pytest
 
 pytest: install
 	$(PYTEST)
@@ -49,9 +49,13 @@ $(CLIENTS): $(STAMP)
 test-all: install $(CLIENTS) lint typecheck  ## also run the slow tests and those of client libraries
 	HYPOTHESIS_PROFILE=searching $(PYTEST) -m ''
 
-lint: install
+lint: style imports
+
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+imports: install
 	$(BIN)/lint-imports
 
 typecheck: install

@@ -16,7 +16,7 @@ import transformers
 from chairlift import LLM, SamplingParams
 from chairlift.core.events import Event, PromptPooled, PromptScored, RequestPreempted, StepDone
 from chairlift.core.integrity import check_quiescent
-from chairlift.core.orderings.priority import PriorityOrdering
+from chairlift.core.orderings.base import PriorityOrdering
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
 from chairlift.loading.tokenizer import add_special_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv.kv_cache import HybridCache, KVCache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import TokenProduced
 from chairlift.core.integrity import check_accounting

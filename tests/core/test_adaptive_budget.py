@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.budgets.base import BUDGETS, BatchLoad, StepForecast, chunk_sizes, make_budget
-from chairlift.core.budgets.fixed import FixedBudget
-from chairlift.core.budgets.knee import KneeBudget
+from chairlift.core.budgets.base import (
+    BUDGETS,
+    BatchLoad,
+    FixedBudget,
+    KneeBudget,
+    StepForecast,
+    chunk_sizes,
+    make_budget,
+)
 from chairlift.core.budgets.latency import LatencyBudget, tokens_per_second_needed
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided

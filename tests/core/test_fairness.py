@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.orderings.fair import FairOrdering

@@ -12,7 +12,7 @@ from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided, Event, TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from tests.core.driving import make_request, run_plan

@@ -16,10 +16,10 @@ import torch
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec
 from chairlift.attention.storage import KVStorage
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import StepDone
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine

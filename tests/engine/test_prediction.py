@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.core.budgets.base import TokenBudget
-from chairlift.core.budgets.fixed import FixedBudget
-from chairlift.core.budgets.knee import KneeBudget
+from chairlift.core.budgets.base import FixedBudget, KneeBudget, TokenBudget
 from chairlift.core.budgets.latency import LatencyBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import BudgetDecided, StepDone

@@ -12,10 +12,10 @@ import torch
 from chairlift import LLM
 from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine

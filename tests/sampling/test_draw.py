@@ -14,7 +14,7 @@ from torch import Tensor
 from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed, uniform
 from chairlift.sampling.draw import draw, filter_probabilities, filters_of
-from chairlift.sampling.parameters import top_p as top_p_filter
+from chairlift.sampling.parameters import filters
 from chairlift.sampling.sampler import Sampler
 from tests.sampling import reference
 
@@ -125,10 +125,10 @@ def test_both_implementations_of_top_p_agree(seed: int, spread: float, vocab: in
     generator = torch.Generator().manual_seed(seed)
     weights = (torch.randn(5, vocab, generator=generator) * spread).softmax(-1)
     top_p = torch.tensor([[0.05], [0.5], [0.9], [0.99], [0.9999]], dtype=torch.float64)
-    by_row = top_p_filter.nucleus_floor_by_row(weights, top_p)
+    by_row = filters.nucleus_floor_by_row(weights, top_p)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(top_p_filter, "ROWS_SORTED_AT_ONCE", 2)
-        batched = top_p_filter.nucleus_floor(weights, top_p)
+        patch.setattr(filters, "ROWS_SORTED_AT_ONCE", 2)
+        batched = filters.nucleus_floor(weights, top_p)
     for row, floors in enumerate(zip(by_row[:, 0].tolist(), batched[:, 0].tolist(), strict=True)):
         kept = weights[row][weights[row] >= min(floors)].double()
         missing = float(top_p[row]) - float(kept.sum() - kept.min())
@@ -170,7 +170,7 @@ def test_the_reference_agrees_on_a_large_vocabulary() -> None:
     assert sum(want is not None for want in expected) >= 4
 
 
-@pytest.mark.parametrize("floor", [top_p_filter.nucleus_floor_by_row, top_p_filter.nucleus_floor])
+@pytest.mark.parametrize("floor", [filters.nucleus_floor_by_row, filters.nucleus_floor])
 def test_a_set_that_holds_exactly_top_p_is_the_nucleus(floor: Callable[[Tensor, Tensor], Tensor]) -> None:
     weights = torch.tensor([[0.125, 0.5, 0.25, 0.125]])
     shares = [0.5, 0.5000001, 0.75, 0.8]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.sampling.parameters.penalties import TokenCounts
+from chairlift.sampling.parameters.edits import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 12), max_size=40)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.executor import Executor, ExecutorCapabilities
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler

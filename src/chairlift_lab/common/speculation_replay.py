@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import Chunk, StepResult
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.cluster.routing.router import Router
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.orderings.base import make_ordering

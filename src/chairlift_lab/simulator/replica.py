@@ -9,7 +9,7 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift_lab.simulator.outcome import Gaps, RequestRecord

@@ -7,12 +7,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from chairlift import SamplingParams
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import TextProduced
 from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chairlift.cluster.routing.policies import ROUTERS
 from chairlift.cluster.routing.router import Router
-from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.base import make_ordering

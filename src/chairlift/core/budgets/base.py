@@ -1,4 +1,4 @@
-"""The interface of a budget, which decides how many tokens and requests a step may have."""
+"""The interface of a budget, which decides how many tokens and requests a step may have, and the simpler budgets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,19 @@ class TokenBudget(ABC):
         """Return the limits of the next step."""
 
 
-BUDGETS: Registry[type[TokenBudget]] = Registry("budget", "chairlift.core.budgets")
+BUDGETS: Registry[type[TokenBudget]] = Registry("budget", "chairlift.core.budgets", grouped=True)
+
+
+@BUDGETS.register("fixed")
+class FixedBudget(TokenBudget):
+    """Always returns the configured limits."""
+
+    @classmethod
+    def of(cls, max_batch_tokens: int, max_prefill_tokens: int | None = None) -> FixedBudget:
+        return cls(StepLimits.most(max_batch_tokens, max_prefill_tokens), CostModel())
+
+    def limits(self, load: BatchLoad) -> StepLimits:
+        return self.most
 
 
 def make_budget(
@@ -154,3 +166,17 @@ def chunk_sizes(most: int) -> list[int]:
         sizes.append(size)
         size += 1 << max(0, size.bit_length() - 5)
     return [*sizes, most]
+
+
+@BUDGETS.register("knee")
+class KneeBudget(AdaptiveBudget):
+    """Chooses the smallest step close to the highest throughput; larger ones add latency for little gain."""
+
+    def _decide(self, load: BatchLoad) -> StepLimits:
+        forecast, known = StepForecast(self._cost, load), self._known_sizes()[-1]
+        if not forecast.decodes:
+            return self._chosen(forecast, self.most.prefill_tokens, LimitReason.ALONE)
+        chunk = knee(forecast, self._sizes)
+        if chunk > known:
+            return self._chosen(forecast, known, LimitReason.LEARNING)
+        return self._chosen(forecast, chunk, LimitReason.KNEE)

@@ -1,4 +1,4 @@
-"""The interface of an ordering, which ranks requests; it can be combined with every policy.
+"""The interface of an ordering, which ranks requests, and those without a state; it can be combined with every policy.
 
 An ordering gives each request a *claim*: lower claims are admitted first, equal claims in order of submission.
 *Starved* requests, which were passed over too often, come before all others (see `waiting_queue.py`). The last request
@@ -58,9 +58,41 @@ class Ordering:
     def finished(self, request: Request) -> None: ...
 
 
-ORDERINGS: Registry[type[Ordering]] = Registry("order", "chairlift.core.orderings")
+ORDERINGS: Registry[type[Ordering]] = Registry("order", "chairlift.core.orderings", grouped=True)
 
 
 def make_ordering(name: str, tenant_weights: Mapping[str, float] | None = None) -> Ordering:
     """Build the ordering called `name`."""
     return make_choice(ORDERINGS, name, {"tenant_weights": tenant_weights or None})
+
+
+@ORDERINGS.register("fcfs")
+class FcfsOrdering(Ordering):
+    """Admits requests in order of submission."""
+
+    name = "fcfs"
+    has_claims = False
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        return waiting
+
+
+@ORDERINGS.register("priority")
+class PriorityOrdering(Ordering):
+    """Admits requests by `Request.priority`, lowest first."""
+
+    name = "priority"
+    uses_priority = True
+
+    def claim(self, request: Request) -> float:
+        return float(request.priority)
+
+
+@ORDERINGS.register("shortest")
+class ShortestOrdering(Ordering):
+    """Admits the request with the least remaining work: tokens to compute plus `max_new_tokens` still to generate."""
+
+    name = "shortest"
+
+    def claim(self, request: Request) -> float:
+        return float(request.num_behind + request.max_new_tokens - request.num_output)

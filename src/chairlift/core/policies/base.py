@@ -1,4 +1,4 @@
-"""The interface of a policy, which decides when waiting requests may be admitted.
+"""The interface of a policy, which decides when waiting requests may be admitted, and the policies of the package.
 
 The ordering decides which request is first; packing, budgets and allocation belong to the scheduler.
 
@@ -24,7 +24,7 @@ from chairlift.core.scheduler.waiting_queue import WaitingQueue, WaitReason
 from chairlift.errors import InvalidParameter
 from chairlift.registry import Registry, make_choice
 
-POLICIES: Registry[type[Policy]] = Registry("policy", "chairlift.core.policies")
+POLICIES: Registry[type[Policy]] = Registry("policy", "chairlift.core.policies", grouped=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,17 @@ class Policy(ABC):
 def make_policy(name: str, max_delay_ms: float | None = None) -> Policy:
     """Build the policy called `name`."""
     return make_choice(POLICIES, name, {"max_delay_ms": max_delay_ms})
+
+
+@POLICIES.register("continuous")
+class ContinuousPolicy(Policy):
+    """Makes every waiting request a candidate in every step."""
+
+    name = "continuous"
+    always_open = True
+
+    def decide(self, waiting: WaitingQueue, running: Sequence[Request], slots: int, now: float) -> PolicyDecision:
+        return PolicyDecision(waiting.in_admission_order())
 
 
 class BatchPolicy(Policy):
@@ -107,3 +118,19 @@ class BatchPolicy(Policy):
     def _members_waiting(self) -> list[Request]:
         """Members of the last batch that are not admitted yet or were preempted."""
         return [request for request in self._batch if request.status is Status.WAITING]
+
+
+@POLICIES.register("static")
+class StaticPolicy(BatchPolicy):
+    """Waits for a full batch; the default delay of 10 s keeps the last requests from waiting forever."""
+
+    name = "static"
+    default_delay_ms = 10_000.0
+
+
+@POLICIES.register("dynamic")
+class DynamicPolicy(BatchPolicy):
+    """Waits for a full batch for at most `max_delay_ms`, by default 50 ms."""
+
+    name = "dynamic"
+    default_delay_ms = 50.0

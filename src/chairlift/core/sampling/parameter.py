@@ -52,7 +52,7 @@ class Implementation(Protocol):
 
 
 SAMPLING_PARAMETERS: Registry[Implementation] = Registry(
-    "sampling parameter", "chairlift.sampling.parameters", separator="_"
+    "sampling parameter", "chairlift.sampling.parameters", grouped=True
 )
 
 

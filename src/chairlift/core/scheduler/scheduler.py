@@ -16,8 +16,7 @@ from chairlift.core.events import BudgetDecided, Event, RequestQueued
 from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
-from chairlift.core.orderings.base import Ordering
-from chairlift.core.orderings.fcfs import FcfsOrdering
+from chairlift.core.orderings.base import FcfsOrdering, Ordering
 from chairlift.core.plan import PlanBuilder, StepLimits, StepPlan, StepResult
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status

@@ -1,4 +1,4 @@
-"""The choices of `speculate`, one module each."""
+"""The choices of `speculate`."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from chairlift.registry import Registry
 if TYPE_CHECKING:  # the base imports the choices
     from chairlift.speculation.proposers.base import ProposerFactory
 
-PROPOSERS: Registry[type[ProposerFactory]] = Registry("speculate", "chairlift.speculation.proposers")
+PROPOSERS: Registry[type[ProposerFactory]] = Registry("speculate", __name__, grouped=True)

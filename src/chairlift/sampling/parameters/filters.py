@@ -1,4 +1,4 @@
-"""top_p: keep the smallest set of most likely tokens (the nucleus) that holds this share of the probability."""
+"""The sampling parameters that exclude tokens by their probability: top_k, top_p and min_p."""
 
 from __future__ import annotations
 
@@ -15,8 +15,27 @@ NUCLEUS_CANDIDATES = 1024
 ROWS_SORTED_AT_ONCE = 32  # a sort takes several times the memory of its input
 
 
+@SAMPLING_PARAMETERS.register("top_k")
+class TopK(ProbabilityFilter):
+    """Keeps the k most likely tokens."""
+
+    order = 10
+
+    @staticmethod
+    def floor(weights: Tensor, values: Sequence[int]) -> Tensor:
+        vocab = weights.shape[1]
+        largest = max((k for k in values if k < vocab), default=None)
+        if largest is None:
+            return weights.new_zeros(len(values), 1)
+        limits = column([min(k, largest) for k in values], torch.int64, weights.device)
+        floor = weights.topk(largest).values.gather(1, limits - 1)
+        return floor.where(column(values, torch.int64, weights.device) < vocab, 0.0)
+
+
 @SAMPLING_PARAMETERS.register("top_p")
 class TopP(ProbabilityFilter):
+    """Keeps the smallest set of most likely tokens (the nucleus) that holds this share of the probability."""
+
     order = 20
     sums = True
 
@@ -24,6 +43,17 @@ class TopP(ProbabilityFilter):
     def floor(weights: Tensor, values: Sequence[float]) -> Tensor:
         shares = column(values, torch.float64, weights.device)
         return nucleus_floor_by_row(weights, shares) if weights.device.type == "cpu" else nucleus_floor(weights, shares)
+
+
+@SAMPLING_PARAMETERS.register("min_p")
+class MinP(ProbabilityFilter):
+    """Keeps tokens that are at least this fraction as likely as the most likely one."""
+
+    order = 30
+
+    @staticmethod
+    def floor(weights: Tensor, values: Sequence[float]) -> Tensor:
+        return column(values, weights.dtype, weights.device) * weights.amax(dim=-1, keepdim=True)
 
 
 def nucleus_floor_by_row(weights: Tensor, top_p: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""repetition_penalty, frequency_penalty and presence_penalty: make tokens that occurred less likely.
-
-The three share one count of tokens. Penalties affect hundreds of tokens of a much larger vocabulary, so the state is a
-list of token ids on the host, and an edit is one gather and one scatter for the whole batch.
-"""
+"""The sampling parameters that edit logits: logit_bias, min_tokens and the three penalties."""
 
 from __future__ import annotations
 
@@ -19,10 +15,55 @@ from chairlift.errors import InvalidParameter
 from chairlift.sampling.parameters.base import EditedRow, Ids, LogitsEdit, SampledRequest, Values, flat_index
 
 
+@SAMPLING_PARAMETERS.register("logit_bias")
+class LogitBias(LogitsEdit):
+    """Adds a number to the logits of some tokens."""
+
+    order = 10
+
+    def __init__(self, request: SampledRequest) -> None:
+        bias = request.params.logit_bias or {}
+        self._ids: Ids = np.array([*bias], np.int64)
+        self._values: Values = np.array([*bias.values()], np.float32)
+
+    @classmethod
+    def edit_rows(cls, logits: Tensor, rows: Sequence[EditedRow[LogitBias]]) -> None:
+        index = flat_index(logits, ((row.index, row.edit._ids) for row in rows))
+        values = np.concatenate([row.edit._values for row in rows])
+        logits.view(-1).index_add_(0, index, torch.from_numpy(values).to(logits.device))
+
+
+@SAMPLING_PARAMETERS.register("min_tokens")
+class MinTokens(LogitsEdit):
+    """Bans the tokens that end the output until it has this length."""
+
+    order = 20
+
+    def __init__(self, request: SampledRequest) -> None:
+        params = request.params
+        ending = params.stop_ids if params.ignore_eos else (*params.stop_ids, *request.eos_ids)
+        banned = sorted({token for token in ending if token < request.vocab_size})
+        self._banned: Ids = np.array(banned, np.int64)
+        # Structured requests get this from their mask, which still allows an end where the grammar allows nothing else.
+        self._until = params.min_tokens if banned and params.structure is None else 0
+
+    def applies(self, position: int) -> bool:
+        return position < self._until
+
+    @classmethod
+    def edit_rows(cls, logits: Tensor, rows: Sequence[EditedRow[MinTokens]]) -> None:
+        index = flat_index(logits, ((row.index, row.edit._banned) for row in rows))
+        logits.view(-1).index_fill_(0, index, -torch.inf)
+
+
 @SAMPLING_PARAMETERS.register("penalties")
 class Penalties(LogitsEdit):
-    """Repetition divides a positive logit of a token that occurred and multiplies a negative one; frequency then
-    subtracts in proportion to the count, and presence once."""
+    """Makes tokens that occurred less likely: repetition divides a positive logit and multiplies a negative one;
+    frequency then subtracts in proportion to the count, and presence once.
+
+    The three share one count of tokens. Penalties affect hundreds of tokens of a much larger vocabulary, so the state
+    is a list of token ids on the host, and an edit is one gather and one scatter for the whole batch.
+    """
 
     order = 30
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from chairlift.attention.backends.base import AttentionBackend
+    from chairlift.attention.batch import StepBatch
     from chairlift.attention.interface import AttentionLayer, HostWork, StepAttention
     from chairlift.models.decoder import Decoder
     from chairlift_lab.common.step_work import KernelWork
@@ -76,7 +77,9 @@ def attention_case(
     for tensor in storage.tensors:
         tensor.copy_(narrowed(random(*tensor.shape[:-1], first.head_dim, dtype=torch.float32), kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
-    attention = _with_tiles_of_a_step(backend.begin(batch, storage), first, model.dtype)
+    if backend.capabilities.captures:
+        batch = _with_tiles_of_a_step(batch, backend.batch_spec([first], model.dtype).tile_queries)
+    attention = backend.begin(batch, storage)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     which = [replace(first, index=index) for index in range(count)]
     if first.latent_dim is not None:
@@ -152,24 +155,11 @@ def _latent_call(
     return run, work + KernelWork(2.0 * rows * up.weight.numel(), float(up.weight.nbytes + q.nbytes))
 
 
-def _with_tiles_of_a_step(attention: StepAttention, layer: AttentionLayer, dtype: torch.dtype) -> StepAttention:
-    """Apply the tiles of the GPU runner, which fit the layers and assume one row per request, to a backend's plan."""
-    import torch
+def _with_tiles_of_a_step(batch: StepBatch, queries: int) -> StepBatch:
+    """Describe a batch as the GPU runner does: with tiles that fit the layers, and one row per request."""
+    from chairlift.attention.paged.gpu import paged_layout
 
-    from chairlift.attention.paged.gpu import PagedGPUStep
-
-    if not isinstance(attention, PagedGPUStep):
-        return attention
-    batch, queries = attention.batch, attention.backend.batch_spec([layer], dtype).tile_queries
-    counts = enumerate(batch.chunk_count.tolist())
-    tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
-    chunks, offsets = (
-        torch.tensor([tile[side] for tile in tiles], dtype=torch.int32, device=batch.slots.device) for side in (0, 1)
-    )
-    return replace(
-        attention,
-        batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries, one_per_request=True),
-    )
+    return replace(batch, paged=replace(paged_layout(batch.layout, queries), one_per_request=True))
 
 
 def device_seconds(run: TimedCall, device: torch.device) -> float:

@@ -71,7 +71,7 @@ class PagedGPUAttention(AttentionBackend):
         return super().invariance_obstacles(layers)
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> PagedGPUStep:
-        return PagedGPUStep(batch.paged or _paged(batch.layout), storage, self)
+        return PagedGPUStep(batch.paged or paged_layout(batch.layout), storage, self)
 
     def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
         return BatchSpec(self._tile_queries(layers, dtype), LONG_CONTEXT, partial(self._splits_more, tuple(layers)))
@@ -183,16 +183,14 @@ def _reads_far(layer: AttentionLayer) -> bool:
     return nearest is None or nearest > LONG_CONTEXT
 
 
-def _paged(layout: RaggedLayout) -> PagedLayout:
+def paged_layout(layout: RaggedLayout, tile_queries: int = ANY_LAYERS_QUERIES) -> PagedLayout:
     """The layout of a batch that was built in host memory, in device memory."""
     device = layout.tables.device
     counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]
     num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
-    tiles = [
-        (i, first) for i, count in enumerate(counts) if i >= num_single for first in range(0, count, ANY_LAYERS_QUERIES)
-    ]
+    tiles = [(i, first) for i, count in enumerate(counts) if i >= num_single for first in range(0, count, tile_queries)]
 
     def on_device(values: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(device)
@@ -208,7 +206,7 @@ def _paged(layout: RaggedLayout) -> PagedLayout:
         num_single=num_single,
         tile_chunk=on_device([chunk for chunk, _ in tiles]),
         tile_offset=on_device([first for _, first in tiles]),
-        tile_queries=ANY_LAYERS_QUERIES,
+        tile_queries=tile_queries,
         long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
         deep_chunks=max(layout.starts[num_single:], default=0) > LONG_CONTEXT,
     )

@@ -47,7 +47,7 @@ class ConnectionPhase(IntEnum):
 
     IDLE = 0  # a request
     RECEIVING = 1  # the rest of a request
-    SENDING = 2  # that the client reads what fills the buffer
+    SENDING = 2  # the client, which has to read what fills the buffer
     BUSY = 3  # a response
 
 

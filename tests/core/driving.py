@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.cost_model import WorkForecast
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
@@ -16,7 +17,6 @@ from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.scheduler.deadlines import Forecast
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
@@ -60,7 +60,7 @@ def make_scheduler(
     order: str = "fcfs",
     weights: Mapping[str, float] | None = None,
     max_overtakes: int = MAX_OVERTAKES,
-    forecast: Forecast | None = None,
+    forecast: WorkForecast | None = None,
     swap: SwapSpace | None = None,
     speculation: SpeculationController | None = None,
     heavy: int | None = None,
@@ -69,7 +69,7 @@ def make_scheduler(
     ordering, tenant_isolation = make_ordering(order, weights), None
     if heavy is not None and isinstance(ordering, FairOrdering):
         ordering.HEAVY_REQUESTS = heavy
-        tenant_isolation = TenantIsolation(ordering, STEP_COST, max_prefill_tokens or max_batch_tokens)
+        tenant_isolation = TenantIsolation(ordering, STEP_COST.predict, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
         FixedBudget.of(max_batch_tokens, max_prefill_tokens),

@@ -86,7 +86,7 @@ def serve(
         make_policy("continuous"),
         machine.slots,
         ordering=ordering,
-        tenant_isolation=make_tenant_isolation(ordering, cost, STEP_PROMPTS),
+        tenant_isolation=make_tenant_isolation(ordering, cost.predict, STEP_PROMPTS),
     )
     arrivals = [(first_light + every * i, f"light {i}") for i in range(light_requests)]
     if flooded:

@@ -69,7 +69,7 @@ def isolating_scheduler() -> Scheduler:
         make_policy("continuous"),
         32,
         ordering=ordering,
-        tenant_isolation=TenantIsolation(ordering, cost, 128),
+        tenant_isolation=TenantIsolation(ordering, cost.predict, 128),
     )
 
 

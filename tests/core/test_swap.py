@@ -167,7 +167,7 @@ class CostPerToken:
 @pytest.mark.parametrize(("seconds_per_token", "swaps"), [(0.5, False), (0.51, True)])
 def test_auto_chooses_the_cheaper_mode(seconds_per_token: float, swaps: bool) -> None:
     """Swapping 3 blocks of 100 bytes out and in at 100 bytes/s takes 6 seconds; recomputing takes 12 tokens."""
-    cost = SwapCost(100, 100.0, CostPerToken(seconds_per_token))
+    cost = SwapCost(100, 100.0, CostPerToken(seconds_per_token).recompute_seconds)
     scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(10, cost), prefix_caching=False)
     for name in "ab":
         scheduler.submit(make_request(name, 6, new=10), 0.0)

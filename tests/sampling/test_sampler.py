@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.core.request import Request
+from chairlift.core.request import Request, RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.sampling import sampler as sampler_module
 from chairlift.sampling.draw import draw
-from chairlift.sampling.sampler import SampledBatch, Sampler, check_token_ids
+from chairlift.sampling.sampler import SampledBatch, Sampler
 from tests.sampling import reference
 
 CPU = torch.device("cpu")
@@ -180,10 +180,10 @@ def test_a_row_with_every_token_banned_is_flagged() -> None:
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused_by_name() -> None:
-    with pytest.raises(InvalidParameter, match=r"logit_bias: .* below 100, got 100"):
-        check_token_ids(SamplingParams(logit_bias={100: 1.0}), 100)
+    with pytest.raises(InvalidParameter, match="logit_bias: token id 100 is outside the vocabulary of 100"):
+        RequestLimits(100, 8).check_params(SamplingParams(logit_bias={100: 1.0}))
     with pytest.raises(InvalidParameter, match="stop_token_ids"):
-        check_token_ids(SamplingParams(stop_token_ids=[5, 100]), 100)
+        RequestLimits(100, 8).check_params(SamplingParams(stop_token_ids=[5, 100]))
     with pytest.raises(InvalidParameter, match="prompt"):
         sample_one([0.0, 0.0], greedy(repetition_penalty=2.0), prompt=[2])
 
@@ -193,7 +193,7 @@ def test_a_request_is_added_once_and_removed_completely() -> None:
     sampler.add("r", greedy(presence_penalty=2.0), [], seed=0, eos_ids=[], output=[0])
     with pytest.raises(InvalidParameter, match="request_id"):
         sampler.add("r", greedy(), [], seed=0, eos_ids=[])
-    sampler.remove("r")
+    sampler.forget("r")
     sampler.add("r", greedy(presence_penalty=2.0), [], seed=0, eos_ids=[])
     assert sampler.sample(torch.tensor([[1.0, 0.0]]), ["r"], [0]).tokens == [0]
 
@@ -281,7 +281,7 @@ def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_after_preemption(ca
     sampler.add("r", params, prompt, seed=case, eos_ids=[EOS])
     alone = generate(sampler, "r", logits, [])
 
-    sampler.remove("r")
+    sampler.forget("r")
     others = [f"other {i}" for i in range(31)]
     for i, other in enumerate(others):
         sampler.add(other, varied_params(rng), [1, 2, 3], seed=i, eos_ids=[EOS])

@@ -153,10 +153,7 @@ def _all_tokens(plan: StepPlan, storage: KVStorage, device: torch.device, rectan
     places = np.arange(offsets[-1]) - np.array(offsets)[sequences]
     filled = places < counts[sequences]
     positions = np.where(filled, starts[sequences] + places, 0)
-    tables = np.zeros((len(counts), max(len(chunk.table) for chunk in chunks)), dtype=np.int32)
-    for row, chunk in zip(tables, chunks, strict=False):
-        row[: len(chunk.table)] = chunk.table
-    tables[len(chunks) :, 0] = scratch
+    tables = table_array([*(chunk.table for chunk in chunks), *([[scratch]] * idle)])
     blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
     tokens = np.full(offsets[-1], PADDING_TOKEN, dtype=np.int64)
     tokens[filled & (sequences < len(chunks))] = [token for chunk in chunks for token in chunk.tokens]
@@ -184,9 +181,7 @@ def _single_tokens(plan: StepPlan, storage: KVStorage, device: torch.device) -> 
     """The batch of a plan whose chunks are single tokens that are sampled: most steps, built in a few operations."""
     chunks, size = plan.chunks, storage.block_size
     starts = [chunk.start for chunk in chunks]
-    tables = np.zeros((len(chunks), max([len(chunk.table) for chunk in chunks])), dtype=np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.table)] = chunk.table
+    tables = table_array([chunk.table for chunk in chunks])
     numbers = np.array(
         [
             [chunk.request.tokens[chunk.start] for chunk in chunks],
@@ -208,5 +203,12 @@ def _single_tokens(plan: StepPlan, storage: KVStorage, device: torch.device) -> 
             tables=torch.from_numpy(tables).to(device),
             slot_mapping=slots,
         ),
-        num_padding=0,
     )
+
+
+def table_array(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Block tables as rows of one array, as wide as the longest, with zeros behind the others."""
+    array = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(array, tables, strict=True):
+        row[: len(table)] = table
+    return array

@@ -46,13 +46,11 @@ class Beam:
 
     def path(self) -> list[Beam]:
         """The beams from the first generated token to this one."""
-        return list(self._ancestors())[::-1]
-
-    def _ancestors(self) -> Iterator[Beam]:
-        beam: Beam | None = self
-        while beam is not None and beam.parent is not None:
-            yield beam
+        path, beam = list[Beam](), self
+        while beam.parent is not None:
+            path.append(beam)
             beam = beam.parent
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class BeamSearch:
         self.over = False
         self._params = params
         self._max_new_tokens = max_new_tokens
-        self._end_ids = end_ids(params, eos_ids)
+        self._end_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos_ids)  # they end a beam
         # Enough that `width` of them continue even if every beam can end with each of the stop tokens.
         self._num_compared = max(2, 1 + len(self._end_ids)) * self.width
 
@@ -144,11 +142,6 @@ class BeamSearch:
         return self._score(best.total, length) > self.finished[-1].score
 
 
-def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a beam."""
-    return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos_ids)
-
-
 class BeamGroup(RequestGroup):
     """Maps the beams of a search to the requests that carry them."""
 
@@ -213,11 +206,10 @@ class BeamGroup(RequestGroup):
         """Fork the prefix that each beam shares with the leader, which has recomputed its tokens after a preemption."""
         for carrier in self.carriers:
             if carrier is not self.leader:
-                common = _num_common(self.leader, carrier)
-                whole_blocks = (
-                    common - common % state.kv.block_size
-                )  # the next block has tokens that only the leader has
-                state.kv.fork(self.leader, carrier, whole_blocks)
+                pairs = zip(self.leader.tokens, carrier.tokens, strict=True)
+                common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                # The next block has tokens that only the leader has.
+                state.kv.fork(self.leader, carrier, common - common % state.kv.block_size)
         self._admit_all(state, now)
 
     def _admit_all(self, state: SchedulerState, now: float) -> None:
@@ -252,7 +244,3 @@ def beam_group(request: Request) -> BeamGroup:
     """The group of a request that carries a beam."""
     assert isinstance(request.group, BeamGroup)
     return request.group
-
-
-def _num_common(first: Request, second: Request) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first.tokens, second.tokens, strict=True)))

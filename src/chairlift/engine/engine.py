@@ -62,9 +62,7 @@ class Engine:
         self._clock = clock
         self._structured = structured
         can = executor.capabilities
-        self._validator = RequestValidator(
-            self.limits, scheduler, structured, eos_ids, capabilities=can, generates=generates
-        )
+        self._validator = RequestValidator(self.limits, scheduler, structured, eos_ids, can, generates)
         self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
         self._text = OutputText(tokenizer)
         self._selection = CompletionSelection()

@@ -43,7 +43,7 @@ def make_scheduler(
         forecast=forecast,
         swap=_make_swap_space(settings, built, forecast),
         speculation=speculation,
-        tenant_isolation=make_tenant_isolation(ordering, cost_model, prompts),
+        tenant_isolation=make_tenant_isolation(ordering, cost_model.predict, prompts),
     )
 
 
@@ -70,4 +70,4 @@ def _make_swap_space(settings: EngineSettings, built: BuiltRunner, forecast: Wor
     speed = host_blocks.bytes_per_second()
     per_block = memory.bytes_per_token * memory.block_size
     log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
-    return SwapSpace(slots, SwapCost(per_block, speed, forecast))
+    return SwapSpace(slots, SwapCost(per_block, speed, forecast.recompute_seconds))

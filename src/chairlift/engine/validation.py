@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from chairlift.core.beam import BeamSearch
 from chairlift.core.executor import ExecutorCapabilities
@@ -14,26 +15,16 @@ from chairlift.errors import InvalidParameter
 from chairlift.structured.output import StructuredOutput
 
 
+@dataclass(frozen=True, slots=True)
 class RequestValidator:
     """Checks requests against what the model, the KV cache and the executor of one engine can do."""
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        scheduler: Scheduler,
-        structured: StructuredOutput | None,
-        eos_ids: frozenset[int],
-        *,
-        capabilities: ExecutorCapabilities,
-        generates: bool,
-    ) -> None:
-        """`generates`: whether the model has a language-model head."""
-        self.limits = limits
-        self._scheduler = scheduler
-        self._structured = structured
-        self._eos_ids = eos_ids
-        self._capabilities = capabilities
-        self._generates = generates
+    limits: RequestLimits
+    scheduler: Scheduler
+    structured: StructuredOutput | None
+    eos_ids: frozenset[int]
+    capabilities: ExecutorCapabilities
+    generates: bool  # whether the model has a language-model head
 
     def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
@@ -42,11 +33,12 @@ class RequestValidator:
         self.limits.check_params(params)
         if params.structure is not None:
             self.structures(params.structure).check(params.structure)
-        reasoning = self._structured.reasoning_format if self._structured else None
+        reasoning = self.structured.reasoning_format if self.structured else None
         if params.thinking_token_budget is not None and reasoning is None:
             raise InvalidParameter("thinking_token_budget", "this model has no reasoning that could be limited")
         self._check_prompt_outputs(params)
-        _check_timeout(timeout)
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         self._check_priority(priority)
         max_new_tokens = self._max_new_tokens(len(prompt), params)
         if params.beam_width is not None:
@@ -55,26 +47,26 @@ class RequestValidator:
 
     def structures(self, structure: Structure) -> StructuredOutput:
         """What compiles and enforces `structure`; raises if the engine has no such thing."""
-        if self._structured is None:
+        if self.structured is None:
             raise InvalidParameter(structure.parameter, "this engine has no structured output")
-        return self._structured
+        return self.structured
 
     def _max_new_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         """`max_tokens`, or as many as the context and, without `max_tokens`, the KV cache have room for."""
         beams = params.beam_width or 1
         room = self.limits.max_model_len - num_prompt
         if params.max_tokens is None:
-            room = min(room, max(1, self._scheduler.most_new_tokens(num_prompt, beams)))
+            room = min(room, max(1, self.scheduler.most_new_tokens(num_prompt, beams)))
         if params.min_tokens > room:
             problem = f"{params.min_tokens} exceeds the {room} tokens that the prompt leaves of the context"
             raise InvalidParameter("min_tokens", problem)
         max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._scheduler.check_fits(num_prompt, max_new_tokens, beams)
+        self.scheduler.check_fits(num_prompt, max_new_tokens, beams)
         return max_new_tokens
 
     def _check_prompt_outputs(self, params: SamplingParams) -> None:
-        pooling, hidden_size = params.pooling, self._capabilities.hidden_size
-        if not self._generates and (pooling is None or pooling.token_ids):
+        pooling, hidden_size = params.pooling, self.capabilities.hidden_size
+        if not self.generates and (pooling is None or pooling.token_ids):
             raise InvalidParameter("model", "has no language-model head: it only makes embeddings")
         for name in ("prompt_logprobs", "pooling"):
             if getattr(params, name) is not None and not hidden_size:
@@ -89,19 +81,14 @@ class RequestValidator:
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
             raise InvalidParameter("priority", f"must be an integer, got {priority!r:.40}")
-        ordering = self._scheduler.ordering
+        ordering = self.scheduler.ordering
         if priority and not ordering.uses_priority:
             raise InvalidParameter("priority", f"has no effect in the order {ordering.name!r}; start with 'priority'")
 
     def _check_beams(self, params: SamplingParams) -> None:
-        if not self._capabilities.beam_search:
+        if not self.capabilities.beam_search:
             raise InvalidParameter("beam_width", "is not supported on this device")
-        needed = BeamSearch(params, self._eos_ids, max_new_tokens=1).num_candidates
+        needed = BeamSearch(params, self.eos_ids, max_new_tokens=1).num_candidates
         if needed > self.limits.vocab_size:
             problem = f"a search of this width compares {needed} tokens, but there are {self.limits.vocab_size}"
             raise InvalidParameter("beam_width", problem)
-
-
-def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")

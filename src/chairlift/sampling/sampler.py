@@ -113,7 +113,6 @@ class Sampler:
         """Add a request. `output` holds the tokens that it has already generated, if it was preempted."""
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in the sampler")
-        check_token_ids(params, self.vocab_size)
         self._requests[request_id] = _SamplingState(
             params=params,
             seed=seed,
@@ -121,10 +120,6 @@ class Sampler:
             edits=edits_of(SampledRequest(params, prompt, output, eos_ids, self.vocab_size)),
             filters=filters_of(params),
         )
-
-    def remove(self, request_id: str) -> None:
-        """Drop the state of a request."""
-        del self._requests[request_id]
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request, if there is any."""
@@ -270,15 +265,6 @@ def _verify(tokens: Sequence[int], rows: Sequence[_Row]) -> tuple[list[int], lis
             accepted.append(num_accepted)
             num_accepted, rejected = 0, False
     return kept, accepted
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise if a parameter contains token ids beyond the vocabulary."""
-    named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_ids}
-    for name, ids in named.items():
-        highest = max(ids, default=0)
-        if highest >= vocab_size:
-            raise InvalidParameter(name, f"token ids must be below {vocab_size}, got {highest}")
 
 
 def _copy_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:

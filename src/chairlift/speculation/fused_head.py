@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.batch import table_array
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
@@ -62,9 +63,7 @@ class FusedHead:
     ) -> Choices:
         """The task of the greatest length comes first. starts [tasks]: the first known token of each that the head has
         not computed. embedded [T, hidden], features [T, ...]: of all these tokens."""
-        tables = np.zeros((len(tasks), max(len(task.table) for task in tasks)), dtype=np.int32)
-        for row, task in zip(tables, tasks, strict=True):
-            row[: len(task.table)] = task.table
+        tables = table_array([task.table for task in tasks])
         spans = [range(start, task.request.num_known) for start, task in zip(starts, tasks, strict=True)]
         known = self._known_tokens(spans, embedded, features, tables, storage)
         drafted = self._drafted_tokens(tasks, tables, storage.block_size, embedded.shape[1])

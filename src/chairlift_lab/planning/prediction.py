@@ -59,7 +59,7 @@ class ReplicaSettings:
             make_policy(self.policy),
             self.seats,
             ordering=ordering,
-            tenant_isolation=make_tenant_isolation(ordering, cost, most),
+            tenant_isolation=make_tenant_isolation(ordering, cost.predict, most),
             swap=self._swap_space(cost, most),
         )
         pace = cost.pace if isinstance(cost, MeasuredCost) else None
@@ -78,7 +78,9 @@ class ReplicaSettings:
             case "swap":
                 return SwapSpace(self.swap_blocks)
             case _:
-                price = SwapCost(self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk))
+                price = SwapCost(
+                    self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk).recompute_seconds
+                )
                 return SwapSpace(self.swap_blocks, price)
 
 

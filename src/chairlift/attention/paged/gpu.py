@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from chairlift.kernels.triton.latent.absorbed import LatentScratch
     from chairlift.kernels.triton.latent.hopper_decode import HopperScratch
 
+T = TypeVar("T")
+
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
 LATENT_QUERIES = 64  # tokens in a tile of queries of latent attention
 MAX_HEAD = 512  # dimensions of a head
@@ -43,11 +45,9 @@ class PagedGPUAttention(AttentionBackend):
 
     def __init__(self, invariant_for: int | None = None) -> None:
         super().__init__(invariant_for)
-        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # The keys are (heads, kv_heads, head_dim).
-        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # The same keys.
-        self._small_tiles: dict[tuple[int, int, int], bool] = {}  # The same keys.
-        self._latent_scratch: dict[tuple[int, int], LatentScratch] = {}  # The keys are (heads, latent dimensions).
-        self._hopper_scratch: dict[tuple[int, int], HopperScratch | None] = {}  # The same keys.
+        self._scratch: dict[tuple[Any, ...], Any] = {}  # The keys are a class and the arguments it is made of.
+        self._hopper_scratch: dict[tuple[int, int], HopperScratch | None] = {}  # The keys are (heads, latent size).
+        self._small_tiles: dict[tuple[int, int, int], bool] = {}  # The keys are (heads, kv_heads, head_dim).
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -97,21 +97,28 @@ class PagedGPUAttention(AttentionBackend):
         heads = {layer.num_kv_heads for layer in layers if _reads_far(layer) and layer.latent_dim is None}
         return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads)
 
+    def _shared(self, make: Callable[..., T], *key: Any) -> T:
+        """The scratch memory that all layers of one shape share."""
+        if (make, *key) not in self._scratch:
+            self._scratch[make, *key] = make(*key)
+        scratch: T = self._scratch[make, *key]
+        return scratch
+
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
         from chairlift.kernels.triton.decode import Scratch
 
-        key = _heads_of(layer)
-        if key not in self._scratch:
-            self._scratch[key] = Scratch(*key, device)
-        return self._scratch[key]
+        return self._shared(Scratch, *_heads_of(layer), device)
+
+    def span_scratch(self, layer: AttentionLayer, device: torch.device) -> SpanScratch:
+        from chairlift.kernels.triton.invariant_attention import SpanScratch
+
+        assert self.invariant_for is not None
+        return self._shared(SpanScratch, *_heads_of(layer), self.invariant_for, device)
 
     def latent_scratch(self, layer: AttentionLayer, device: torch.device) -> LatentScratch:
         from chairlift.kernels.triton.latent.absorbed import LatentScratch
 
-        key = (layer.num_heads, layer.value_dim)
-        if key not in self._latent_scratch:
-            self._latent_scratch[key] = LatentScratch(*key, device)
-        return self._latent_scratch[key]
+        return self._shared(LatentScratch, layer.num_heads, layer.value_dim, device)
 
     def hopper_scratch(self, layer: AttentionLayer, device: torch.device) -> HopperScratch | None:
         """That of the kernel for single tokens on Hopper; None if it cannot compute such layers."""
@@ -156,22 +163,6 @@ class PagedGPUAttention(AttentionBackend):
         smaller one has other bits."""
         return 1 if self._small_tiles.get(_heads_of(layer), True) else batch.tile_queries
 
-    def span_scratch(self, layer: AttentionLayer, device: torch.device) -> SpanScratch:
-        """The scratch memory that all layers of one shape share."""
-        key = _heads_of(layer)
-        if key not in self._span_scratch:
-            from chairlift.kernels.triton.invariant_attention import SpanScratch
-
-            assert self.invariant_for is not None
-            self._span_scratch[key] = SpanScratch(*key, self.invariant_for, device)
-        return self._span_scratch[key]
-
-
-def _padded(tables: Tensor) -> Tensor:
-    """Block tables of a multiple of 16 columns: Triton compiles another variant of a kernel for other strides."""
-    missing = -tables.shape[1] % 16
-    return F.pad(tables, (0, missing)) if missing else tables
-
 
 def _heads_of(layer: AttentionLayer) -> tuple[int, int, int]:
     """What layers that share scratch memory have in common."""
@@ -192,13 +183,16 @@ def paged_layout(layout: RaggedLayout, tile_queries: int = ANY_LAYERS_QUERIES) -
     places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
     tiles = [(i, first) for i, count in enumerate(counts) if i >= num_single for first in range(0, count, tile_queries)]
 
+    # Triton compiles another variant of a kernel for block tables that are not a multiple of 16 columns wide.
+    missing = -layout.tables.shape[1] % 16
+
     def on_device(values: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(device)
 
     return PagedLayout(
         slots=on_device(rows),
         positions=on_device(places + torch.tensor(layout.starts)[rows]),
-        tables=_padded(layout.tables),
+        tables=F.pad(layout.tables, (0, missing)) if missing else layout.tables,
         chunk_slot=on_device(range(len(counts))),
         chunk_row=on_device(layout.offsets[:-1]),
         chunk_start=on_device(layout.starts),
@@ -228,7 +222,7 @@ class PagedGPUStep(StepAttention):
 
     def from_projection(self, layer: AttentionLayer, projection: Projection) -> Tensor:
         from chairlift.kernels.triton.decode import Fresh
-        from chairlift.kernels.triton.launch import tuned
+        from chairlift.kernels.triton.launch import empty_rows, tuned
         from chairlift.kernels.triton.layers import rotate_and_store_
 
         plain = projection.plain()
@@ -237,7 +231,9 @@ class PagedGPUStep(StepAttention):
         batch, heads, sinks = self.batch, plain.qkv.unflatten(1, (-1, layer.head_dim)), projection.sinks
         fresh = Fresh(plain.q_norm, plain.k_norm, plain.eps, plain.cos, plain.sin, plain.v_norm)
         if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, heads, fresh):
-            return self._decoded_from(layer, heads, fresh, sinks)
+            out = empty_rows(len(heads), layer.num_heads, layer.head_dim, dtype=heads.dtype, device=heads.device)
+            self._decode(layer, heads, out, sinks, fresh)
+            return out  # a step of single tokens only, in one kernel
         rotate_and_store_(
             plain.qkv,
             self.storage.keys[layer.index],
@@ -265,15 +261,6 @@ class PagedGPUStep(StepAttention):
             return True
         all_new = heads.shape[1] == layer.num_heads + 2 * layer.num_kv_heads
         return all_new and can_begin_fresh(layer.head_dim, fresh)
-
-    def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh, sinks: Tensor | None) -> Tensor:
-        """A step of single tokens only, in one kernel."""
-        from chairlift.kernels.triton.launch import empty_rows
-
-        size = (len(heads), layer.num_heads, layer.head_dim)
-        out = empty_rows(*size, dtype=heads.dtype, device=heads.device)
-        self._decode(layer, heads, out, sinks, fresh)
-        return out
 
     def _decode(
         self, layer: AttentionLayer, q: Tensor, out: Tensor, sinks: Tensor | None, fresh: Fresh | None = None

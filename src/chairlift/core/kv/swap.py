@@ -9,9 +9,8 @@ This module assigns host slots to requests; the executor copies the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import BlockSwap
@@ -21,23 +20,17 @@ from chairlift.errors import InvalidParameter
 MODES = ("recompute", "swap", "auto")
 
 
-class RecomputeCost(Protocol):
-    def recompute_seconds(self, tokens: int) -> float:
-        """Predict the time to recompute `tokens` tokens of one request."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SwapCost:
     """Compares the cost of swapping blocks out and in, at a measured speed, with recomputing them."""
 
     bytes_per_block: int
     bytes_per_second: float
-    recompute: RecomputeCost
+    recompute_seconds: Callable[[int], float]  # predicted, by the number of tokens of one request
 
     def swap_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         round_trip = 2 * num_blocks * self.bytes_per_block / self.bytes_per_second
-        return round_trip < self.recompute.recompute_seconds(num_tokens)
+        return round_trip < self.recompute_seconds(num_tokens)
 
 
 class SwapSpace:

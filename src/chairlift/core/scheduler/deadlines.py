@@ -5,18 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Protocol
 
+from chairlift.core.cost_model import WorkForecast
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.request import Request, Status
 
 FORECAST_EVERY = 0.1  # seconds; checking every request in every step costs more than it saves
-
-
-class Forecast(Protocol):
-    def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
-        """A lower bound on the time to compute `prompt_tokens` and generate `new_tokens` in an empty batch."""
-        ...
 
 
 class Deadlines:
@@ -24,9 +18,8 @@ class Deadlines:
 
     def __init__(self, find: Callable[[str], Request | None]) -> None:
         self._find = find
-        self._heap: list[
-            tuple[float, int, str]
-        ] = []  # (deadline, order, id); ids, so that finished requests can be freed
+        # The entries are (deadline, order, id); they have ids, so that finished requests can be freed.
+        self._heap: list[tuple[float, int, str]] = []
         self._last_forecast = -math.inf
 
     def add(self, request: Request) -> None:
@@ -47,7 +40,7 @@ class Deadlines:
             requests.append(request)
         return requests
 
-    def unmeetable(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
+    def unmeetable(self, now: float, forecast: WorkForecast, kv: KVCache) -> list[Request]:
         """Requests that would miss their deadline even in an empty batch.
 
         Uncertain costs count as zero, such as output tokens after a possible end of the text.
@@ -64,7 +57,7 @@ class Deadlines:
         return request if request is not None and request.order == entry[1] and request.ending is None else None
 
 
-def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> bool:
+def _too_late(request: Request, now: float, forecast: WorkForecast, kv: KVCache) -> bool:
     assert request.deadline is not None
     time_left = request.deadline - now
     if forecast.least_seconds(request.num_behind, request.least_new_tokens) <= time_left:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from chairlift.core.beam import BeamGroup
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
+from chairlift.core.cost_model import WorkForecast
 from chairlift.core.events import BudgetDecided, Event, RequestQueued
 from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
@@ -22,7 +23,7 @@ from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import packing
 from chairlift.core.scheduler.admission import admit_waiting, waits_for_sibling
-from chairlift.core.scheduler.deadlines import Deadlines, Forecast
+from chairlift.core.scheduler.deadlines import Deadlines
 from chairlift.core.scheduler.results import EndingCheck, ResultApplier
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
@@ -47,7 +48,7 @@ class Scheduler:
         ordering: Ordering | None = None,
         max_overtakes: int = MAX_OVERTAKES,
         swap: SwapSpace | None = None,
-        forecast: Forecast | None = None,
+        forecast: WorkForecast | None = None,
         speculation: Speculation | None = None,
         tenant_isolation: TenantIsolation | None = None,
     ) -> None:

@@ -18,9 +18,8 @@ tenant that was served more than a heavy one is not isolated from it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.orderings.base import Ordering
@@ -34,12 +33,6 @@ _LEAST_SLOTS = 0.125  # share of the slots that they keep
 _MOST_WAIT = 2.0  # a first token is due after this multiple of the time of its prompt alone
 
 
-class StepTimes(Protocol):
-    def predict(self, shape: StepShape) -> float:
-        """Predict the seconds of a step; 0 before anything is measured."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _IdleCost:
     """The cost of a prompt in an empty batch."""
@@ -51,10 +44,10 @@ class _IdleCost:
 class TenantIsolation:
     """Limits the part of heavy tenants in a step, and drops it from steps that would be too late for a light tenant."""
 
-    def __init__(self, ordering: FairOrdering, times: StepTimes, step_tokens: int) -> None:
-        """`step_tokens`: the most prompt tokens of a step."""
+    def __init__(self, ordering: FairOrdering, predict: Callable[[StepShape], float], step_tokens: int) -> None:
+        """`predict`: the seconds of a step, 0 before any is measured; `step_tokens`: the most prompt tokens of one."""
         self._ordering = ordering
-        self._times = times
+        self._predict = predict
         self._step_tokens = step_tokens
         self._heavy: set[str] = set()  # tenants that are limited
         self._light: set[str] = set()  # tenants that wait for a first token and were served no more than any heavy one
@@ -97,7 +90,7 @@ class TenantIsolation:
         first = [chunk.request for chunk in chunks if chunk.request.tenant in self._light and _is_first(chunk)]
         if not first:
             return
-        ends = now + self._times.predict(StepShape.of_chunks(chunks, len(state.idle)))
+        ends = now + self._predict(StepShape.of_chunks(chunks, len(state.idle)))
         if all(ends <= self._due(request) for request in first):
             return
         # Chunks whose blocks are targets of copies of this step must stay in it: if the step is abandoned, only
@@ -119,18 +112,18 @@ class TenantIsolation:
         size, context = len(decoding), sum(request.num_expected for request in decoding)
 
         def seconds(chunk: int) -> float:
-            return self._times.predict(StepShape(size, chunk, context, chunk_kv(0, chunk), size + (chunk > 0)))
+            return self._predict(StepShape(size, chunk, context, chunk_kv(0, chunk), size + (chunk > 0)))
 
-        allowed = light.seconds - (light.steps - 1) * (seconds(0) - self._times.predict(StepShape()))
+        allowed = light.seconds - (light.steps - 1) * (seconds(0) - self._predict(StepShape()))
         return max(_LEAST, bisect_right(range(1, self._step_tokens + 1), allowed, key=seconds))
 
     def _slots(self, light: _IdleCost, decoding: Sequence[Request], slots: int) -> int:
         """The most decodes, in the step in flight and the next one, that keep a light tenant within its limit."""
         context = sum(request.num_expected for request in decoding) // max(1, len(decoding))
-        empty = self._times.predict(StepShape())
+        empty = self._predict(StepShape())
 
         def wait(size: int) -> float:
-            seconds = self._times.predict(StepShape(size, _LEAST, size * context, chunk_kv(0, _LEAST), size + 1))
+            seconds = self._predict(StepShape(size, _LEAST, size * context, chunk_kv(0, _LEAST), size + 1))
             return seconds + (light.steps - 1) * (seconds - empty)
 
         return max(int(_LEAST_SLOTS * slots), 1, bisect_right(range(1, slots + 1), light.seconds, key=wait))
@@ -140,7 +133,7 @@ class TenantIsolation:
         while done < prompt:
             chunk = min(prompt - done, self._step_tokens)
             shape = StepShape(prefill_tokens=chunk, prefill_kv=chunk_kv(done, chunk), requests=1)
-            seconds, steps, done = seconds + self._times.predict(shape), steps + 1, done + chunk
+            seconds, steps, done = seconds + self._predict(shape), steps + 1, done + chunk
         return _IdleCost(seconds, steps)
 
 
@@ -149,6 +142,8 @@ def _is_first(chunk: Chunk) -> bool:
     return chunk.samples and not (chunk.request.num_output or chunk.request.num_unread)
 
 
-def make_tenant_isolation(ordering: Ordering, times: StepTimes, step_tokens: int) -> TenantIsolation | None:
+def make_tenant_isolation(
+    ordering: Ordering, predict: Callable[[StepShape], float], step_tokens: int
+) -> TenantIsolation | None:
     """Build tenant isolation for the ordering `fair`; None for others."""
-    return TenantIsolation(ordering, times, step_tokens) if isinstance(ordering, FairOrdering) else None
+    return TenantIsolation(ordering, predict, step_tokens) if isinstance(ordering, FairOrdering) else None

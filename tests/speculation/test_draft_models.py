@@ -21,7 +21,7 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.models.decoder import Decoder
 from chairlift.speculation import draft_models, draft_proposer
 from chairlift.speculation.draft_models import FirstLayers, HeadNetwork
-from chairlift.speculation.drafter import DraftTask, OneCall
+from chairlift.speculation.drafter import DraftTask
 from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
 from chairlift.speculation.proposers.base import A_FEW, Draft, DraftTerms
@@ -142,16 +142,16 @@ def test_a_rounded_head_drafts_the_same_in_one_call_as_pass_by_pass(
     equal: list[bool] = []
     cut: list[bool] = []  # because the head was not sure enough
 
-    def both_ways(call: OneCall, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+    def both_ways(tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         for index, task in enumerate(tasks):
             task.length = min(task.length, 1 + index % 4)  # not in descending order
             task.min_chance = 0.02 * (index % 2)
-        before, fused = copy.deepcopy(states.pending), head._fused
+        before, call, fused = copy.deepcopy(states.pending), network.one_call, head._fused
         network.one_call, head._fused = None, None
-        by_pass = proposer._draft(tasks, terms)
+        by_pass = proposer._draft_by_places(tasks, proposer._catch_up(tasks, terms))
         network.one_call, head._fused = call, fused
         states.pending = before
-        found = draft_at_once(call, tasks, terms)
+        found = draft_at_once(tasks, terms)
         assert [len(some.tokens) for some in found[::2]] == [task.length for task in tasks[::2]]
         cut.extend(len(some.tokens) < task.length for some, task in zip(found[1::2], tasks[1::2], strict=True))
         pairs = (zip_longest(one.tokens, other.tokens) for one, other in zip(found, by_pass, strict=True))

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,12 +49,11 @@ class HeadNetwork(DraftNetwork):
     def __init__(self, head: DraftHead) -> None:
         self.head = head
         self.token_ids = head.token_ids
+        self._ids: list[int] = head.token_ids.tolist()
         self.unwritten = UnwrittenBlocks()
         self._kept = KeptStates(head.feature_size, head.target.dtype, head.target.device)
         self.states: HeadStates = self._kept
-        self.one_call: HeadCalls | None = None
-        if head.fused_head is not None:
-            self.one_call = HeadCalls(head, head.fused_head, self._kept)
+        self.one_call: FusedHead | None = head.fused_head
 
     def attach(self, slots: Slots) -> RecentStates:
         recent = self.states = RecentStates(self.head, self.unwritten, slots)
@@ -112,53 +112,45 @@ class HeadNetwork(DraftNetwork):
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
             positions, slots = batch.positions[rows], batch.layout.slot_mapping[rows]
-            self.one_call.store(batch.tokens[rows], previous[rows], positions, slots, storage)
+            self.one_call.store(self._embed(batch.tokens[rows]), previous[rows], positions, slots, storage)
         else:
             self.head.store_keys(batch.tokens, self.head.join(previous), batch.positions, attention)
 
     def forget(self, request_id: str) -> None:
         self.states.forget(request_id)
 
+    # ---- a head with a kernel that drafts all tokens of a step in one call ----------------------------------------
 
-class HeadCalls:
-    """A head with a kernel that drafts all tokens of a step in one call."""
-
-    def __init__(self, head: DraftHead, fused: FusedHead, states: KeptStates) -> None:
-        self._embed, self._fused, self._states = head.target.embed, fused, states
-        self._token_ids: list[int] = head.token_ids.tolist()
+    def _embed(self, tokens: Tensor) -> np.ndarray:
+        embedded: np.ndarray = self.head.target.embed(tokens).numpy()
+        return embedded
 
     def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
+        assert self.one_call is not None
         size = storage.block_size
         rows: list[tuple[int, int, int]] = []  # token, position, slot
         spans: list[tuple[Request, int]] = []
         for task in tasks:
-            request, first, last = task.request, self._states.first_position(task.request), task.request.num_known - 1
+            request, first, last = task.request, self._kept.first_position(task.request), task.request.num_known - 1
             if last - first >= A_FEW:
                 positions = range(first, last)
                 rows += [(request.tokens[p], p, task.table[p // size] * size + p % size) for p in positions]
                 spans.append((request, last - first))
         if rows:
             tokens, token_positions, slots = torch.tensor(rows).T.contiguous()
-            self.store(tokens, self._states.take(spans), token_positions, slots, storage)
+            self.one_call.store(self._embed(tokens), self._kept.take(spans), token_positions, slots, storage)
         return bool(rows)
 
     def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]:
-        starts = [self._states.first_position(task.request) for task in tasks]
-        tokens: list[int] = []
-        for task, start in zip(tasks, starts, strict=True):
-            tokens += task.request.tokens[start:]
-        counts = [task.request.num_known - start for task, start in zip(tasks, starts, strict=True)]
-        features = self._states.take([(task.request, count) for task, count in zip(tasks, counts, strict=True)])
-        embedded = self._embed(torch.tensor(tokens)).numpy()
-        choices = self._fused.draft(tasks, starts, embedded, features.numpy(), storage)
+        assert self.one_call is not None
+        starts = [self._kept.first_position(task.request) for task in tasks]
+        known = [task.request.tokens[start:] for task, start in zip(tasks, starts, strict=True)]
+        features = self._kept.take([(task.request, len(own)) for task, own in zip(tasks, known, strict=True)])
+        embedded = self._embed(torch.tensor([token for own in known for token in own]))
+        choices = self.one_call.draft(tasks, starts, embedded, features.numpy(), storage)
         drafts = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
-        ids = self._token_ids
+        ids = self._ids
         return [Draft([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in drafts]
-
-    def store(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
-        """Store the keys and values of tokens [T] behind which nothing is drafted."""
-        embedded = self._embed(tokens).numpy()
-        self._fused.store(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
 
 
 _PROBE = 'The quick brown fox\'s 12 jumps:\n\tover «lazy» dogs, été 2026, 犬 🐕 <|im_end|> {"a": [1.5]}'

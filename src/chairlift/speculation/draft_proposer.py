@@ -25,7 +25,7 @@ from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.programs.base import limit_torch_threads
 from chairlift.sampling.draw import draw, filter_probabilities, filters_of
 from chairlift.speculation.draft_passes import DraftPasses
-from chairlift.speculation.drafter import ComputedBatch, Drafter, DraftNetwork, DraftTask, OneCall
+from chairlift.speculation.drafter import ComputedBatch, Drafter, DraftNetwork, DraftTask
 from chairlift.speculation.head_states import KEPT, LENGTH, RecentStates
 from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft, DraftTerms, Proposer, is_greedy
 
@@ -69,9 +69,8 @@ class DraftModelProposer(Proposer, Drafter):
         self._last_state: dict[str, Tensor] = {}  # The network's own state of the last draft token, by request id.
         self._attention = attention
         self._storage = storage
-        self._kernels: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # What passes that are not captured are launched in.
-        )
+        # Passes that are not captured are launched in this context.
+        self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext
         self._recent: RecentStates | None = None  # The runner's steps store there what the network reads.
         self._passes: DraftPasses | None = None
 
@@ -102,10 +101,6 @@ class DraftModelProposer(Proposer, Drafter):
             with self._kernels():
                 self.network.observe_step(step, self._storage)
 
-    def bytes_kept(self, num_requests: int) -> int:
-        states = self.network.states
-        return 0 if states is None or states is self._recent else states.num_bytes(num_requests)
-
     def release(self) -> int:
         return 0 if self._recent is None else self._recent.release()
 
@@ -131,18 +126,16 @@ class DraftModelProposer(Proposer, Drafter):
     def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
         with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
             self.network.begin_draft([task.table for task in tasks], self._storage)
-            one_call = self._one_call_for(tasks)
-            return self._draft(tasks, terms) if one_call is None else self._draft_at_once(one_call, tasks, terms)
-
-    def _draft(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
-        ready = self._catch_up(tasks, terms)
-        captured = self._draft_captured([tasks[index] for index in ready], terms)
-        if captured is None:
-            return self._draft_by_places(tasks, ready)
-        drafts = [Draft((), ())] * len(tasks)
-        for index, draft in zip(ready, captured, strict=True):
-            drafts[index] = draft
-        return drafts
+            # All tokens are drafted in one call if nothing has to be done between two of a request.
+            at_once = self.network.one_call is not None and self._attention.capabilities.has_work
+            if at_once and not any(self._is_sampled(task.request) for task in tasks):
+                return self._draft_at_once(tasks, terms)
+            ready = self._catch_up(tasks, terms)
+            captured = self._draft_captured([tasks[index] for index in ready], terms)
+            if captured is None:
+                return self._draft_by_places(tasks, ready)
+            drafts = dict(zip(ready, captured, strict=True))
+            return [drafts.get(index, Draft((), ())) for index in range(len(tasks))]
 
     def _draft_captured(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft] | None:
         """All places at once; None if that is not possible. The controller drops what is not likely enough."""
@@ -172,16 +165,10 @@ class DraftModelProposer(Proposer, Drafter):
                     self._sampled_from[task.request.id].pop()  # it is as long as the vocabulary
         return [Draft(some, sure) for some, sure in zip(tokens, levels, strict=True)]
 
-    def _one_call_for(self, tasks: Sequence[DraftTask]) -> OneCall | None:
-        """The call that drafts all tokens, if nothing has to be done between two draft tokens of a request."""
-        if not self._attention.capabilities.has_work or any(self._is_sampled(task.request) for task in tasks):
-            return None
-        return self.network.one_call
-
-    def _draft_at_once(self, call: OneCall, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
-        terms.did_extra_work = call.catch_up(tasks, self._storage)
+    def _draft_at_once(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        terms.did_extra_work = self.network.catch_up(tasks, self._storage)
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].length)
-        drafts = call.draft([tasks[index] for index in order], self._storage)
+        drafts = self.network.draft([tasks[index] for index in order], self._storage)
         return [draft for _, draft in sorted(zip(order, drafts, strict=True), key=lambda pair: pair[0])]
 
     def _catch_up(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -87,10 +87,6 @@ class Drafter:
     def warm_up(self, request: Request) -> None:
         """Compile what is compiled on first use, with this request of few tokens in block 0."""
 
-    def bytes_kept(self, num_requests: int) -> int:
-        """Device memory that steps are going to leave behind, at most, beside the KV storage."""
-        return 0
-
     def release(self) -> int:
         """Free the memory that was allocated beside the KV storage, and return its size; no step may follow."""
         return 0
@@ -118,18 +114,6 @@ class DraftPass(NamedTuple):
     states: Tensor | None  # [N, ...]: what the next pass reads beside its tokens; None if nothing
 
 
-class OneCall(Protocol):
-    """A kernel that drafts all tokens of a step."""
-
-    def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
-        """Compute the tokens of a pause, except the last ones; return whether there were any."""
-        ...
-
-    def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]:
-        """The likeliest draft tokens. The task of the greatest length comes first."""
-        ...
-
-
 class DraftNetwork(ABC):
     """What differs between draft models.
 
@@ -141,7 +125,7 @@ class DraftNetwork(ABC):
     catches_up_in_parts = False  # whether it can compute the tokens that it missed in more than one step
     token_ids: Tensor | None = None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
     states: HeadStates | None = None  # those of the target that it reads beside tokens
-    one_call: OneCall | None = None  # Set where all tokens of a step are drafted in one call.
+    one_call: Any = None  # a kernel that drafts all tokens of a step, for `catch_up` and `draft`; None: there is none
 
     @abstractmethod
     def first_position(self, request: Request) -> int:
@@ -166,6 +150,14 @@ class DraftNetwork(ABC):
 
     def computed(self, request: Request, end: int) -> None:  # noqa: B027
         """The request's tokens before `end`, draft tokens among them, have been computed."""
+
+    def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
+        """Compute the tokens of a pause in one call, except the last ones; return whether there were any."""
+        raise NotImplementedError
+
+    def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]:
+        """The likeliest draft tokens, in one call. The task of the greatest length comes first."""
+        raise NotImplementedError
 
     def observe_step(self, step: ComputedBatch, storage: KVStorage) -> None:  # noqa: B027
         """Read what the target has computed."""

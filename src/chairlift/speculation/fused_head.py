@@ -79,12 +79,13 @@ class FusedHead:
     def store(
         self,
         embedded: np.ndarray,
-        features: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
+        token_features: Tensor,
+        token_positions: Tensor,
+        token_slots: Tensor,
         storage: KVStorage,
     ) -> None:
-        """Store the keys and values of tokens [T] in these slots."""
+        """Store the keys and values of tokens [T], behind which nothing is drafted, in these slots."""
+        features, positions, slots = (each.numpy() for each in (token_features, token_positions, token_slots))
         no_table = np.zeros((1, 1), dtype=np.int32)
         work = self._work(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
         step = self._step(embedded, positions, slots, no_table, work, storage)

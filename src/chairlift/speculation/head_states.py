@@ -40,10 +40,6 @@ class HeadStates(ABC):
         [tokens, features]; zeros where they are unknown. All but the last known token are going to be computed."""
 
     @abstractmethod
-    def num_bytes(self, num_requests: int) -> int:
-        """Memory that it is going to take for these requests."""
-
-    @abstractmethod
     def forget(self, request_id: str) -> None:
         """Drop the states of a request."""
 
@@ -113,10 +109,6 @@ class KeptStates(HeadStates):
             known = pending is not None and (pending.first, pending.end) == (chunk.start, chunk.start + 1)
             features.append(pending.states() if known and pending is not None else unknown)
         return torch.cat(features)
-
-    def num_bytes(self, num_requests: int) -> int:
-        """States of decode steps are kept whole, padding rows included, which `num_requests` counts as well."""
-        return MAX_PENDING_STATES * num_requests * self._feature_size * self._dtype.itemsize
 
     def keep(self, step: ComputedBatch, features: Tensor, has_prompts: bool) -> None:
         """Keep the features of a step, whose prompts the head has computed."""
@@ -257,9 +249,6 @@ class RecentStates(HeadStates):
             first = self.first_position(request)
             rows += self.take_rows(request, first, first + count)
         return self.ring.index_select(0, sent(rows, self.ring.device))
-
-    def num_bytes(self, num_requests: int) -> int:
-        return self.ring.nbytes
 
     def release(self) -> int:
         """Free the memory and return its size; no step may follow."""

@@ -24,7 +24,7 @@ from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken, round_up
+from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.gpu.forward import StepForward, StepPreparation
@@ -225,8 +225,8 @@ class GPURunner(ModelRunner):
         """Bytes that the largest possible step takes beside weights and cache.
 
         It is computed for padding, without single tokens, which would add nothing but the time to compile their kernel.
-        What the host samples, and what a draft network keeps from step to step, is calculated. Its kernels should be
-        compiled (`StepPreparation.compile_generic`), or they are one by one.
+        What the host samples is calculated. The kernels should be compiled (`StepPreparation.compile_generic`), or they
+        are one by one.
         """
         largest = self.largest_shape
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # There can be no more.
@@ -239,9 +239,7 @@ class GPURunner(ModelRunner):
                 self._draft_after_padding(step.output)
 
         taken = memory_taken(compute, self.device)
-        requests = round_up(self.sizes.requests, self.shapes.decode_buckets) or self.sizes.requests
-        kept = self.drafter.bytes_kept(requests)
-        return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
+        return taken + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def _draft_after_padding(self, output: ModelOutput) -> None:
         """Let the drafter read a step of padding as a prompt: what that takes is part of the step's memory."""

@@ -31,10 +31,8 @@ _OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error 
 _SMALLEST_ERROR = 0.02  # relative errors below this are never outliers
 _RECENT, _ONE_IN = 200, 50  # the tail is the 98th percentile of the last 200 steps
 _FIRST_TAIL = 1.25  # It counts until _ONE_IN steps are measured.
-_SPEED_GAIN, _SPEED_STEP = (
-    0.2,
-    0.3,
-)  # share of the last log error that corrects the speed factor, and the cap on that error
+# The share of the last log error that corrects the speed factor, and the cap on that error.
+_SPEED_GAIN, _SPEED_STEP = 0.2, 0.3
 _SPEED_MEMORY = 0.97  # the speed factor decays to 1 while the coefficients absorb it; otherwise both could drift
 _MAX_SLOWDOWN_LOG = 1.0  # cap on the log error of a single step
 _SETTLED = 8  # steps after which errors are attributed to the machine, not to unsettled coefficients
@@ -230,7 +228,8 @@ class WorkForecast:
         seconds = whole * (self._predict(base, self._chunk) - alone)
         if rest:
             seconds += self._predict(base, rest) - alone
-        return seconds + self._kv_seconds(chunk_kv(start, tokens))
+        kv_seconds = self._cost.predict(StepShape(prefill_kv=chunk_kv(start, tokens))) - self._cost.predict(StepShape())
+        return seconds + kv_seconds
 
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
         """A lower bound on the time to compute `prompt_tokens` and generate `new_tokens` in an empty batch; 0 before
@@ -250,6 +249,3 @@ class WorkForecast:
     def _predict(self, base: StepShape, chunk: int) -> float:
         more = base.prefill_tokens + chunk
         return self._cost.predict(replace(base, prefill_tokens=more, requests=base.requests + 1))
-
-    def _kv_seconds(self, kv: int) -> float:
-        return self._cost.predict(StepShape(prefill_kv=kv)) - self._cost.predict(StepShape())

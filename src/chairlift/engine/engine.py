@@ -64,7 +64,7 @@ class Engine:
         can = executor.capabilities
         self._validator = RequestValidator(self.limits, scheduler, structured, eos_ids, can, generates)
         self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
-        self._text = OutputText(tokenizer)
+        self._texts: dict[str, OutputText] = {}  # Only requests that are detokenized have one.
         self._selection = CompletionSelection()
         self._seeds = random.Random(seed)
         self._num_submitted = 0
@@ -142,7 +142,8 @@ class Engine:
             )
             requests.append(request)
             self._unreported.add(one_id)
-            self._text.open(request)
+            if params.detokenize:
+                self._texts[one_id] = OutputText(self.tokenizer, request)
             if self._structured is not None and params.has_masks:
                 self._structured.open(request)
         self._queue(requests, now)
@@ -286,7 +287,8 @@ class Engine:
 
     def _ending(self, request: Request, token: int) -> Ending | None:
         """The ending that a request's text or grammar calls for after its last token, or after BAD_LOGITS."""
-        stop = self._text.push(request, token) if token != BAD_LOGITS else None
+        text = self._texts.get(request.id)
+        stop = text.push(request, token) if text is not None and token != BAD_LOGITS else None
         if stop is not None:
             return Ending(FinishReason.STOP, stop)
         return self._structured.ending(request) if self._structured else None
@@ -297,10 +299,14 @@ class Engine:
         for event in self.scheduler.drain_events():
             if isinstance(event, TokenProduced):
                 events.append(event)
-                _add_text(events, event, self._text.take(event.request_id))
+                text = self._texts.get(event.request_id)
+                if text is not None:
+                    _add_text(events, event, text.take())
                 continue
             if isinstance(event, RequestFinished):
-                _add_text(events, event, self._text.close(event.request_id))
+                text = self._texts.pop(event.request_id, None)
+                if text is not None:
+                    _add_text(events, event, text.close())
                 self._close(event.request_id)
             events.append(event)
         events = self._selection.filter(events)

@@ -14,33 +14,6 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """The text of every open request."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._streams: dict[str, _Stream] = {}
-
-    def open(self, request: Request) -> None:
-        if request.params.detokenize:
-            self._streams[request.id] = _Stream(self._tokenizer, request)
-
-    def push(self, request: Request, token: int) -> str | None:
-        """Add a token just appended to `request`; return the stop string that it completes, if any."""
-        stream = self._streams.get(request.id)
-        return stream.push(request, token) if stream else None
-
-    def take(self, request_id: str) -> str:
-        """The text since the last call that cannot become part of a stop string."""
-        stream = self._streams.get(request_id)
-        return stream.take() if stream else ""
-
-    def close(self, request_id: str) -> str:
-        """Forget a finished request; return the rest of its text."""
-        stream = self._streams.pop(request_id, None)
-        return stream.close() if stream else ""
-
-
-class _Stream:
     """The text of one request."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -58,6 +31,7 @@ class _Stream:
         self._hidden_tokens = frozenset() if params.include_stop_str_in_output else request.stop_tokens
 
     def push(self, request: Request, token: int) -> str | None:
+        """Add a token just appended to `request`; return the stop string that it completes, if any."""
         if token in self._hidden_tokens:
             return None
         text = self._detokenizer.push(token)
@@ -70,11 +44,13 @@ class _Stream:
         return matched
 
     def take(self) -> str:
+        """The text since the last call that cannot become part of a stop string."""
         text = "".join(self._ready)
         self._ready.clear()
         return text
 
     def close(self) -> str:
+        """The rest of the text, once the request has finished."""
         if not self._stopped:
             emitted, _ = self._stops.push(self._detokenizer.flush())
             self._ready += [emitted, self._stops.flush()]

@@ -60,11 +60,7 @@ class RunnerFactory:
 
     @property
     def _layers(self) -> tuple[AttentionLayer, ...]:
-        return (*self.model.attention_layers, *self._draft_layers)
-
-    @property
-    def _draft_layers(self) -> tuple[AttentionLayer, ...]:
-        return self.draft.layers if self.draft else ()
+        return (*self.model.attention_layers, *(self.draft.layers if self.draft else ()))
 
     @property
     def _max_drafts(self) -> int:

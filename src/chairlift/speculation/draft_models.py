@@ -62,20 +62,11 @@ class HeadNetwork(DraftNetwork):
     def first_position(self, request: Request) -> int:
         return self.states.first_position(request)
 
-    def first_pass(
-        self, batch: StepBatch, features: Tensor | None, last_rows: Tensor, attention: StepAttention
+    def run_pass(
+        self, batch: StepBatch, before: Tensor | None, last_rows: Tensor | None, attention: StepAttention
     ) -> DraftPass:
-        assert features is not None
-        return self._pass(batch, self.head.join(features), last_rows, attention)
-
-    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
-        assert states is not None
-        return self._pass(batch, states, None, attention)
-
-    def _pass(
-        self, batch: StepBatch, previous: Tensor, last_rows: Tensor | None, attention: StepAttention
-    ) -> DraftPass:
-        """previous [T, hidden]: the states before the tokens."""
+        assert before is not None
+        previous = before if last_rows is None else self.head.join(before)  # [T, hidden]
         states = self.head.states(batch.tokens, previous, batch.positions, attention)
         if last_rows is not None:
             states = states.index_select(0, last_rows)
@@ -162,16 +153,10 @@ class ModelPasses(DraftNetwork):
     def __init__(self, model: CausalLM) -> None:
         self._model = model
 
-    def first_pass(
-        self, batch: StepBatch, features: Tensor | None, last_rows: Tensor, attention: StepAttention
+    def run_pass(
+        self, batch: StepBatch, before: Tensor | None, last_rows: Tensor | None, attention: StepAttention
     ) -> DraftPass:
-        return self._pass(batch, attention, last_rows)
-
-    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
-        return self._pass(batch, attention, None)
-
-    def _pass(self, batch: StepBatch, attention: StepAttention, rows: Tensor | None) -> DraftPass:
-        return DraftPass(self._model.logits(self._model.hidden_states(batch, attention, rows).last), None)
+        return DraftPass(self._model.logits(self._model.hidden_states(batch, attention, last_rows).last), None)
 
 
 class DraftModel(ModelPasses):

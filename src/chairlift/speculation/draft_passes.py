@@ -185,9 +185,7 @@ class DraftPasses:
                 states += self._recent.take_rows(request, first, end)
         counts = np.array([task.request.num_known for task in tasks]) - np.array(firsts)
         owner = np.repeat(np.arange(len(tasks)), counts)
-        offsets = np.arange(len(owner)) - np.repeat(
-            np.cumsum(counts) - counts, counts
-        )  # the place of each row in its request
+        offsets = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # the place in its request
         rows = A_FEW * owner + offsets
         views["token"][rows] = tokens
         views["slot"][rows] = np.array(slots)[owner]
@@ -219,13 +217,13 @@ class DraftPasses:
         features = states.index_select(0, view["state_row"])
         batch = self._batch(tokens, view["slot"], view["position"], view["start"], view["count"])
         attention = self._attention.begin(batch, self._storage)
-        computed = network.first_pass(batch, features, view["last_row"], attention)
+        computed = network.run_pass(batch, features, view["last_row"], attention)
         for place in range(shape.places):
             if place:
                 where = [view[f"next_{name}"][place - 1, :size] for name in ("position", "start", "count")]
                 batch = self._batch(choices[0, place - 1, :size], view["next_slot"], *where, one_per_request=True)
                 attention = self._attention.begin(batch, self._storage)
-                computed = network.next_pass(batch, computed.states, attention)
+                computed = network.run_pass(batch, computed.states, None, attention)
             likeliest(computed.scores, network.token_ids, choices[0, place, :size], choices[1, place, :size], LEVELS)
         return ComputedDrafts(choices)
 

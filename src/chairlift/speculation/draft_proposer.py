@@ -220,14 +220,14 @@ class DraftModelProposer(Proposer, Drafter):
         with self._kernels():
             if chunks[0].drafts:
                 states = [self._last_state[chunk.request.id] for chunk in chunks if self._last_state]
-                computed = network.next_pass(batch, torch.stack(states) if states else None, attention)
+                computed = network.run_pass(batch, torch.stack(states) if states else None, None, attention)
             else:
                 spans = [
                     range(first, first + chunk.count)
                     for first, chunk in zip(batch.layout.offsets, chunks, strict=False)
                 ]
                 last_rows = sent([span[-1] for span in spans], device)
-                computed = network.first_pass(batch, self._features(batch, chunks, spans), last_rows, attention)
+                computed = network.run_pass(batch, self._features(batch, chunks, spans), last_rows, attention)
         for index, chunk in enumerate(chunks):
             network.computed(chunk.request, chunk.end)
             if computed.states is not None:

@@ -118,8 +118,8 @@ class DraftNetwork(ABC):
     """What differs between draft models.
 
     A request's draft begins with a pass over the known tokens that the network has not computed; each further pass
-    computes one draft token. `first_pass` and `next_pass` launch the same kernels for the same sizes and read device
-    memory only, so that they can be captured.
+    computes one draft token. Passes launch the same kernels for the same sizes and read device memory only, so that
+    they can be captured.
     """
 
     catches_up_in_parts = False  # whether it can compute the tokens that it missed in more than one step
@@ -132,14 +132,12 @@ class DraftNetwork(ABC):
         """The first of the request's tokens that the network has not computed yet."""
 
     @abstractmethod
-    def first_pass(
-        self, batch: StepBatch, features: Tensor | None, last_rows: Tensor, attention: StepAttention
+    def run_pass(
+        self, batch: StepBatch, before: Tensor | None, last_rows: Tensor | None, attention: StepAttention
     ) -> DraftPass:
-        """features [T, ...]: of `states`; last_rows [N]: the last token of each request."""
-
-    @abstractmethod
-    def next_pass(self, batch: StepBatch, states: Tensor | None, attention: StepAttention) -> DraftPass:
-        """A batch of one draft token of each request; states: those of the pass before."""
+        """In the first pass of a draft, before [T, ...] are features of `states`, and last_rows [N] the last token of
+        each request. In the others, a batch of one draft token of each request, they are the states of the pass before
+        and None."""
 
     def attach(self, slots: Slots) -> RecentStates | None:
         """Keep the states that it reads on a device, where steps store them; None if it reads none."""

@@ -12,7 +12,7 @@ from chairlift.attention.batch import table_array
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
-from chairlift.kernels.cpu.decoder import Buffers, Step
+from chairlift.kernels.cpu.decoder import Step
 from chairlift.kernels.cpu.draft import (
     Choices,
     DraftBuffers,
@@ -45,9 +45,7 @@ class FusedHead:
         self._layer = layer
         self._inv_freq = np.array(rope.inv_freq, dtype=np.float32)
         self._rope_scale = np.float32(rope.scale)
-        self._cos = self._sin = np.empty(
-            (0, len(rope.inv_freq)), dtype=np.float32
-        )  # The angles of the first positions.
+        self._cos = self._sin = np.empty((0, len(rope.inv_freq)), dtype=np.float32)  # It grows with the positions.
         none = PackedWeight.empty(1, 0, 1).layer(0)
         rows = embedded.bfloat16().contiguous().view(torch.uint16).numpy()
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
@@ -73,7 +71,8 @@ class FusedHead:
         chances = np.array([task.chances for task in tasks], dtype=np.float32)
         choices = Choices.none_yet(tasks[0].length, least, chances)
         scratch = self._scratch_for(len(embedded), len(tasks), features.shape[1])
-        the_team().run(draft, self._weights, known, drafted, self._buffers(embedded), scratch, choices)
+        buffers = self._decoder.room_for(*embedded.shape)
+        the_team().run(draft, self._weights, known, drafted, buffers, scratch, choices)
         return choices
 
     def store(
@@ -91,7 +90,7 @@ class FusedHead:
         step = self._step(embedded, positions, slots, no_table, work, storage)
         known = KnownTokens(step, embedded, features, np.empty(0, dtype=np.int64))
         scratch = self._scratch_for(len(embedded), 1, features.shape[1])
-        the_team().run(store_keys_values, self._weights, known, self._buffers(embedded), scratch)
+        the_team().run(store_keys_values, self._weights, known, self._decoder.room_for(*embedded.shape), scratch)
 
     def _known_tokens(
         self,
@@ -156,9 +155,6 @@ class FusedHead:
             angles = np.arange(2 * longest, dtype=np.float32)[:, None] * self._inv_freq
             self._cos, self._sin = np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
         return self._cos[positions], self._sin[positions]
-
-    def _buffers(self, embedded: np.ndarray) -> Buffers:
-        return self._decoder.room_for(*embedded.shape)
 
     def _scratch_for(self, tokens: int, requests: int, features: int) -> DraftBuffers:
         had = self._scratch

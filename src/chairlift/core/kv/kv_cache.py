@@ -118,7 +118,9 @@ class KVCache(Resource):
         planned, room = request.num_planned, len(table) * self.block_size
         if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
             return ()  # Most decodes: the last block has room.
-        frozen = self._frozen_positions(request, table)
+        # The table positions, from the next write on, whose block is shared or indexed.
+        writable = range(planned // self.block_size, len(table))
+        frozen = [position for position in writable if not self.pool.is_private(table[position])]
         num_new = self.blocks_for(planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
         if blocks is None:
@@ -133,11 +135,6 @@ class KVCache(Resource):
         if copies and self._rewritten is not None:
             self._rewritten.add(request.id)
         return tuple(copies)
-
-    def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:
-        """Table positions, from the next write on, whose block is shared or indexed."""
-        first = request.num_planned // self.block_size
-        return [position for position in range(first, len(table)) if not self.pool.is_private(table[position])]
 
     def need(self, request: Request) -> int:
         missing = max(0, self.blocks_for(request.num_expected) - len(self.table(request)))

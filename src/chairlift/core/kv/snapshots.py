@@ -8,26 +8,13 @@ from dataclasses import dataclass, field
 from chairlift.core.plan import NO_SLOT
 
 
-class Snapshots:
+class Snapshots(dict[int, int]):
     """Maps indexed blocks to the slots that hold the state at their end."""
 
     def __init__(self) -> None:
-        self._slot_of: dict[int, int] = {}
+        super().__init__()
         self._block_of: dict[int, int] = {}
         self._reused: set[int] = set()  # blocks whose snapshot a request has continued from
-
-    def __len__(self) -> int:
-        return len(self._slot_of)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._slot_of
-
-    def items(self) -> list[tuple[int, int]]:
-        """(block, slot) of every snapshot."""
-        return list(self._slot_of.items())
-
-    def slot_of(self, block: int) -> int:
-        return self._slot_of[block]
 
     def was_reused(self, block: int) -> bool:
         return block in self._reused
@@ -35,17 +22,17 @@ class Snapshots:
     def reuse(self, block: int) -> int:
         """The slot of a snapshot that a request continues from."""
         self._reused.add(block)
-        return self._slot_of[block]
+        return self[block]
 
     def add(self, block: int, slot: int) -> None:
-        assert block not in self._slot_of
+        assert block not in self
         assert slot not in self._block_of
-        self._slot_of[block] = slot
+        self[block] = slot
         self._block_of[slot] = block
 
     def remove_blocks(self, blocks: Iterable[int]) -> list[int]:
         """Remove the snapshots of these blocks, where they have one; return their slots."""
-        slots = [self._slot_of.pop(block) for block in blocks if block in self._slot_of]
+        slots = [self.pop(block) for block in blocks if block in self]
         for slot in slots:
             self._reused.discard(self._block_of.pop(slot))
         return slots
@@ -53,7 +40,7 @@ class Snapshots:
     def remove_slots(self, slots: Iterable[int]) -> None:
         for slot in slots:
             block = self._block_of.pop(slot)
-            del self._slot_of[block]
+            del self[block]
             self._reused.discard(block)
 
 

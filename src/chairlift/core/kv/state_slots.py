@@ -276,7 +276,8 @@ class StateSlots(Resource):
         if fork is not None and chunk.start < fork.num_tokens < chunk.end and (taken := self.slots.take(1)):
             fork.slot = kept[fork.num_tokens] = taken[0]
         # Those that are wanted come first: the others must not take the last slots.
-        boundaries = self._boundaries_within(chunk)
+        size = self.block_size
+        boundaries = range((chunk.start // size + 1) * size, chunk.end if self.prefix_caching else 0, size)
         wanted = [boundary for boundary in boundaries if self._is_wanted(chunk.request, states, boundary)]
         regular = [boundary for boundary in boundaries if self._is_regular(boundary)]
         for num_tokens in dict.fromkeys((*wanted, *regular)):
@@ -292,10 +293,6 @@ class StateSlots(Resource):
                 break
             states.pending[num_tokens] = kept[num_tokens]
         return sorted(kept.items())
-
-    def _boundaries_within(self, chunk: Chunk) -> range:
-        size = self.block_size
-        return range((chunk.start // size + 1) * size, chunk.end if self.prefix_caching else 0, size)
 
     def _pays(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
         """Whether to keep the state at a block boundary of a prompt."""
@@ -349,7 +346,7 @@ class StateSlots(Resource):
         states.newest = num_tokens
         if block is None or block not in self.snapshots or self.snapshots.was_reused(block):
             return
-        if self.slots.is_free(self.snapshots.slot_of(block)):
+        if self.slots.is_free(self.snapshots[block]):
             self.slots.uncache(self.snapshots.remove_blocks([block]))
 
     def _indexed_block(self, request: Request, num_tokens: int) -> int | None:

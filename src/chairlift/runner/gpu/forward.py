@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -24,26 +25,18 @@ if TYPE_CHECKING:
     from chairlift.kernels.compilation.spec import KernelSpec
 
 
+@dataclass(frozen=True, slots=True)
 class StepForward:
     """Computes the step whose inputs lie on the device."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        storage: KVStorage,
-        slots: Slots,
-        largest: BatchShape,
-        drafter: Drafter,
-        *,
-        tile_queries: int,
-        recurrent: RecurrentInputs | None,
-    ) -> None:
-        """`largest`: the shape of the largest step. `recurrent`: the inputs of recurrent layers, if there are any."""
-        self._model, self._attention, self._storage = model, attention, storage
-        self._slots, self._drafter, self._recurrent = slots, drafter, recurrent
-        self._tile_queries = tile_queries
-        self.inputs = torch.zeros(largest.sections.size, dtype=torch.int32, device=model.device)
+    model: CausalLM
+    attention: AttentionBackend
+    storage: KVStorage
+    slots: Slots
+    drafter: Drafter
+    inputs: Tensor
+    tile_queries: int
+    recurrent: RecurrentInputs | None  # the inputs of recurrent layers, if there are any
 
     def compute(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
         """The whole step. With `all_rows`, or a draft network, the result has the hidden states of all rows."""
@@ -51,20 +44,20 @@ class StepForward:
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import sample
 
-        view, slots = shape.sections.on_device(self.inputs), self._slots
+        view, slots = shape.sections.on_device(self.inputs), self.slots
         tokens = begin_step(
             view["token"], view["slot"], slots.last_token, view["update_cell"], view["update_block"], slots.tables
         )
         batch, rows = self._batch(shape, view, tokens), view["sample_row"]
-        attention = self._attention.begin(batch, self._storage)
-        if not self._drafter.reads_rows and not all_rows:
-            output, kept = None, self._model.hidden_states(batch, attention, rows).last
+        attention = self.attention.begin(batch, self.storage)
+        if not self.drafter.reads_rows and not all_rows:
+            output, kept = None, self.model.hidden_states(batch, attention, rows).last
         else:
-            hidden = self._model.hidden_states(batch, attention)
+            hidden = self.model.hidden_states(batch, attention)
             output = ModelOutput(batch, attention, hidden)
-            self._drafter.store(batch, view, attention, hidden)
+            self.drafter.store(batch, view, attention, hidden)
             kept = picked_rows(output.hidden.last, rows)
-        logits = self._model.logits(kept)
+        logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.inputs.device)
         sample(
             logits,
@@ -83,7 +76,7 @@ class StepForward:
         layout = PagedLayout(
             slots=view["slot"],
             positions=view["position"],
-            tables=self._slots.tables,
+            tables=self.slots.tables,
             chunk_slot=view["chunk_slot"],
             chunk_row=view["chunk_row"],
             chunk_start=view["chunk_start"],
@@ -91,12 +84,12 @@ class StepForward:
             num_single=shape.singles,
             tile_chunk=view["tile_chunk"],
             tile_offset=view["tile_offset"],
-            tile_queries=self._tile_queries,
+            tile_queries=self.tile_queries,
             one_per_request=not shape.drafts,
             long_contexts=shape.long,
             deep_chunks=shape.deep,
         )
-        recurrent = None if self._recurrent is None else self._recurrent.step(shape)
+        recurrent = None if self.recurrent is None else self.recurrent.step(shape)
         rows = view["sample_row"]
         return StepBatch(tokens, view["position"], paged=layout, sampled_rows=rows, recurrent=recurrent)
 
@@ -104,10 +97,10 @@ class StepForward:
     def compute_padding(self, shape: BatchShape) -> ComputedStep:
         """Compute a step of rows that belong to no request, write to no block and sample nothing."""
         padding = np.zeros(shape.sections.size, np.int32)
-        fill_padding(shape.sections.on_host(padding), self._slots.padding_cell)
+        fill_padding(shape.sections.on_host(padding), self.slots.padding_cell)
         self.inputs[: len(padding)].copy_(torch.from_numpy(padding))
-        if self._recurrent is not None:
-            self._recurrent.fill_padding()
+        if self.recurrent is not None:
+            self.recurrent.fill_padding()
         return self.compute(shape)
 
 

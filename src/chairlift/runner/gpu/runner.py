@@ -86,15 +86,9 @@ class GPURunner(ModelRunner):
         if states is not None:
             rows = 1 + sizes.drafts_per_request
             self._recurrent = RecurrentInputs(states, largest, device, STAGING_BUFFERS, longest_decode=rows)
+        inputs, queries = torch.zeros(largest.sections.size, dtype=torch.int32, device=device), spec.tile_queries
         self._forward = StepForward(
-            model,
-            attention,
-            storage,
-            self.slots,
-            largest,
-            self.drafter,
-            tile_queries=spec.tile_queries,
-            recurrent=self._recurrent,
+            model, attention, storage, self.slots, self.drafter, inputs, queries, self._recurrent
         )
         room = partial(has_room, device, sizes.step_bytes) if use_graphs else None
         self.preparation = StepPreparation(self._forward, self.shapes, room)

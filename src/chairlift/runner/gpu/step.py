@@ -72,24 +72,24 @@ class _Pieces:
         return [(index, first) for index in longer for first in range(0, self.in_order[index][0].count, queries)]
 
 
+@dataclass(frozen=True, slots=True)
 class Packer:
     """Turns plans into inputs of the device, of which block tables are sent only as far as they changed."""
 
-    def __init__(self, slots: Slots, shapes: Shapes, tile_queries: int) -> None:
-        self._slots = slots
-        self._shapes = shapes
-        self._tile_queries = tile_queries
+    slots: Slots
+    shapes: Shapes
+    tile_queries: int
 
     def pack(self, plan: StepPlan, staging: Staging) -> PackedStep:
         """Write the step into the staging buffer: single tokens first, then the longer chunks."""
-        slots = [self._slots.of(chunk.request) for chunk in plan.chunks]
+        slots = [self.slots.of(chunk.request) for chunk in plan.chunks]
         cells: list[int] = []
         blocks: list[int] = []
         for slot, chunk in zip(slots, plan.chunks, strict=True):
-            self._slots.table_changes(slot, chunk, cells, blocks)
+            self.slots.table_changes(slot, chunk, cells, blocks)
         pieces = _Pieces(plan.chunks, slots)
-        tiles = pieces.tiles(self._tile_queries)
-        shape, capturable = self._shapes.choose(
+        tiles = pieces.tiles(self.tile_queries)
+        shape, capturable = self.shapes.choose(
             tokens=int(pieces.counts.sum()) + plan.idle_rows,
             chunks=len(pieces.in_order),
             singles=pieces.num_single,
@@ -101,11 +101,11 @@ class Packer:
             drafts=len(pieces.in_order) > len(plan.chunks),
         )
         if len(cells) > shape.updates:
-            self._slots.send(cells, blocks)
+            self.slots.send(cells, blocks)
             cells, blocks = [], []
         staging.wait()
         views = staging.views(shape.sections)
-        fill_padding(views, self._slots.padding_cell)
+        fill_padding(views, self.slots.padding_cell)
         _pack_rows(views, pieces)
         if tiles:
             views["tile_chunk"][: len(tiles)], views["tile_offset"][: len(tiles)] = zip(*tiles, strict=True)
@@ -125,7 +125,7 @@ class Packer:
 
     def _pack_sampling(self, views: dict[str, np.ndarray], pieces: _Pieces) -> None:
         """Write which rows are sampled, where their tokens are kept, and the sampling parameters of their slots."""
-        slots, sampling = self._slots, pieces.sampling
+        slots, sampling = self.slots, pieces.sampling
         count, indices = len(sampling), pieces.slots[sampling]
         ends = (pieces.starts + pieces.counts)[sampling]  # how many tokens come before the sampled one
         token_slots = np.full_like(pieces.slots, slots.padding)

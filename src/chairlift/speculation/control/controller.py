@@ -246,30 +246,23 @@ def _may_have_drafts(chunk: Chunk, plan: PlanBuilder) -> bool:
     return not any(swap.request is request for swap in plan.swap_ins)
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """Draft tokens that were judged (those behind a wrong one are not), and those that were right."""
-
-    judged: int = 0
-    right: int = 0
-
-
 class Calibration:
     """By level of confidence, how often a draft token is right if those before it are."""
 
     def __init__(self, tuning: SpeculationTuning) -> None:
         self._weight = tuning.level_prior_weight
-        self._levels = [Acceptance() for _ in range(LEVELS)]
+        self._judged = [0] * LEVELS  # draft tokens of each level; those behind a wrong one are not judged
+        self._right = [0] * LEVELS
 
     @property
     def chances(self) -> list[float]:
         return [
-            (known.right + self._weight * (level + 0.5) / LEVELS) / (known.judged + self._weight)
-            for level, known in enumerate(self._levels)
+            (right + self._weight * (level + 0.5) / LEVELS) / (judged + self._weight)
+            for level, (right, judged) in enumerate(zip(self._right, self._judged, strict=True))
         ]
 
     def learn(self, levels: Sequence[int], accepted: int) -> None:
         """The first `accepted` draft tokens of these levels were right, and the next one, if any, was wrong."""
         for place, level in enumerate(levels[: accepted + 1]):
-            self._levels[level].judged += 1
-            self._levels[level].right += place < accepted
+            self._judged[level] += 1
+            self._right[level] += place < accepted

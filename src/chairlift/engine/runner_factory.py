@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from chairlift.attention.interface import AttentionLayer
-from chairlift.attention.recurrent import StateStorage
-from chairlift.attention.storage import KVStorage
 from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.engine.settings import EngineSettings
@@ -48,15 +47,20 @@ class RunnerFactory:
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
         memory, max_requests = self._plan()
-        if not self.settings.attention.capabilities.captures:
-            return self._build(memory, max_requests)
-        # Steps on a GPU need memory too, and more of it the more requests they have.
-        rows = max_requests + self._max_drafts
-        self.settings.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
-        measures = _measures_steps(self.model.device)
-        step_bytes, state_bytes = self._measure_step(memory, max_requests) if measures else (0, 0)
-        memory, limit = self._plan(step_bytes + state_bytes)
-        return self._build(memory, min(max_requests, limit), step_bytes)
+        step_bytes = 0
+        if self.settings.attention.capabilities.captures:
+            # Steps on a GPU need memory too, and more of it the more requests they have.
+            rows = max_requests + self._max_drafts
+            self.settings.attention.reserve(self._layers, rows, self.model.dtype, self.model.device)
+            measures = _measures_steps(self.model.device)
+            step_bytes, state_bytes = self._measure_step(memory, max_requests) if measures else (0, 0)
+            memory, limit = self._plan(step_bytes + state_bytes)
+            max_requests = min(max_requests, limit)
+        elif self.settings.config.draft_graphs:
+            raise InvalidParameter("draft_graphs", "needs a GPU, and attention that can be captured there")
+        runner, proposer = self._make_runner(memory, max_requests, step_bytes)
+        self.timeline.end("cache")
+        return BuiltRunner(runner, memory, max_requests, proposer)
 
     @property
     def _layers(self) -> tuple[AttentionLayer, ...]:
@@ -89,40 +93,15 @@ class RunnerFactory:
         )
         return memory, config.max_batch_requests or memory.max_requests(self.settings.max_batch_requests)
 
-    def _build(self, memory: MemoryPlan, max_requests: int, step_bytes: int = 0) -> BuiltRunner:
-        storage, states = self._allocate(memory), self._allocate_states(memory.num_states)
-        proposer = self._make_proposer(storage, repeatable=self.settings.config.seed is not None)
-        host_blocks = None
-        if self.settings.config.preemption != "recompute" and states is None:
-            host_blocks = HostBlocks(storage, plan_host_slots(self.settings.config.swap_memory, memory))
-        runner: ModelRunner
-        if self.settings.attention.capabilities.captures:
-            runner = self._gpu_runner(storage, states, max_requests, proposer, host_blocks, step_bytes)
-        elif self.settings.config.draft_graphs:
-            raise InvalidParameter("draft_graphs", "needs a GPU, and attention that can be captured there")
-        else:
-            runner = CPURunner(
-                self.model,
-                self.settings.attention,
-                storage,
-                structured=self.structured,
-                drafter=_drafter(proposer),
-                host_blocks=host_blocks,
-                states=states,
-            )
-        self.timeline.end("cache")
-        return BuiltRunner(runner, memory, max_requests, proposer)
-
     def _measure_step(self, memory: MemoryPlan, max_requests: int) -> tuple[int, int]:
         """Bytes of the largest step, computed with a cache of one block, and of the states for a draft head."""
-        storage = self._allocate(replace(memory, num_blocks=1))
-        states = self._allocate_states(MIN_SLOTS)
-        proposer = self._make_proposer(storage, repeatable=True)
+        smallest = replace(memory, num_blocks=1, num_states=MIN_SLOTS)
         try:
-            runner = self._gpu_runner(storage, states, max_requests, proposer)
+            runner, _ = self._make_runner(smallest, max_requests, measures=True)
         except torch.OutOfMemoryError:
             problem = "the inputs of this many requests take more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_requests", problem) from None
+        assert isinstance(runner, GPURunner)
         try:
             runner.preparation.compile_generic()
             self.timeline.end("kernels")
@@ -134,51 +113,36 @@ class RunnerFactory:
         finally:
             self.timeline.end("memory")
 
-    def _allocate(self, memory: MemoryPlan) -> KVStorage:
-        dtype, device = self.settings.kv_dtype, self.model.device
-        return allocate_storage(self._layers, memory.num_blocks, memory.block_size, dtype, device)
-
-    def _allocate_states(self, num_slots: int) -> StateStorage | None:
-        return allocate_states(self.model.recurrent_layers, num_slots, self.model.device)
-
-    def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
-        if self.draft is None:
-            return None
-        return self.draft.make(self.settings.attention, storage, self.model, repeatable)
-
-    def _gpu_runner(
-        self,
-        storage: KVStorage,
-        states: StateStorage | None,
-        max_requests: int,
-        proposer: Proposer | None,
-        host_blocks: HostBlocks | None = None,
-        step_bytes: int = 0,
-    ) -> GPURunner:
-        return GPURunner(
-            self.model,
-            self.settings.attention,
-            storage,
-            StepSizes(
-                requests=max_requests,
-                tokens=self.settings.max_batch_tokens,
-                context=self.settings.max_model_len,
-                drafts=self._max_drafts,
-                drafts_per_request=self.settings.drafts_per_request,
-                graphs=self.settings.config.cuda_graphs,
-                draft_graphs=self.settings.config.draft_graphs,
-                step_bytes=step_bytes,
-            ),
-            structured=self.structured,
-            drafter=_drafter(proposer),
-            host_blocks=host_blocks,
-            states=states,
+    def _make_runner(
+        self, memory: MemoryPlan, max_requests: int, step_bytes: int = 0, *, measures: bool = False
+    ) -> tuple[ModelRunner, Proposer | None]:
+        """The runner and what proposes draft tokens; `measures`: only the memory of a step is measured with them."""
+        settings, config, device = self.settings, self.settings.config, self.model.device
+        storage = allocate_storage(self._layers, memory.num_blocks, memory.block_size, settings.kv_dtype, device)
+        states = allocate_states(self.model.recurrent_layers, memory.num_states, device)
+        proposer: Proposer | None = None
+        host_blocks: HostBlocks | None = None
+        if self.draft is not None:
+            repeatable = measures or config.seed is not None
+            proposer = self.draft.make(settings.attention, storage, self.model, repeatable)
+        if config.preemption != "recompute" and states is None and not measures:
+            host_blocks = HostBlocks(storage, plan_host_slots(config.swap_memory, memory))
+        drafter = proposer if isinstance(proposer, Drafter) else None  # It has a network that reads computed steps.
+        parts: dict[str, Any] = {"structured": self.structured, "drafter": drafter}
+        parts |= {"host_blocks": host_blocks, "states": states}
+        if not settings.attention.capabilities.captures:
+            return CPURunner(self.model, settings.attention, storage, **parts), proposer
+        sizes = StepSizes(
+            requests=max_requests,
+            tokens=settings.max_batch_tokens,
+            context=settings.max_model_len,
+            drafts=self._max_drafts,
+            drafts_per_request=settings.drafts_per_request,
+            graphs=config.cuda_graphs,
+            draft_graphs=config.draft_graphs,
+            step_bytes=step_bytes,
         )
-
-
-def _drafter(proposer: Proposer | None) -> Drafter | None:
-    """The proposer, if it has a network that reads what the model computes."""
-    return proposer if isinstance(proposer, Drafter) else None
+        return GPURunner(self.model, settings.attention, storage, sizes, **parts), proposer
 
 
 def _measures_steps(device: torch.device) -> bool:

@@ -52,10 +52,6 @@ class ModelCheck:
     kv_bytes_per_token: Mapping[str, int] = field(default_factory=dict)  # The keys are types.
     state_bytes_per_sequence: int = 0  # the states of recurrent layers
 
-    @property
-    def quantizable(self) -> list[str]:
-        return [name for name, check in self.formats.items() if not check.obstacles]
-
 
 def check_model(name: str) -> ModelCheck:
     """Check a folder, a config.json, a GGUF file, a known model or an id of the Hugging Face hub; loads no weights."""

@@ -59,10 +59,13 @@ def _rules(structure: Structure) -> str:
         case StructureKind.JSON_SCHEMA:
             return _json_rule(_schema(structure.text))
         case StructureKind.REGEX:
-            return _regex_rule(structure.text)
+            from llguidance import regex_to_lark
+
+            return f"start: /{regex_to_lark(structure.text, 'd')}/"  # d: \d matches 0 to 9 only
         case StructureKind.CHOICE:
             # One terminal is much faster than a rule with many alternatives.
-            return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, _choices(structure.text)))
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in _choices(structure.text))
+            return "start: CHOICE\nCHOICE: " + " | ".join(choices)
         case StructureKind.GRAMMAR:
             return _lark(structure.text)
 
@@ -93,12 +96,6 @@ def _choices(text: str) -> list[str]:
     return choices
 
 
-def _regex_rule(pattern: str) -> str:
-    from llguidance import regex_to_lark
-
-    return f"start: /{regex_to_lark(pattern, 'd')}/"  # d: \d matches 0 to 9 only
-
-
 def _lark(text: str) -> str:
     if not re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
         return text
@@ -111,10 +108,6 @@ def _lark(text: str) -> str:
     except Exception as error:  # the converter raises exceptions of any type
         raise BadStructure(f"is not valid GBNF: {error}") from None
     return lark
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _parsed(text: str) -> Any:
@@ -135,7 +128,7 @@ def _depth(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits on compilation. Limits on length and depth are in core/sampling/structure.py and grammar_source.py."""
+    """Limits on compilation, beside those on length (core/sampling/structure.py) and depth."""
 
     seconds: float = 3.0  # The limit of one compilation.
     cached: int = 128  # number of cached grammars

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
+
 import torch
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.interface import AttentionLayer
 from chairlift.kernels.gpu import on_gpu
 
 
@@ -20,6 +24,12 @@ class RaggedAttention(AttentionBackend):
             from chairlift.attention.paged.gpu import PagedGPUAttention
 
             return PagedGPUAttention
+        if find_spec("numba") is None:
+            return cls
         from chairlift.attention.paged.cpu import PagedCPUAttention
 
         return PagedCPUAttention
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        return ["numba is not installed"]

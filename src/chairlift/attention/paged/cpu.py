@@ -1,12 +1,13 @@
-"""Ragged attention on the CPU: one compiled kernel for decodes and prefill chunks that reads the blocks in place."""
+"""Ragged attention on the CPU: one compiled kernel for decodes and prefill chunks that reads the blocks in place.
+
+It imports numba, which takes a while: `backends/ragged.py` imports it only for a CPU that has it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,10 @@ from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer, HostWork, LatentProjection, StepAttention, UpProjection
 from chairlift.attention.storage import KVStorage
-
-if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.kernels.cpu.attention import Score
-    from chairlift.kernels.cpu.attention_work import AttentionWork
+from chairlift.kernels.cpu.attention import Cache, Score
+from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, AttentionWork, split_work, work_by_rows
+from chairlift.kernels.cpu.decoder import attend_layer
+from chairlift.kernels.cpu.threads import the_team
 
 
 class PagedCPUAttention(AttentionBackend):
@@ -33,8 +34,6 @@ class PagedCPUAttention(AttentionBackend):
             reasons.append(f"it runs on the CPU, not on {device.type}")
         if dtype is not torch.float32:
             reasons.append(f"it takes float32, not {dtype}")
-        if importlib.util.find_spec("numba") is None:
-            reasons.append("numba is not installed")
         return reasons
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
@@ -54,8 +53,6 @@ class PagedCPUStep(StepAttention):
 
     def _pieces(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention split into pieces for threads: the same for all layers of one shape."""
-        from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, split_work, work_by_rows
-
         if self._work is None:
             self._work = {}
         shape = (layer.num_heads, layer.value_dim)
@@ -70,10 +67,6 @@ class PagedCPUStep(StepAttention):
         return self._work[shape]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        from chairlift.kernels.cpu.attention import Cache
-        from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
-        from chairlift.kernels.cpu.threads import the_team
-
         out = torch.empty(*q.shape[:2], layer.value_dim, dtype=q.dtype)
         storage, layout = self.storage, self.layout
         the_team().run(
@@ -106,8 +99,6 @@ class PagedCPUStep(StepAttention):
         return out
 
     def _split(self, layer: AttentionLayer, up: UpProjection) -> tuple[LatentSplit, PagedCPUStep | None]:
-        from chairlift.kernels.cpu.attention_work import FEW
-
         if self._by_form is None:
             # The form of a chunk depends on its length, which the rest of the batch decides.
             split = split_by_form(layer, up, self.layout, max(self.layout.ends) if self.invariant else FEW)
@@ -118,8 +109,6 @@ class PagedCPUStep(StepAttention):
 
 def score_of(layer: AttentionLayer, sinks: Tensor | None) -> Score:
     """How the kernel computes the layer's scores."""
-    from chairlift.kernels.cpu.attention import Score
-
     return Score(
         np.float32(layer.scale),
         layer.window or 0,
@@ -184,11 +173,6 @@ def attend_expanded(
 ) -> Tensor:
     """The attention of one sequence's tokens at [start, end), whose latents are stored: q [T, heads, ...] -> [T, heads,
     value_dim]."""
-    from chairlift.kernels.cpu.attention import Cache, Score
-    from chairlift.kernels.cpu.attention_work import split_work
-    from chairlift.kernels.cpu.decoder import attend_layer
-    from chairlift.kernels.cpu.threads import the_team
-
     rows = storage.read(layer.index, table, end, q.dtype)[0][:, 0]  # [end, rank + rope_dim]
     latents, rope = rows[:, : layer.latent_dim], rows[:, None, layer.latent_dim :]
     num_heads, both, _ = up.weight.shape

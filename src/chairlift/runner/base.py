@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,9 +21,10 @@ from chairlift.core.request import Request
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.models.base import CausalLM
 from chairlift.runner.memory import HostBlocks
+from chairlift.sampling.draw import TokenMasks
 from chairlift.sampling.sampler import SampledBatch, Sampler, token_logprobs
 from chairlift.speculation.drafter import Drafter
-from chairlift.structured.output import MaskJob, StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
 
 class ModelRunner(Executor):
@@ -66,13 +68,13 @@ class ModelRunner(Executor):
     def capture_missed(self) -> None:
         """Capture the steps that occurred and that a server would capture when it is idle, where steps are captured."""
 
-    def _begin_masks(self, chunks: Sequence[Chunk]) -> MaskJob | None:
+    def _begin_masks(self, chunks: Sequence[Chunk]) -> Future[TokenMasks] | None:
         """Start to compute token masks, which goes on while the model runs."""
         if self.structured is None:
             return None
         return self.structured.begin_masks([chunk.request for chunk in chunks], [chunk.drafts for chunk in chunks])
 
-    def _sample(self, chunks: Sequence[Chunk], logits: Tensor, masks: MaskJob | None) -> SampledBatch:
+    def _sample(self, chunks: Sequence[Chunk], logits: Tensor, masks: Future[TokenMasks] | None) -> SampledBatch:
         """Sample on the host from logits [S, V] float32: a row for each chunk, and for each of its drafts."""
         for chunk in chunks:
             self.sampler.follow(chunk.request)
@@ -81,7 +83,7 @@ class ModelRunner(Executor):
             logits,
             [chunk.request.id for chunk in chunks],
             [chunk.known_end - chunk.request.num_prompt for chunk in chunks],
-            masks.wait() if masks else None,
+            masks.result() if masks else None,
             [chunk.drafts for chunk in chunks] if has_drafts else None,
             [self._drawn_from(chunk) for chunk in chunks] if has_drafts else None,
         )

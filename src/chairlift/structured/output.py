@@ -69,17 +69,6 @@ class ThinkingState:
 TOO_COMPLEX = "became too complex to follow during generation: simplify it"
 
 
-class MaskJob:
-    """Masks that are being computed in another thread."""
-
-    def __init__(self, rows: list[int], filling: Future[Bits]) -> None:
-        self._rows = rows
-        self._filling = filling
-
-    def wait(self) -> TokenMasks:
-        return TokenMasks(self._rows, self._filling.result())
-
-
 class StructuredOutput:
     """Holds the grammar matcher and the thinking budget of each open request. The engine opens and closes requests; the
     runner gets masks.
@@ -96,7 +85,7 @@ class StructuredOutput:
         self._budgets = budgets
         self._thinking: dict[str, ThinkingState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._filling: Future[Bits] | None = None
+        self._filling: Future[TokenMasks] | None = None
 
     # ---- compiling -----------------------------------------------------------------------------------------------
 
@@ -189,15 +178,15 @@ class StructuredOutput:
 
     # ---- masks ---------------------------------------------------------------------------------------------------
 
-    def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
-        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget, or that
-        need `min_tokens` after their optional grammar failed.
+    def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Future[TokenMasks] | None:
+        """Start to compute, in another thread, the masks of the `requests` that have a grammar or have spent their
+        thinking budget, or that need `min_tokens` after their optional grammar failed.
 
         A request has a row for its next token and one for the token after each of its drafts.
         """
         tasks: list[_MaskTask] = []
         row = 0
-        for request, drafted in zip(requests, drafts or [()] * len(requests), strict=True):
+        for request, drafted in zip(requests, drafts, strict=True):
             if request.has_masks:
                 task = self._task(request, row, tuple(drafted))
                 tasks += [task] if task.needed else []
@@ -209,7 +198,7 @@ class StructuredOutput:
             if task.state is not None:
                 task.state.follow(task.request)
         self._filling = self._thread.submit(self._fill, tasks)
-        return MaskJob([row for task in tasks for row in task.rows], self._filling)
+        return self._filling
 
     def _task(self, request: Request, row: int, drafts: tuple[int, ...]) -> _MaskTask:
         state, thinking = self._states.get(request.id), self._thinking.get(request.id)
@@ -249,8 +238,9 @@ class StructuredOutput:
                 bits[token // 32] |= np.uint32(1 << token % 32)
         return bits
 
-    def _fill(self, tasks: Sequence[_MaskTask]) -> Bits:
-        allowed = np.zeros((sum(len(task.rows) for task in tasks), self._num_words), np.uint32)
+    def _fill(self, tasks: Sequence[_MaskTask]) -> TokenMasks:
+        rows = [row for task in tasks for row in task.rows]
+        allowed = np.zeros((len(rows), self._num_words), np.uint32)
         firsts = np.cumsum([0, *(len(task.rows) for task in tasks)]).tolist()
         targets = [(task.state.matcher, first) for task, first in zip(tasks, firsts, strict=False) if task.state]
         if targets:
@@ -270,7 +260,7 @@ class StructuredOutput:
                     if suppressed is not None:
                         mask &= ~suppressed
                     _restrict(mask, restriction)
-        return allowed
+        return TokenMasks(rows, allowed)
 
     @cached_property
     def _executor(self) -> LLExecutor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -31,9 +32,10 @@ from chairlift.runner.gpu.forward import StepForward, StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, PackedStep, Packer, SampledTokens
 from chairlift.runner.memory import HostBlocks, make_copies
+from chairlift.sampling.draw import TokenMasks
 from chairlift.sampling.sampler import beam_candidates
 from chairlift.speculation.drafter import ComputedBatch, Drafter
-from chairlift.structured.output import MaskJob, StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
 STEPS_AHEAD = 1
 STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in flight
@@ -151,7 +153,7 @@ class GPURunner(ModelRunner):
         return indices
 
     def _sample_on_host(
-        self, packed: PackedStep, rows: Sequence[int], logits: Tensor, masks: MaskJob | None
+        self, packed: PackedStep, rows: Sequence[int], logits: Tensor, masks: Future[TokenMasks] | None
     ) -> dict[int, SampledTokens]:
         """The tokens of these chunks, by index; also set as their last tokens on the device."""
         chunks = [packed.chunks[index] for index in rows]

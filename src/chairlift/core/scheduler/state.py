@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.block_pool import Resource
@@ -53,7 +53,7 @@ class SchedulerState:
 
     def slots_with(self, running: Sequence[Request]) -> int:
         """The slots in use with these requests running."""
-        return slots_of(running) + len(self.idle)
+        return sum(request.num_slots for request in running) + len(self.idle)
 
     def promised(self, resource: Resource) -> int:
         """How much of a resource running requests will still take."""
@@ -165,7 +165,3 @@ class SchedulerState:
         compute."""
         not_starved, claim, _ = self.ordering.rank(request)
         return not_starved, claim, builder.num_behind(request)
-
-
-def slots_of(requests: Iterable[Request]) -> int:
-    return sum(request.num_slots for request in requests)

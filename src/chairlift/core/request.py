@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import StrEnum
 from operator import countOf
 
@@ -63,6 +63,7 @@ class RequestGroup(ABC):
         """Return to the state before admission, after all members were preempted."""
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence being generated.
 
@@ -77,87 +78,48 @@ class Request:
     Only the scheduler and the KV accounting change a request; other code only reads it.
     """
 
-    __slots__ = (
-        "_tokens",
-        "arrival",
-        "block_digests",
-        "deadline",
-        "ending",
-        "eos_ids",
-        "generation",
-        "group",
-        "has_masks",
-        "id",
-        "leader",
-        "max_new_tokens",
-        "num_charged",
-        "num_computed",
-        "num_planned",
-        "num_prompt",
-        "num_read",
-        "num_slots",
-        "num_unread",
-        "order",
-        "params",
-        "priority",
-        "ready",
-        "salt",
-        "seed",
-        "starved",
-        "status",
-        "steps_in_flight",
-        "tenant",
-        "times_passed_over",
-    )
+    id: str
+    prompt_tokens: InitVar[Sequence[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_new_tokens: int
+    arrival: float
+    seed: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    deadline: float | None = None
+    salt: str = ""  # requests with different salts never share cached blocks
+    leader: Request | None = None  # the sibling (n > 1) whose prompt blocks it shares
+    priority: int = 0  # lower values are admitted first
+    tenant: str = ""  # The unit of fair sharing.
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_new_tokens: int,
-        arrival: float,
-        seed: int = 0,
-        eos_ids: frozenset[int] = frozenset(),
-        deadline: float | None = None,
-        salt: str = "",
-        leader: Request | None = None,
-        priority: int = 0,
-        tenant: str = "",
-    ) -> None:
-        assert prompt, "an empty prompt is rejected before a request is created"
-        assert max_new_tokens >= 0
-        self.id = request_id
-        self.order = -1  # position in the order of submission, set by the scheduler
-        self.params = params
-        self.has_masks = params.has_masks  # read for each request of each step
-        self.arrival = arrival
-        self.seed = seed
-        self.eos_ids = eos_ids
-        self.deadline = deadline
-        self.salt = salt  # requests with different salts never share cached blocks
-        self.leader = leader  # the sibling (n > 1) whose prompt blocks it shares
-        self.group: RequestGroup | None = None  # the beam search that it belongs to
-        self.num_slots = 1  # slots of the batch that it needs; a waiting leader needs those of its whole group
-        self.ready = params.structure is None  # a structured request is ready once its grammar is compiled
-        self.priority = priority  # lower values are admitted first
-        self.tenant = tenant  # The unit of fair sharing.
-        self.num_prompt = len(prompt)
-        self.max_new_tokens = max_new_tokens
-        self._tokens = list(prompt)
-        self.num_computed = 0
-        self.num_planned = 0  # num_computed plus the tokens of steps in flight
-        self.num_unread = 0  # tokens that steps in flight will add
-        self.num_read = 0  # prompt positions that its prompt outputs have been computed from; see `positions_to_read`
-        self.generation = 0  # number of preemptions; results of steps planned before the last one are dropped
-        self.status = Status.WAITING
-        self.ending: Ending | None = None
-        self.steps_in_flight = 0  # planned steps whose results are not applied yet
-        self.times_passed_over = 0  # admissions of other requests ahead of this one
-        self.starved = False  # passed over too often: it is admitted before all others
-        self.num_charged = 0  # known tokens that its tenant has been charged for
-        self.block_digests: list[bytes] = []  # prefix digests of its first full blocks, extended on demand
+    order: int = field(default=-1, init=False)  # position in the order of submission, set by the scheduler
+    group: RequestGroup | None = field(default=None, init=False)  # the beam search that it belongs to
+    num_slots: int = field(
+        default=1, init=False
+    )  # A waiting leader needs those of its whole group.
+    has_masks: bool = field(init=False)  # read for each request of each step
+    ready: bool = field(init=False)  # a structured request is ready once its grammar is compiled
+    num_prompt: int = field(init=False)
+    _tokens: list[int] = field(init=False)
+    num_computed: int = field(default=0, init=False)
+    num_planned: int = field(default=0, init=False)  # num_computed plus the tokens of steps in flight
+    num_unread: int = field(default=0, init=False)  # tokens that steps in flight will add
+    num_read: int = field(default=0, init=False)  # prompt positions that its prompt outputs have been computed from
+    # The number of preemptions; results of steps planned before the last one are dropped.
+    generation: int = field(default=0, init=False)
+    status: Status = field(default=Status.WAITING, init=False)
+    ending: Ending | None = field(default=None, init=False)
+    steps_in_flight: int = field(default=0, init=False)  # planned steps whose results are not applied yet
+    times_passed_over: int = field(default=0, init=False)  # admissions of other requests ahead of this one
+    starved: bool = field(default=False, init=False)  # passed over too often: it is admitted before all others
+    num_charged: int = field(default=0, init=False)  # known tokens that its tenant has been charged for
+    block_digests: list[bytes] = field(default_factory=list, init=False)  # those of its first full blocks, on demand
+
+    def __post_init__(self, prompt_tokens: Sequence[int]) -> None:
+        assert prompt_tokens, "an empty prompt is rejected before a request is created"
+        assert self.max_new_tokens >= 0
+        self._tokens, self.num_prompt = list(prompt_tokens), len(prompt_tokens)
+        self.has_masks, self.ready = self.params.has_masks, self.params.structure is None
 
     @property
     def tokens(self) -> Sequence[int]:

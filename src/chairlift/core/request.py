@@ -94,9 +94,7 @@ class Request:
 
     order: int = field(default=-1, init=False)  # position in the order of submission, set by the scheduler
     group: RequestGroup | None = field(default=None, init=False)  # the beam search that it belongs to
-    num_slots: int = field(
-        default=1, init=False
-    )  # A waiting leader needs those of its whole group.
+    num_slots: int = field(default=1, init=False)  # A waiting leader needs those of its whole group.
     has_masks: bool = field(init=False)  # read for each request of each step
     ready: bool = field(init=False)  # a structured request is ready once its grammar is compiled
     num_prompt: int = field(init=False)

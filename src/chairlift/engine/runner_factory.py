@@ -127,7 +127,7 @@ class RunnerFactory:
             proposer = self.draft.make(settings.attention, storage, self.model, repeatable)
         if config.preemption != "recompute" and states is None and not measures:
             host_blocks = HostBlocks(storage, plan_host_slots(config.swap_memory, memory))
-        drafter = proposer if isinstance(proposer, Drafter) else None  # It has a network that reads computed steps.
+        drafter = proposer if isinstance(proposer, Drafter) else Drafter()  # Some have no network that reads steps.
         parts: dict[str, Any] = {"structured": self.structured, "drafter": drafter}
         parts |= {"host_blocks": host_blocks, "states": states}
         if not settings.attention.capabilities.captures:

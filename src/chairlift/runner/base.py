@@ -6,7 +6,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 
 import torch
@@ -27,6 +27,7 @@ from chairlift.speculation.drafter import Drafter
 from chairlift.structured.output import StructuredOutput
 
 
+@dataclass(eq=False, repr=False)
 class ModelRunner(Executor):
     """An executor that runs a model: plan -> tensors -> logits -> tokens.
 
@@ -34,29 +35,19 @@ class ModelRunner(Executor):
     step is built from its plan.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        storage: KVStorage,
-        *,
-        structured: StructuredOutput | None = None,
-        drafter: Drafter | None = None,
-        host_blocks: HostBlocks | None = None,
-        states: StateStorage | None = None,
-    ) -> None:
-        """`host_blocks`: where preempted requests leave their KV blocks. `states`: those of recurrent layers, if the
-        model has any."""
-        self.model = model
-        self.attention = attention
-        self.storage = storage
-        self.structured = structured
-        self.drafter = drafter or Drafter()
-        self.host_blocks = host_blocks
-        self.states = states
-        self.one_by_one = bool(getattr(model, "batch_invariant", False))  # whether rows are sampled one by one
-        self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
-        self.prompt_reader = PromptReader(model, one_by_one=self.one_by_one)
+    model: CausalLM
+    attention: AttentionBackend
+    storage: KVStorage
+    _: KW_ONLY
+    structured: StructuredOutput | None = None
+    drafter: Drafter = field(default_factory=Drafter)
+    host_blocks: HostBlocks | None = None  # where preempted requests leave their KV blocks
+    states: StateStorage | None = None  # those of recurrent layers, if the model has any
+
+    def __post_init__(self) -> None:
+        self.one_by_one = bool(getattr(self.model, "batch_invariant", False))  # whether rows are sampled one by one
+        self.sampler = Sampler(self.model.vocab_size, self.model.device, one_by_one=self.one_by_one)
+        self.prompt_reader = PromptReader(self.model, one_by_one=self.one_by_one)
 
     @abstractmethod
     def warm_up(self) -> None:

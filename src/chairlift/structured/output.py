@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
+@dataclass(frozen=True, slots=True)
 class ThinkingBudgets:
     """Creates the state of each request with a thinking budget."""
 
-    def __init__(self, format_: ReasoningFormat | None, tokenizer: Tokenizer) -> None:
-        self.format = format_
-        self._tokenizer = tokenizer
+    format: ReasoningFormat | None
+    tokenizer: Tokenizer
 
     def state(self, request: Request) -> ThinkingState | None:
         """The state of a request; None if it has no budget or its prompt has ended the reasoning."""
         budget = request.params.thinking_token_budget
         if budget is None:
             return None
-        tracker = ReasoningUse.after(request.prompt, self.format, self._tokenizer).tracker()
+        tracker = ReasoningUse.after(request.prompt, self.format, self.tokenizer).tracker()
         return None if tracker is None else ThinkingState(tracker, budget)
 
 
@@ -337,12 +337,12 @@ def _fill_after_drafts(masks: Bits, task: _MaskTask, matcher: LLMatcher) -> None
         matcher.rollback(consumed)
 
 
+@dataclass(slots=True)
 class _GrammarState:
     """A request's matcher and the number of output tokens that it has consumed."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
-        self._num_tokens = 0
+    matcher: LLMatcher
+    _num_tokens: int = 0
 
     def follow(self, request: Request) -> None:
         """Advance the matcher to the end of the request's output, or roll it back if tokens were removed."""

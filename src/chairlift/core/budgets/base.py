@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -17,13 +17,13 @@ from chairlift.errors import InvalidParameter
 from chairlift.registry import Registry, make_choice
 
 
+@dataclass(eq=False)
 class BatchLoad:
     """The running and waiting requests before a step; subsets are computed on demand."""
 
-    def __init__(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> None:
-        self.running = running
-        self.waiting = waiting
-        self.now = now
+    running: Sequence[Request]
+    waiting: Sequence[Request]
+    now: float
 
     @cached_property
     def decoding(self) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.block_pool import Resource
@@ -20,30 +21,26 @@ from chairlift.errors import InvalidParameter
 Urgency = tuple[bool, float, int]
 
 
+@dataclass(eq=False, repr=False)
 class SchedulerState:
     """Every open request is in exactly one of `waiting` and `running`."""
 
-    def __init__(
-        self,
-        kv: KVCache,
-        policy: Policy,
-        ordering: Ordering,
-        max_batch_requests: int,
-        max_overtakes: int,
-        swap: SwapSpace,
-    ) -> None:
-        if max_batch_requests < 1:
-            raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
-        self.kv = kv
-        self.policy = policy
-        self.ordering = ordering
-        self.swap = swap
-        self.max_batch_requests = max_batch_requests
-        self.waiting = WaitingQueue(ordering, max_overtakes)
-        self.running: list[Request] = []  # The order is that of submission, as in `waiting`.
-        self.idle: list[Request] = []  # finished requests that keep slot and blocks until their batch ends
-        self.requests: dict[str, Request] = {}  # Open ones, and finished ones that still hold blocks; the keys are ids.
-        self.events: list[Event] = []
+    kv: KVCache
+    policy: Policy
+    ordering: Ordering
+    max_batch_requests: int
+    max_overtakes: InitVar[int]
+    swap: SwapSpace
+    running: list[Request] = field(default_factory=list)  # The order is that of submission, as in `waiting`.
+    idle: list[Request] = field(default_factory=list)  # finished ones that keep slot and blocks until their batch ends
+    # Open requests, and finished ones that still hold blocks; the keys are ids.
+    requests: dict[str, Request] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self, max_overtakes: int) -> None:
+        if self.max_batch_requests < 1:
+            raise InvalidParameter("max_batch_requests", f"must be at least 1, got {self.max_batch_requests}")
+        self.waiting = WaitingQueue(self.ordering, max_overtakes)
 
     # ---- slots and blocks ---------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chairlift.kernels.compilation.spec import KernelSpec
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepForward:
     """Computes the step whose inputs lie on the device."""
 

@@ -10,65 +10,45 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.paged.slots import Slots, Staging
-from chairlift.attention.recurrent import StateStorage
-from chairlift.attention.storage import KVStorage, sent
+from chairlift.attention.storage import sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken
-from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.gpu.forward import StepForward, StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, PackedStep, Packer, SampledTokens
-from chairlift.runner.memory import HostBlocks, make_copies
+from chairlift.runner.memory import make_copies
 from chairlift.sampling.draw import TokenMasks
 from chairlift.sampling.sampler import beam_candidates
-from chairlift.speculation.drafter import ComputedBatch, Drafter
-from chairlift.structured.output import StructuredOutput
+from chairlift.speculation.drafter import ComputedBatch
 
 STEPS_AHEAD = 1
 STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in flight
 HOST_COPIES = 4  # float32 copies of a row that the host samples: logits, edited logits, probabilities and their logs
 
 
+@dataclass(eq=False, repr=False)
 class GPURunner(ModelRunner):
     """Queues steps on the device, one ahead of the last result that was read."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        storage: KVStorage,
-        sizes: StepSizes,
-        *,
-        structured: StructuredOutput | None = None,
-        drafter: Drafter | None = None,
-        host_blocks: HostBlocks | None = None,
-        states: StateStorage | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            attention,
-            storage,
-            structured=structured,
-            drafter=drafter,
-            host_blocks=host_blocks,
-            states=states,
-        )
-        self.sizes = sizes
-        device = self.device = model.device
-        spec = attention.batch_spec((*model.attention_layers, *self.drafter.layers), model.dtype)
+    sizes: StepSizes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, storage, sizes, device = self.model, self.storage, self.sizes, self.model.device
+        self.device = device
+        spec = self.attention.batch_spec((*model.attention_layers, *self.drafter.layers), model.dtype)
         self.tile_queries = spec.tile_queries
         self.slots = Slots(sizes.requests, -(-sizes.context // storage.block_size), storage.block_size, device)
         use_graphs = sizes.graphs and can_capture(device) and getattr(model, "allows_capture", True)
@@ -85,12 +65,12 @@ class GPURunner(ModelRunner):
         self._num_steps = 0
         self._packer = Packer(self.slots, self.shapes, spec.tile_queries)
         self._recurrent: RecurrentInputs | None = None
-        if states is not None:
+        if self.states is not None:
             rows = 1 + sizes.drafts_per_request
-            self._recurrent = RecurrentInputs(states, largest, device, STAGING_BUFFERS, longest_decode=rows)
+            self._recurrent = RecurrentInputs(self.states, largest, device, STAGING_BUFFERS, longest_decode=rows)
         inputs, queries = torch.zeros(largest.sections.size, dtype=torch.int32, device=device), spec.tile_queries
         self._forward = StepForward(
-            model, attention, storage, self.slots, self.drafter, inputs, queries, self._recurrent
+            model, self.attention, storage, self.slots, self.drafter, inputs, queries, self._recurrent
         )
         room = partial(has_room, device, sizes.step_bytes) if use_graphs else None
         self.preparation = StepPreparation(self._forward, self.shapes, room)

@@ -7,7 +7,7 @@ own shape and is replayed for every batch that fits; what a batch leaves unused 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -95,35 +95,26 @@ def fill_padding(views: dict[str, np.ndarray], padding_cell: int) -> None:
     views["state_to"][:] = len(views["token"])
 
 
+@dataclass(eq=False)
 class Shapes:
     """Chooses the shape that carries a batch; where graphs are captured, few shapes serve all batches that recur."""
 
-    def __init__(
-        self,
-        max_requests: int,
-        rows: int,
-        tile_queries: int,
-        *,
-        graphs: bool,
-        long_context: int | None,
-        splits_more: Callable[[int], bool],
-    ) -> None:
-        """`rows`: the most single tokens of a step, which are one of each request and their drafts. `long_context`: the
-        number of tokens beyond which a context is long; None if none can be. `splits_more`: as in BatchSpec.
-        """
-        self.max_requests = max_requests
-        self._rows = rows
-        self._tile_queries = tile_queries
-        self._graphs = graphs
-        self._long_context = long_context
-        self._splits_more = splits_more
-        self.decode_buckets = decode_buckets(rows)
+    max_requests: int
+    rows: int  # the most single tokens of a step, which are one of each request and their drafts
+    tile_queries: int
+    _: KW_ONLY
+    graphs: bool
+    long_context: int | None  # the number of tokens beyond which a context is long; None if none can be
+    splits_more: Callable[[int], bool]  # whether long contexts need a kernel of their own
+
+    def __post_init__(self) -> None:
+        self.decode_buckets = decode_buckets(self.rows)
 
     def largest(self, max_batch_tokens: int) -> BatchShape:
         """A shape that no batch exceeds in any respect."""
-        tokens = max(max_batch_tokens + self._rows, MIXED_BUCKETS[-1])
+        tokens = max(max_batch_tokens + self.rows, MIXED_BUCKETS[-1])
         return BatchShape(
-            tokens, self._rows, self._rows, tokens + SPARE_TILES, self._rows, self._most_updates(tokens, self._rows)
+            tokens, self.rows, self.rows, tokens + SPARE_TILES, self.rows, self._most_updates(tokens, self.rows)
         )
 
     def _most_updates(self, tokens: int, requests: int) -> int:
@@ -137,7 +128,7 @@ class Shapes:
 
     def _mark_long(self, shape: BatchShape, long: bool) -> BatchShape:
         """Mark a shape as long only where that changes its kernels, else there would be two graphs of the same step."""
-        changes = long and self._long_context is not None and self._splits_more(shape.singles)
+        changes = long and self.long_context is not None and self.splits_more(shape.singles)
         return replace(shape, long=True) if changes else shape
 
     def decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
@@ -145,7 +136,7 @@ class Shapes:
         and those of long contexts, where they differ, last."""
         most = round_up(self.max_requests, self.decode_buckets) or self.max_requests
         forms = [(size, False) for size in sizes if size <= most]
-        if self._rows > self.max_requests:
+        if self.rows > self.max_requests:
             forms += [(size, True) for size in sizes if size > 1]
         shapes = (self.decode(size, long=long, drafts=drafts) for long in (False, True) for size, drafts in forms)
         return [*dict.fromkeys(shapes)]
@@ -154,7 +145,7 @@ class Shapes:
         """The captured shape of up to `bucket` tokens with prompts among them."""
         requests = min(self.max_requests, bucket)
         return BatchShape(
-            bucket, requests, requests, bucket // self._tile_queries + SPARE_TILES, requests, max(bucket, 2 * requests)
+            bucket, requests, requests, bucket // self.tile_queries + SPARE_TILES, requests, max(bucket, 2 * requests)
         )
 
     def likely(self) -> list[BatchShape]:
@@ -171,13 +162,13 @@ class Shapes:
         return [self.decode(1), self.mixed(MIXED_BUCKETS[0]), self.mixed(MIXED_BUCKETS[-1])]
 
     def _is_long(self, context: int) -> bool:
-        return self._long_context is not None and context > self._long_context
+        return self.long_context is not None and context > self.long_context
 
     def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
         """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
         a prompt that follows a long context."""
         shapes = [self._beside_prompt(decodes.singles, long=decodes.long)]
-        return shapes if self._long_context is None else [*shapes, DEEP_PROMPT, SMALL_DEEP_PROMPT]
+        return shapes if self.long_context is None else [*shapes, DEEP_PROMPT, SMALL_DEEP_PROMPT]
 
     def _beside_prompt(self, singles: int, *, long: bool) -> BatchShape:
         return BatchShape(singles + UNCAPTURED, singles + 1, singles, 1, singles, MIN_UPDATES, long=long)
@@ -213,7 +204,7 @@ class Shapes:
         drafts = drafts and not tiles
         updates = min(updates, self._most_updates(tokens, self.max_requests))
         exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest), drafts=drafts)
-        if not self._graphs:
+        if not self.graphs:
             return self._mark_long(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)

@@ -41,7 +41,7 @@ class ModelRunner(Executor):
     _: KW_ONLY
     structured: StructuredOutput | None = None
     drafter: Drafter = field(default_factory=Drafter)
-    host_blocks: HostBlocks | None = None  # where preempted requests leave their KV blocks
+    host_blocks: HostBlocks | None = None  # Preempted requests leave their KV blocks there.
     states: StateStorage | None = None  # those of recurrent layers, if the model has any
 
     def __post_init__(self) -> None:

@@ -220,14 +220,13 @@ def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int
 
 def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:
     """Blocks that fit in `swap_memory`; by default as many as the KV cache has, in a quarter of the host's memory."""
-    per_block = plan.bytes_per_token * plan.block_size
+    per_block, free = plan.bytes_per_token * plan.block_size, free_memory(CPU)
     if swap_memory is None:
-        slots = int(min(plan.kv_bytes, SHARE_OF_HOST_MEMORY * free_memory(torch.device("cpu")))) // per_block
+        slots = int(min(plan.kv_bytes, SHARE_OF_HOST_MEMORY * free)) // per_block
         if not slots:
             raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
         return slots
     slots = parse_bytes("swap_memory", swap_memory) // per_block
-    free = free_memory(torch.device("cpu"))
     if slots * per_block > free:
         problem = f"{format_bytes(slots * per_block)} is more than the {format_bytes(free)} that are free on the host"
         raise InvalidParameter("swap_memory", f"{problem}; lower it")

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -100,19 +100,17 @@ class HostBlocks:
         ]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for (device, host), block, slot in self._with_indices(blocks, slots):
+        block, slot = self._indices(blocks, slots)
+        for device, host in self._pairs:
             host.index_copy_(0, slot, device.index_select(0, block).to("cpu"))
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        for (device, host), block, slot in self._with_indices(blocks, slots):
+        block, slot = self._indices(blocks, slots)
+        for device, host in self._pairs:
             device.index_copy_(0, block, host.index_select(0, slot).to(device.device))
 
-    def _with_indices(
-        self, blocks: Sequence[int], slots: Sequence[int]
-    ) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
-        block = torch.tensor(blocks, device=self._pairs[0][0].device)
-        slot = torch.tensor(slots)
-        return ((pair, block, slot) for pair in self._pairs)
+    def _indices(self, blocks: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return torch.tensor(blocks, device=self._pairs[0][0].device), torch.tensor(slots)
 
     @torch.inference_mode()
     def bytes_per_second(self) -> float:

@@ -181,8 +181,8 @@ class StateSlots(Resource):
         if states.fork is not None and states.fork.slot != NO_SLOT and states.fork.num_tokens <= num_tokens:
             kept, slot = states.fork.num_tokens, states.fork.slot
         for boundary in range(num_tokens // self.block_size * self.block_size, kept, -self.block_size):
-            block = self._indexed_block(parent, boundary)
-            if block is not None and block in self.snapshots:
+            block = self._block_with_snapshot(parent, boundary)
+            if block is not None:
                 return boundary, self.snapshots.reuse(block)
         return kept, slot
 
@@ -283,7 +283,7 @@ class StateSlots(Resource):
         for num_tokens in dict.fromkeys((*wanted, *regular)):
             if num_tokens not in wanted and not self._many_empty:
                 break
-            if self._has_snapshot(chunk.request, num_tokens):
+            if self._block_with_snapshot(chunk.request, num_tokens) is not None:
                 continue
             if num_tokens in kept:
                 self.slots.share([kept[num_tokens]])
@@ -297,7 +297,8 @@ class StateSlots(Resource):
     def _pays(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
         """Whether to keep the state at a block boundary of a prompt."""
         regular = self._is_regular(num_tokens) and self._many_empty
-        return (regular or self._is_wanted(request, states, num_tokens)) and not self._has_snapshot(request, num_tokens)
+        pays = regular or self._is_wanted(request, states, num_tokens)
+        return pays and self._block_with_snapshot(request, num_tokens) is None
 
     def _is_wanted(self, request: Request, states: RequestStates, num_tokens: int) -> bool:
         if num_tokens in states.wanted:
@@ -315,9 +316,9 @@ class StateSlots(Resource):
         """Whether there are slots for snapshots that may never be used."""
         return 2 * self.slots.num_empty > self.slots.num_blocks
 
-    def _has_snapshot(self, request: Request, num_tokens: int) -> bool:
+    def _block_with_snapshot(self, request: Request, num_tokens: int) -> int | None:
         block = self._indexed_block(request, num_tokens)
-        return block is not None and block in self.snapshots
+        return block if block in self.snapshots else None
 
     # ---- applying its result ------------------------------------------------------------------------------------
 
@@ -342,11 +343,9 @@ class StateSlots(Resource):
 
     def _replace_newest(self, request: Request, states: RequestStates, num_tokens: int) -> None:
         """Drop the last snapshot of an output for a newer one, unless other requests use it."""
-        block = self._indexed_block(request, states.newest) if states.newest else None
+        block = self._block_with_snapshot(request, states.newest) if states.newest else None
         states.newest = num_tokens
-        if block is None or block not in self.snapshots or self.snapshots.was_reused(block):
-            return
-        if self.slots.is_free(self.snapshots[block]):
+        if block is not None and not self.snapshots.was_reused(block) and self.slots.is_free(self.snapshots[block]):
             self.slots.uncache(self.snapshots.remove_blocks([block]))
 
     def _indexed_block(self, request: Request, num_tokens: int) -> int | None:

@@ -17,7 +17,7 @@ from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.graphs import Graphs, StepKernels, memory_taken
 from chairlift.models.base import CausalLM
-from chairlift.runner.gpu.shapes import BatchShape, RecurrentInputs, Shapes, fill_padding
+from chairlift.runner.gpu.shapes import CHUNK_ARRAYS, TILE_ARRAYS, BatchShape, RecurrentInputs, Shapes, fill_padding
 from chairlift.runner.gpu.step import ComputedStep, ModelOutput
 from chairlift.speculation.drafter import Drafter
 
@@ -64,11 +64,8 @@ class StepForward:
             tokens=sampled,
             last_token=slots.last_token,
             slots=view["sample_slot"],
-            temperature=view["temperature"],
-            top_k=view["top_k"],
-            top_p=view["top_p"],
-            min_p=view["min_p"],
             uniforms=view["uniform"],
+            **{name: view[name] for name in ("temperature", "top_k", "top_p", "min_p")},
         )
         return ComputedStep(logits, sampled, output)
 
@@ -77,14 +74,9 @@ class StepForward:
             slots=view["slot"],
             positions=view["position"],
             tables=self.slots.tables,
-            chunk_slot=view["chunk_slot"],
-            chunk_row=view["chunk_row"],
-            chunk_start=view["chunk_start"],
-            chunk_count=view["chunk_count"],
             num_single=shape.singles,
-            tile_chunk=view["tile_chunk"],
-            tile_offset=view["tile_offset"],
             tile_queries=self.tile_queries,
+            **{name: view[name] for name in (*CHUNK_ARRAYS, *TILE_ARRAYS)},
             one_per_request=not shape.drafts,
             long_contexts=shape.long,
             deep_chunks=shape.deep,

@@ -20,6 +20,7 @@ from chairlift.attention.recurrent import RecurrentBatch, RecurrentStep, StateSt
 from chairlift.core.plan import NO_SLOT, StepPlan
 from chairlift.kernels.graphs import round_up
 
+CHUNK_ARRAYS, TILE_ARRAYS = ("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), ("tile_chunk", "tile_offset")
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
@@ -71,8 +72,8 @@ SMALL_DEEP_PROMPT = replace(DEEP_PROMPT, tokens=UNCAPTURED // 2)
 def _sections(shape: BatchShape) -> Sections:
     sizes = (
         dict.fromkeys(("token", "slot", "position"), shape.tokens)
-        | dict.fromkeys(("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), shape.chunks)
-        | dict.fromkeys(("tile_chunk", "tile_offset"), shape.tiles)
+        | dict.fromkeys(CHUNK_ARRAYS, shape.chunks)
+        | dict.fromkeys(TILE_ARRAYS, shape.tiles)
         | dict.fromkeys(("sample_row", "sample_slot", "top_k", *FLOATS), shape.samples)
         | dict.fromkeys(("update_cell", "update_block"), shape.updates)
         | dict.fromkeys(("state_row", "state_to"), shape.chunks if shape.tiles else 0)

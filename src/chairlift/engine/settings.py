@@ -114,26 +114,20 @@ class EngineSettings(MachineSettings):
 
 def resolve_machine(config: EngineConfig, machine: Machine | None = None) -> MachineSettings:
     """Choose what does not depend on a model; raises for contradictions and for devices that are not there."""
-    machine, reasons = machine or Machine.here(), _Reasons()
+    machine, reasons = machine or Machine.here(), _Reasons(config)
     device = _device(config, machine, reasons)
     on_cpu, of_gpu = device.type == "cpu", on_gpu(device)
     dtype = reasons.choose(
-        "dtype", config.dtype, "float32" if on_cpu else "bfloat16", f"the default on a {'CPU' if on_cpu else 'GPU'}"
+        "dtype", "float32" if on_cpu else "bfloat16", f"the default on a {'CPU' if on_cpu else 'GPU'}"
     )
-    threads = reasons.choose(
-        "threads", config.threads, machine.num_threads, "one per physical core that the process may use"
-    )
+    threads = reasons.choose("threads", machine.num_threads, "one per physical core that the process may use")
     # On a CPU not much more than saturates it, since every running request waits for the whole step.
     saturating = BATCH_TOKENS_ON_GPU if of_gpu else max(256, min(128 * threads, 2048))
-    max_batch_tokens = reasons.choose(
-        "max_batch_tokens", config.max_batch_tokens, saturating, "what saturates the arithmetic of this machine"
-    )
-    max_prefill_tokens = reasons.choose(
-        "max_prefill_tokens", config.max_prefill_tokens, max_batch_tokens, "as many as fit in a step"
-    )
+    max_batch_tokens = reasons.choose("max_batch_tokens", saturating, "what saturates the arithmetic of this machine")
+    max_prefill_tokens = reasons.choose("max_prefill_tokens", max_batch_tokens, "as many as fit in a step")
     most_requests = min(MAX_REQUESTS_ON_GPU if of_gpu else MAX_REQUESTS_ON_CPU, max_batch_tokens)
     max_batch_requests = reasons.choose(
-        "max_batch_requests", config.max_batch_requests, most_requests, "the default here, one token each at least"
+        "max_batch_requests", most_requests, "the default here, one token each at least"
     )
     check_batch_requests(max_batch_requests, max_batch_tokens)
     return MachineSettings(
@@ -151,9 +145,9 @@ def resolve_machine(config: EngineConfig, machine: Machine | None = None) -> Mac
 
 def resolve(base: MachineSettings, checkpoint: Checkpoint) -> LoadSettings:
     """Choose what the weights of a checkpoint are loaded with; raises for what is not possible with them."""
-    reasons = _Reasons(base.reasons)
+    reasons = _Reasons(base.config, base.reasons)
     max_model_len = choose_max_model_len(base.config, describe(checkpoint.config).max_len)
-    reasons.note("max_model_len", base.config.max_model_len, "the model's limit")
+    reasons.note("max_model_len", "the model's limit")
     quantization, reasons["quantization"] = _quantization(base, checkpoint)
     _check_head(base, quantization)
     model_dtype = base.dtype
@@ -168,16 +162,16 @@ def resolve_engine(
     base: MachineSettings, model: CausalLM, draft_layers: Sequence[AttentionLayer] = ()
 ) -> EngineSettings:
     """Choose what an engine on this model is built with; `draft_layers` are what a draft adds to the KV cache."""
-    config, reasons = base.config, _Reasons(base.reasons)
+    config, reasons = base.config, _Reasons(base.config, base.reasons)
     max_model_len = choose_max_model_len(config, model.max_len)
     if config.batch_invariant and not getattr(model, "batch_invariant", False):
         raise InvalidParameter("batch_invariant", "this model was loaded without it")
     layers = (*model.attention_layers, *draft_layers)
     invariant_for = max_model_len if config.batch_invariant else None
     attention = choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
-    reasons.note("max_model_len", config.max_model_len, "the model's limit")
-    reasons.note("kv_dtype", config.kv_dtype, "what loses nothing beside the format of the weights")
-    reasons.note("attention", config.attention, "the fastest that can run this model here")
+    reasons.note("max_model_len", "the model's limit")
+    reasons.note("kv_dtype", "what loses nothing beside the format of the weights")
+    reasons.note("attention", "the fastest that can run this model here")
     values = _values(base) | {"reasons": reasons}
     return EngineSettings(**values, kv_dtype=kv_dtype(config, model), max_model_len=max_model_len, attention=attention)
 
@@ -191,23 +185,26 @@ def for_throughput(config: EngineConfig, machine: Machine | None = None) -> Engi
 
 
 class _Reasons(dict[str, str]):
-    """Why each value was chosen, by its name."""
+    """Why each value was chosen, by its name, which is that of an option of the config."""
 
-    def choose(self, name: str, configured: T | None, default: T, reason: str) -> T:
+    def __init__(self, config: EngineConfig, known: Mapping[str, str] | None = None) -> None:
+        super().__init__(known or {})
+        self._config = config
+
+    def choose(self, name: str, default: T, reason: str) -> T:
         """The configured value, or the default, for which this is the reason."""
-        self.note(name, configured, reason)
+        self.note(name, reason)
+        configured: T = getattr(self._config, name)
         return default if configured in (None, "auto") else configured
 
-    def note(self, name: str, configured: object, reason: str) -> None:
-        self[name] = reason if configured in (None, "auto") else CONFIGURED
+    def note(self, name: str, reason: str) -> None:
+        self[name] = reason if getattr(self._config, name) in (None, "auto") else CONFIGURED
 
 
 def _device(config: EngineConfig, machine: Machine, reasons: _Reasons) -> torch.device:
     default = "cuda" if machine.num_gpus else "cpu"
-    name = reasons.choose(
-        "device", config.device, default, "this machine has a GPU" if machine.num_gpus else "this machine has no GPU"
-    )
-    device = torch.device(name)
+    reason = "this machine has a GPU" if machine.num_gpus else "this machine has no GPU"
+    device = torch.device(reasons.choose("device", default, reason))
     if config.device == "auto":
         return device
     if device.type == "cuda" and machine.describes_gpu:

@@ -11,7 +11,7 @@ Which of them are verified is decided once all are read, so that the device neve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -73,29 +73,25 @@ class ComputedDrafts:
     choices: Tensor  # [2, places, requests and padding] int32
 
 
+@dataclass(eq=False, repr=False)
 class DraftPasses:
     """Captures and replays the passes of a draft network; one draft is read before the next one is packed."""
 
-    def __init__(
-        self,
-        network: DraftNetwork,
-        attention: AttentionBackend,
-        storage: KVStorage,
-        slots: Slots,
-        recent: RecentStates | None,
-        places: int,
-        has_room: Callable[[int], bool],
-    ) -> None:
-        """`recent`: the states that the network reads, if any. `places`: draft tokens of a request."""
-        self._network, self._attention, self._storage = network, attention, storage
-        self._slots, self._recent = slots, recent
-        device = self._device = slots.tables.device
-        self._places = places
-        self._sizes = [size for size in REQUESTS if size < 2 * slots.max_requests]
-        shapes = [DraftShape(size, places) for size in self._sizes]
+    network: DraftNetwork
+    attention: AttentionBackend
+    storage: KVStorage
+    slots: Slots
+    recent: RecentStates | None  # the states that the network reads, if any
+    places: int  # draft tokens of a request
+    has_room: InitVar[Callable[[int], bool]]
+
+    def __post_init__(self, has_room: Callable[[int], bool]) -> None:
+        device = self._device = self.slots.tables.device
+        self._sizes = [size for size in REQUESTS if size < 2 * self.slots.max_requests]
+        shapes = [DraftShape(size, self.places) for size in self._sizes]
         largest = shapes[-1]
         self._inputs = torch.zeros(largest.sections.size, dtype=torch.int32, device=device)
-        self._staging = Staging(largest.sections.size, 2 * places * largest.padded_requests, device)
+        self._staging = Staging(largest.sections.size, 2 * self.places * largest.padded_requests, device)
         self._padding: dict[DraftShape, Tensor] = {}
         self._rows = torch.arange(largest.rows, dtype=torch.int32, device=device)
         self.kernels: StepKernels[DraftShape] = StepKernels(self.forward_padding, device)
@@ -125,7 +121,7 @@ class DraftPasses:
         choices.copy_(computed, non_blocking=True)
         self._staging.finished.record()
         for task in tasks:
-            self._network.computed(task.request, task.request.num_known + task.length - 1)
+            self.network.computed(task.request, task.request.num_known + task.length - 1)
         self._staging.finished.synchronize()
         tokens, levels = choices.transpose(1, 2).tolist()
         return [
@@ -135,7 +131,7 @@ class DraftPasses:
 
     def _shape(self, num_requests: int) -> DraftShape | None:
         size = round_up(num_requests, self._sizes)
-        return None if size is None else DraftShape(size, self._places)
+        return None if size is None else DraftShape(size, self.places)
 
     # ---- inputs -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +158,7 @@ class DraftPasses:
             views = shape.sections.on_host(padding)
             for name in ("position", "next_position"):
                 views[name][:] = -1
-            views["update_cell"][:] = self._slots.padding_cell
+            views["update_cell"][:] = self.slots.padding_cell
             self._padding[shape] = torch.from_numpy(padding)
         return self._padding[shape]
 
@@ -175,14 +171,14 @@ class DraftPasses:
         firsts: list[int] = []
         for task in tasks:
             request = task.request
-            slot = self._slots.of(request)
-            self._slots.draft_changes(slot, request, task.table, cells, blocks)
-            first, end = self._network.first_position(request), request.num_known
+            slot = self.slots.of(request)
+            self.slots.draft_changes(slot, request, task.table, cells, blocks)
+            first, end = self.network.first_position(request), request.num_known
             slots.append(slot.index)
             firsts.append(first)
             tokens += request.tokens[first:end]
-            if self._recent is not None:
-                states += self._recent.take_rows(request, first, end)
+            if self.recent is not None:
+                states += self.recent.take_rows(request, first, end)
         counts = np.array([task.request.num_known for task in tasks]) - np.array(firsts)
         owner = np.repeat(np.arange(len(tasks)), counts)
         offsets = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # the place in its request
@@ -196,7 +192,7 @@ class DraftPasses:
         views["last_row"][: len(tasks)] = A_FEW * np.arange(len(tasks)) + counts - 1
         views["next_slot"][: len(tasks)] = slots
         if len(cells) > len(views["update_cell"]):
-            self._slots.send(cells, blocks)
+            self.slots.send(cells, blocks)
         elif cells:
             views["update_cell"][: len(cells)], views["update_block"][: len(cells)] = cells, blocks
 
@@ -207,22 +203,22 @@ class DraftPasses:
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import likeliest
 
-        network, slots, view = self._network, self._slots, shape.sections.on_device(self._inputs)
+        network, slots, view = self.network, self.slots, shape.sections.on_device(self._inputs)
         size = shape.requests
         tokens = begin_step(
             view["token"], view["slot"], slots.last_token, view["update_cell"], view["update_block"], slots.tables
         )
         choices = torch.empty(2, shape.places, shape.padded_requests, dtype=torch.int32, device=self._device)
-        states = torch.zeros(1, 0, device=self._device) if self._recent is None else self._recent.ring
+        states = torch.zeros(1, 0, device=self._device) if self.recent is None else self.recent.ring
         features = states.index_select(0, view["state_row"])
         batch = self._batch(tokens, view["slot"], view["position"], view["start"], view["count"])
-        attention = self._attention.begin(batch, self._storage)
+        attention = self.attention.begin(batch, self.storage)
         computed = network.run_pass(batch, features, view["last_row"], attention)
         for place in range(shape.places):
             if place:
                 where = [view[f"next_{name}"][place - 1, :size] for name in ("position", "start", "count")]
                 batch = self._batch(choices[0, place - 1, :size], view["next_slot"], *where, one_per_request=True)
-                attention = self._attention.begin(batch, self._storage)
+                attention = self.attention.begin(batch, self.storage)
                 computed = network.run_pass(batch, computed.states, None, attention)
             likeliest(computed.scores, network.token_ids, choices[0, place, :size], choices[1, place, :size], LEVELS)
         return ComputedDrafts(choices)
@@ -241,7 +237,7 @@ class DraftPasses:
         layout = PagedLayout(
             slots=slots,
             positions=positions,
-            tables=self._slots.tables,
+            tables=self.slots.tables,
             chunk_slot=slots,
             chunk_row=self._rows[: len(slots)],
             chunk_start=starts,

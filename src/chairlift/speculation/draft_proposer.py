@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -36,39 +36,33 @@ MAX_CATCH_UP_TOKENS = 256  # Requests further behind share so many tokens of one
 CATCH_UP_REQUESTS = 32
 
 
+@dataclass(eq=False, repr=False)
 class DraftModelProposer(Proposer, Drafter):
     """Drafts for all requests at once, one pass of the network per place, as long as any request's draft is likely
-    enough to be right."""
+    enough to be right.
+
+    Unless it is `repeatable`, drafts for requests that sample without a seed are sampled, too: more are accepted, but
+    the output then depends on the drafts, and so on the batch. Other requests get the likeliest tokens.
+    """
 
     reads_rows = True
 
-    def __init__(
-        self,
-        name: str,
-        network: DraftNetwork,
-        attention: AttentionBackend,
-        storage: KVStorage,
-        target: CausalLM,
-        repeatable: bool,
-        *,
-        layers: Sequence[AttentionLayer] = (),
-        max_length: int = MAX_LENGTH,
-    ) -> None:
-        """Unless `repeatable`, drafts for requests that sample without a seed are sampled, too: more are accepted, but
-        the output then depends on the drafts, and so on the batch. Other requests get the likeliest tokens."""
-        for layer in layers:  # what is read before it is written must at least be numbers
-            storage.keys[layer.index].zero_()
-            storage.values[layer.index].zero_()
-        self.name = name
-        self.network = network
-        self.layers = layers
-        self.max_length = max_length
-        self._target = target
-        self._samples = not repeatable
+    name: str
+    network: DraftNetwork
+    attention: AttentionBackend
+    storage: KVStorage
+    target: CausalLM
+    repeatable: bool
+    _: KW_ONLY
+    layers: Sequence[AttentionLayer] = ()
+    max_length: int = MAX_LENGTH
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:  # what is read before it is written must at least be numbers
+            self.storage.keys[layer.index].zero_()
+            self.storage.values[layer.index].zero_()
         self._sampled_from: dict[str, list[Tensor]] = {}  # What the last drafts were drawn from, by request id.
         self._last_state: dict[str, Tensor] = {}  # The network's own state of the last draft token, by request id.
-        self._attention = attention
-        self._storage = storage
         # Passes that are not captured are launched in this context.
         self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext
         self._recent: RecentStates | None = None  # The runner's steps store there what the network reads.
@@ -83,7 +77,7 @@ class DraftModelProposer(Proposer, Drafter):
         if has_room is not None:
             places = min(max_drafts, self.max_length)
             network, recent = self.network, self._recent
-            self._passes = DraftPasses(network, self._attention, self._storage, slots, recent, places, has_room)
+            self._passes = DraftPasses(network, self.attention, self.storage, slots, recent, places, has_room)
             self.graphs = self._passes.graphs
 
     def begin(self, plan: StepPlan, first_rows: np.ndarray, views: Mapping[str, np.ndarray]) -> None:
@@ -99,7 +93,7 @@ class DraftModelProposer(Proposer, Drafter):
     def after(self, step: ComputedBatch) -> None:
         if self._recent is None:
             with self._kernels():
-                self.network.observe_step(step, self._storage)
+                self.network.observe_step(step, self.storage)
 
     def release(self) -> int:
         return 0 if self._recent is None else self._recent.release()
@@ -124,10 +118,10 @@ class DraftModelProposer(Proposer, Drafter):
         return [by_request.get(request.id, Draft((), ())) for request in requests]
 
     def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
-        with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
-            self.network.begin_draft([task.table for task in tasks], self._storage)
+        with torch.inference_mode(), limit_torch_threads(self.target, self.attention):
+            self.network.begin_draft([task.table for task in tasks], self.storage)
             # All tokens are drafted in one call if nothing has to be done between two of a request.
-            at_once = self.network.one_call is not None and self._attention.capabilities.has_work
+            at_once = self.network.one_call is not None and self.attention.capabilities.has_work
             if at_once and not any(self._is_sampled(task.request) for task in tasks):
                 return self._draft_at_once(tasks, terms)
             ready = self._catch_up(tasks, terms)
@@ -166,9 +160,9 @@ class DraftModelProposer(Proposer, Drafter):
         return [Draft(some, sure) for some, sure in zip(tokens, levels, strict=True)]
 
     def _draft_at_once(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
-        terms.did_extra_work = self.network.catch_up(tasks, self._storage)
+        terms.did_extra_work = self.network.catch_up(tasks, self.storage)
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].length)
-        drafts = self.network.draft([tasks[index] for index in order], self._storage)
+        drafts = self.network.draft([tasks[index] for index in order], self.storage)
         return [draft for _, draft in sorted(zip(order, drafts, strict=True), key=lambda pair: pair[0])]
 
     def _catch_up(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[int]:
@@ -213,10 +207,10 @@ class DraftModelProposer(Proposer, Drafter):
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
         """Scores of what may follow each chunk [chunks, R]. Either all of them are draft tokens or none."""
-        device, network = self._storage.keys[0].device, self.network
+        device, network = self.storage.keys[0].device, self.network
         plan = StepPlan(step=0, chunks=tuple(chunks))
-        batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
-        attention = self._attention.begin(batch, self._storage)
+        batch = build_batch(plan, self.storage, device, rectangular=self.attention.capabilities.rectangular)
+        attention = self.attention.begin(batch, self.storage)
         with self._kernels():
             if chunks[0].drafts:
                 states = [self._last_state[chunk.request.id] for chunk in chunks if self._last_state]
@@ -260,11 +254,11 @@ class DraftModelProposer(Proposer, Drafter):
         # A draft token that a grammar forbids is dropped before it is verified, which only the likeliest one allows: a
         # sampled one would have to be rejected, so that another is sampled from the rest of the distribution.
         params = request.params
-        return self._samples and params.seed is None and params.structure is None and not is_greedy(request)
+        return not self.repeatable and params.seed is None and params.structure is None and not is_greedy(request)
 
     def _over_vocabulary(self, weights: Tensor) -> Tensor:
         """Probabilities over all tokens of the target, zero for those that the network does not score."""
-        whole = torch.zeros(len(weights), self._target.vocab_size, device=weights.device)
+        whole = torch.zeros(len(weights), self.target.vocab_size, device=weights.device)
         if self.network.token_ids is None:
             whole[:, : weights.shape[1]] = weights
         else:

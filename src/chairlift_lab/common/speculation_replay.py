@@ -182,7 +182,7 @@ class RecordedHeadProposer(Proposer):
 
 
 def replay(
-    workload: ReplayWorkload, proposer: str | None, tuning: SpeculationTuning | None = None, seed: int = 0
+    workload: ReplayWorkload, proposer: str | None, tuning: SpeculationTuning = SpeculationTuning(), seed: int = 0
 ) -> float:
     """Virtual seconds for all requests of a workload, with `proposer` or without speculation."""
     machine, costs = VirtualMachine(seed), workload.costs

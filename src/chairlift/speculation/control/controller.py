@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from chairlift.core.plan import Chunk, PlanBuilder, StepResult
 from chairlift.core.request import Request
@@ -40,35 +40,28 @@ class _Proposal:
     was_prepared: bool
 
 
+@dataclass(eq=False)
 class SpeculationController:
     """Uses the memory and the token budget that the rest of a step leaves."""
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        *,
-        draft_length: int | None = None,
-        max_drafts: int | None = None,
-        num_allowed: Callable[[Request, Sequence[int]], int] | None = None,
-        tuning: SpeculationTuning | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`draft_length`: always propose as many, whether they pay or not. `max_drafts`: of all requests of a step.
-        `num_allowed`: how many of a structured request's draft tokens its grammar allows."""
-        if draft_length is not None and draft_length > proposer.max_length:
-            problem = f"{proposer.name} drafts at most {proposer.max_length} tokens, got {draft_length}"
+    proposer: Proposer
+    _: KW_ONLY
+    draft_length: int | None = None  # always propose as many, whether they pay or not
+    max_drafts: int | None = None  # draft tokens of all requests of a step
+    # How many of a structured request's draft tokens its grammar allows.
+    num_allowed: Callable[[Request, Sequence[int]], int] | None = None
+    tuning: SpeculationTuning = field(default_factory=SpeculationTuning)
+    clock: Callable[[], float] = time.perf_counter
+    drafting: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.draft_length is not None and self.draft_length > self.proposer.max_length:
+            problem = f"{self.proposer.name} drafts at most {self.proposer.max_length} tokens, got {self.draft_length}"
             raise InvalidParameter("draft_length", problem)
-        self.proposer = proposer
-        self.draft_length = draft_length
-        self.may_pause = draft_length is None  # while drafts do not pay
-        self.drafting = False
-        self.tuning = tuning or SpeculationTuning()
+        self.may_pause = self.draft_length is None  # while drafts do not pay
         self.payoff = DraftPayoff(self.tuning)
         # By whether the target takes its likeliest token: else it agrees less often with the likeliest draft token.
         self.calibration = {greedy: Calibration(self.tuning) for greedy in (True, False)}
-        self._max_drafts = max_drafts
-        self._num_allowed = num_allowed
-        self._clock = clock
         self._proposal: _Proposal | None = None
         self._pass_seconds: dict[int, float] = {}  # Time of the proposer, by the bit length of the number of requests.
 
@@ -150,14 +143,14 @@ class SpeculationController:
     def _propose(
         self, requests: Sequence[Request], terms: DraftTerms, state: SchedulerState, plan: PlanBuilder
     ) -> None:
-        start = self._clock()
+        start = self.clock()
         proposed = self.proposer.propose(requests, terms)
-        seconds = self._clock() - start
+        seconds = self.clock() - start
         self.drafting = any(draft is not None for draft in proposed)
         drafts = [
             (each, self._kept(each, draft, terms)) for each, draft in zip(requests, proposed, strict=True) if draft
         ]
-        limits = (plan.room, self._max_drafts, None if state.kv.states is None else state.kv.states.draft_room)
+        limits = (plan.room, self.max_drafts, None if state.kv.states is None else state.kv.states.draft_room)
         room = min(limit for limit in limits if limit is not None)
         # Without room for all, each gets a share: else the first request would take it all, and in every step.
         share = room
@@ -185,8 +178,8 @@ class SpeculationController:
                 break
             kept += 1
         tokens = draft.tokens[:kept]
-        if tokens and self._num_allowed is not None and request.params.structure is not None:
-            tokens = tokens[: self._num_allowed(request, tokens)]
+        if tokens and self.num_allowed is not None and request.params.structure is not None:
+            tokens = tokens[: self.num_allowed(request, tokens)]
         return Draft(tokens, draft.levels[: len(tokens)])
 
     def _note_pass(self, drafts: Sequence[Draft], seconds: float, terms: DraftTerms) -> None:

@@ -173,7 +173,7 @@ def test_a_timeout_ends_a_request(run: Any) -> None:
 def test_a_completion_that_fails_cancels_its_siblings(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def generate(llm: AsyncLLM) -> int:
         engine = llm._router._engine
-        structured, finished = engine._structured, list[RequestFinished]()
+        structured, finished = engine.structured, list[RequestFinished]()
         assert structured is not None
         engine.subscribe(lambda events: finished.extend(one for one in events if isinstance(one, RequestFinished)))
         params = GREEDY.clone(max_tokens=200, n=3, structure=Structure.regex("a+", "regex"))

@@ -65,7 +65,7 @@ def start(tiny: LoadedModel, proposer: Proposer | None = None, length: int = 5, 
     options = {"device": "cpu", "dtype": "float32", "block_size": 4, "kv_memory": "2MiB", "seed": 7} | options
     engine = start_engine(tiny, EngineConfig(**options)).engine
     if proposer is not None:
-        structured = engine._structured
+        structured = engine.structured
         engine.scheduler.speculation = SpeculationController(
             proposer,
             draft_length=length,

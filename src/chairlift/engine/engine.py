@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
@@ -29,6 +30,7 @@ GRAMMAR_POLL = 0.005  # seconds that a step with nothing to compute waits for a 
 NO_STEP = StepPlan(step=0, chunks=())
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Continuous batching around a scheduler and an executor.
 
@@ -38,32 +40,24 @@ class Engine:
     ...         print(event)
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_ids: frozenset[int] = frozenset(),
-        seed: int | None = None,
-        cost_model: CostModel | None = None,
-        structured: StructuredOutput | None = None,
-        generates: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.scheduler = scheduler
-        self.executor = executor
-        self.tokenizer = tokenizer
-        self.limits = RequestLimits(vocab_size, max_model_len)
-        self.eos_ids = eos_ids
-        self.fatal: Exception | None = None  # the error that stopped the engine for good
-        self._clock = clock
-        self._structured = structured
-        can = executor.capabilities
-        self._validator = RequestValidator(self.limits, scheduler, structured, eos_ids, can, generates)
-        self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
+    scheduler: Scheduler
+    executor: Executor
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int] = frozenset()
+    seed: InitVar[int | None] = None
+    cost_model: CostModel = field(default_factory=CostModel)  # It learns from every step.
+    structured: StructuredOutput | None = None
+    generates: InitVar[bool] = True
+    clock: Callable[[], float] = time.monotonic
+    fatal: Exception | None = field(default=None, init=False)  # the error that stopped the engine for good
+
+    def __post_init__(self, seed: int | None, generates: bool) -> None:
+        self.limits, can = RequestLimits(self.vocab_size, self.max_model_len), self.executor.capabilities
+        self._validator = RequestValidator(self.limits, self.scheduler, self.structured, self.eos_ids, can, generates)
+        self._pipeline = Pipeline(self.scheduler, can.steps_ahead)
         self._texts: dict[str, OutputText] = {}  # Only requests that are detokenized have one.
         self._selection = CompletionSelection()
         self._seeds = random.Random(seed)
@@ -74,24 +68,7 @@ class Engine:
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """How the model writes its reasoning; None if it has none."""
-        return self._structured.reasoning_format if self._structured else None
-
-    @property
-    def cost_model(self) -> CostModel:
-        """Learns from every step."""
-        return self._pipeline.cost_model
-
-    @cost_model.setter
-    def cost_model(self, model: CostModel) -> None:
-        self._pipeline.cost_model = model
-
-    @property
-    def vocab_size(self) -> int:
-        return self.limits.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.limits.max_model_len
+        return self.structured.reasoning_format if self.structured else None
 
     # ---- requests in ----------------------------------------------------------------------------------------------
 
@@ -117,7 +94,7 @@ class Engine:
         """
         self.check_alive()
         max_new_tokens = self.check(prompt, params, timeout, priority)
-        now = self._clock()
+        now = self.clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
         ids = completion_ids(first_id, params.num_sequences)
@@ -144,8 +121,8 @@ class Engine:
             self._unreported.add(one_id)
             if params.detokenize:
                 self._texts[one_id] = OutputText(self.tokenizer, request)
-            if self._structured is not None and params.has_masks:
-                self._structured.open(request)
+            if self.structured is not None and params.has_masks:
+                self.structured.open(request)
         self._queue(requests, now)
         return ids[: params.n]
 
@@ -178,7 +155,7 @@ class Engine:
 
         The completions of a beam search, or those that `best_of` compares, end together.
         """
-        ending, now = Ending(FinishReason.CANCELLED), self._clock()
+        ending, now = Ending(FinishReason.CANCELLED), self.clock()
         ended = [self.scheduler.finish(one_id, ending, now) for one_id in self._selection.compared_with(request_id)]
         return any(ended)
 
@@ -203,7 +180,7 @@ class Engine:
 
     def now(self) -> float:
         """The time on the engine's clock, which all events carry."""
-        return self._clock()
+        return self.clock()
 
     def pause(self) -> float:
         """Seconds until a step has something to do if nothing is submitted before.
@@ -212,7 +189,7 @@ class Engine:
         """
         if self._pipeline or self.scheduler.has_events:
             return 0.0
-        now = self._clock()
+        now = self.clock()
         wakeup = self.scheduler.next_wakeup(now)
         return math.inf if wakeup is None else wakeup - now
 
@@ -236,8 +213,8 @@ class Engine:
 
     def shut_down(self) -> None:
         """Stop the threads and processes that compile grammars, for which an exit would wait."""
-        if self._structured is not None:
-            self._structured.shut_down()
+        if self.structured is not None:
+            self.structured.shut_down()
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +223,7 @@ class Engine:
 
         With an executor that works ahead, these are the events of the step before (see pipeline.py).
         """
-        now, plan = self._clock(), NO_STEP
+        now, plan = self.clock(), NO_STEP
         try:
             self._admit_compiled(now)
             if self._pipeline.begin(now):
@@ -263,27 +240,27 @@ class Engine:
 
     def _admit_compiled(self, now: float) -> None:
         """Let requests whose grammar has been compiled be admitted; end those whose grammar could not be."""
-        for request_id, ending in self._structured.newly_compiled() if self._structured else ():
+        for request_id, ending in self.structured.newly_compiled() if self.structured else ():
             if ending is None:
                 self.scheduler.make_ready(request_id)
             else:
                 self.scheduler.finish(request_id, ending, now)
 
     def _launch(self, plan: StepPlan) -> None:
-        scheduled = self._clock()
+        scheduled = self.clock()
         self._pipeline.add(plan, self.executor.launch(plan), scheduled)
 
     def _apply_due(self, plan: StepPlan) -> list[StepDone]:
         """Read and apply the oldest step in flight, if it is due after launching `plan`."""
         step = self._pipeline.due(launched=bool(plan))
         if step is None:
-            if self._structured is not None and not plan:
-                self._structured.wait_for_compiler(GRAMMAR_POLL)  # instead of asking it all the time
+            if self.structured is not None and not plan:
+                self.structured.wait_for_compiler(GRAMMAR_POLL)  # instead of asking it all the time
             return []
         result = step.pending.result()
-        read = self._clock()
+        read = self.clock()
         self.scheduler.apply(result, read, self._ending)
-        return [self._pipeline.finish(step, result, read, self._clock())]
+        return [self._pipeline.finish(step, result, self.cost_model, read, self.clock())]
 
     def _ending(self, request: Request, token: int) -> Ending | None:
         """The ending that a request's text or grammar calls for after its last token, or after BAD_LOGITS."""
@@ -291,7 +268,7 @@ class Engine:
         stop = text.push(request, token) if text is not None and token != BAD_LOGITS else None
         if stop is not None:
             return Ending(FinishReason.STOP, stop)
-        return self._structured.ending(request) if self._structured else None
+        return self.structured.ending(request) if self.structured else None
 
     def _publish(self, done: Sequence[StepDone]) -> list[Event]:
         """The scheduler's events with text added after the tokens that completed it, given to all listeners."""
@@ -317,8 +294,8 @@ class Engine:
 
     def _close(self, request_id: str) -> None:
         self.executor.forget(request_id)
-        if self._structured is not None:
-            self._structured.close(request_id)
+        if self.structured is not None:
+            self.structured.close(request_id)
         self._unreported.discard(request_id)
 
     # ---- steps that fail ------------------------------------------------------------------------------------------
@@ -329,7 +306,7 @@ class Engine:
         self._pipeline.drop()
         self.scheduler.speculation = None  # it may be what failed, and every ending would call it
         ending = Ending(FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        now = self._clock()
+        now = self.clock()
         for request_id in self.scheduler.open_requests():
             self.scheduler.finish(request_id, ending, now)
         return self._publish([])
@@ -338,7 +315,7 @@ class Engine:
         """Set back the requests of interrupted steps: they compute those tokens again."""
         plans = self._pipeline.drop()
         for lost in plans if plan in plans else [*plans, plan]:
-            self.scheduler.abandon(lost, self._clock())
+            self.scheduler.abandon(lost, self.clock())
             for chunk in lost.chunks:
                 self.executor.forget(chunk.request.id)
 

@@ -34,9 +34,8 @@ class StepInFlight:
 class Pipeline:
     """The steps in flight, oldest first, and how long each of them took."""
 
-    def __init__(self, scheduler: Scheduler, cost_model: CostModel, steps_ahead: int) -> None:
+    def __init__(self, scheduler: Scheduler, steps_ahead: int) -> None:
         self._scheduler = scheduler
-        self.cost_model = cost_model
         self._steps_ahead = steps_ahead
         self._steps: deque[StepInFlight] = deque()
         self._begun = 0.0  # when this turn of the engine's loop began
@@ -67,20 +66,20 @@ class Pipeline:
         """The oldest step, if it is to be read in this turn: always if nothing was `launched` in it."""
         return self._steps[0] if len(self._steps) > (self._depth if launched else 0) else None
 
-    def finish(self, step: StepInFlight, result: StepResult, read: float, ended: float) -> StepDone:
-        """Remove the oldest step, which was read at `read` and applied at `ended`; learn from its duration."""
+    def finish(self, step: StepInFlight, result: StepResult, cost: CostModel, read: float, ended: float) -> StepDone:
+        """Remove the oldest step, which was read at `read` and applied at `ended`; let `cost` learn its duration."""
         self._steps.popleft()
         # A step that was queued behind another one ran only after that had ended.
         seconds = ended - max(step.begun, self._last_ended)
         self._last_ended = ended
         shape = StepShape.of(step.plan)
-        predicted = self.cost_model.predict(shape) or None
+        predicted = cost.predict(shape) or None
         # Launching a later step took time out of this one's.
         typical = all(other.pending.typical for other in (step, *self._steps))
         speculation = self._scheduler.speculation
         running = seconds if speculation is None else speculation.observe(result, seconds, step.waited, typical)
         if typical:
-            self.cost_model.observe(shape, running)
+            cost.observe(shape, running)
         return StepDone(
             time=read,
             step=step.plan.step,

@@ -47,16 +47,16 @@ class SchedulerSetup:
     blocks: Sequence[BlockState]
 
 
+@dataclass(frozen=True, slots=True)
 class SchedulerObserver:
     """Takes snapshots of a scheduler. Changes are tracked only between `start` and `stop`, because that costs time."""
 
-    def __init__(self, scheduler: Scheduler, max_waiting: int) -> None:
-        self._scheduler = scheduler
-        self._max_waiting = max_waiting  # waiting requests in a snapshot
+    scheduler: Scheduler
+    max_waiting: int  # waiting requests in a snapshot
 
     def start(self) -> SchedulerSetup:
         """Begin to track changes and return the whole state; may be called again."""
-        scheduler, kv = self._scheduler, self._scheduler.kv
+        scheduler, kv = self.scheduler, self.scheduler.kv
         kv.track_changes(True)
         blocks = (self._block_state(block) for block in range(kv.num_blocks))
         return SchedulerSetup(
@@ -72,11 +72,11 @@ class SchedulerObserver:
 
     def snapshot(self, requests: Iterable[Request]) -> SchedulerSnapshot:
         """The current state, with the tables of `requests`."""
-        scheduler, kv = self._scheduler, self._scheduler.kv
+        scheduler, kv = self.scheduler, self.scheduler.kv
         changes, waiting = kv.take_changes(), scheduler.waiting
         return SchedulerSnapshot(
             policy=scheduler.policy.name,
-            waiting=[(request.id, waiting.last_reason(request)) for request in waiting[: self._max_waiting]],
+            waiting=[(request.id, waiting.last_reason(request)) for request in waiting[: self.max_waiting]],
             wait_reasons=waiting.reasons(),
             evictions=kv.pool.num_evictions,
             tables={request.id: kv.table(request) for request in requests},
@@ -86,17 +86,17 @@ class SchedulerObserver:
         )
 
     def stop(self) -> None:
-        self._scheduler.kv.track_changes(False)
+        self.scheduler.kv.track_changes(False)
 
     def find(self, request_id: str) -> Request | None:
         """A request that is open or still holds blocks."""
-        return self._scheduler.get(request_id)
+        return self.scheduler.get(request_id)
 
     @property
     def keeps_slots(self) -> bool:
         """Whether finished requests keep their slots until their batch ends."""
-        return self._scheduler.policy.keeps_slots
+        return self.scheduler.policy.keeps_slots
 
     def _block_state(self, block: int) -> BlockState:
-        pool = self._scheduler.kv.pool
+        pool = self.scheduler.kv.pool
         return BlockState(block, pool.references(block), pool.is_cached(block))

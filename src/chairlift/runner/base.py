@@ -47,7 +47,7 @@ class ModelRunner(Executor):
     def __post_init__(self) -> None:
         self.one_by_one = bool(getattr(self.model, "batch_invariant", False))  # whether rows are sampled one by one
         self.sampler = Sampler(self.model.vocab_size, self.model.device, one_by_one=self.one_by_one)
-        self.prompt_reader = PromptReader(self.model, one_by_one=self.one_by_one)
+        self.prompt_reader = PromptReader(self.model, self.one_by_one)
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -104,13 +104,13 @@ class _Sum:
     end: int = 0  # the position after the last one added
 
 
+@dataclass(frozen=True, slots=True)
 class PromptReader:
     """Computes the prompt outputs of a step from the hidden states that its chunks read."""
 
-    def __init__(self, model: CausalLM, *, one_by_one: bool) -> None:
-        self._model = model
-        self._one_by_one = one_by_one
-        self._sums: dict[str, _Sum] = {}  # Only prompts that are not complete are listed.
+    model: CausalLM
+    one_by_one: bool
+    sums: dict[str, _Sum] = field(default_factory=dict, init=False)  # Only prompts that are not complete are listed.
 
     def read(self, chunks: Sequence[Chunk], hidden: Tensor) -> PromptOutputs:
         """hidden [R, hidden]: the rows of the positions `chunk.read` of all chunks, in their order."""
@@ -127,7 +127,7 @@ class PromptReader:
         )
 
     def forget(self, request_id: str) -> None:
-        self._sums.pop(request_id, None)
+        self.sums.pop(request_id, None)
 
     def _score(self, scored: Sequence[tuple[Chunk, Tensor]]) -> dict[str, list[TokenLogprobs]]:
         """The log-probabilities of the tokens after each position, by request id."""
@@ -139,8 +139,8 @@ class PromptReader:
         logprobs: list[TokenLogprobs] = []
         while hidden is not None and len(logprobs) < len(tokens):
             part = slice(len(logprobs), len(logprobs) + SCORED_AT_ONCE)
-            logits = self._model.logits(hidden[part]).float()
-            logprobs += token_logprobs(logits, tokens[part], counts[part], one_by_one=self._one_by_one)
+            logits = self.model.logits(hidden[part]).float()
+            logprobs += token_logprobs(logits, tokens[part], counts[part], one_by_one=self.one_by_one)
         in_order = iter(logprobs)
         return {chunk.request.id: list(islice(in_order, len(rows))) for chunk, rows in scored}
 
@@ -152,15 +152,15 @@ class PromptReader:
         if chunk.end < chunk.request.num_prompt:
             return None
         if pooling.token_ids:
-            return self._model.logits(rows[-1:])[0, list(pooling.token_ids)].float()
+            return self.model.logits(rows[-1:])[0, list(pooling.token_ids)].float()
         pooled = pooled[: pooling.dimensions]
         return torch.nn.functional.normalize(pooled, dim=0) if pooling.normalize else pooled
 
     def _add(self, chunk: Chunk, rows: Tensor) -> Tensor:
         """Add the hidden states of a chunk, except those that a step before a preemption has added."""
-        known = self._sums.get(chunk.request.id)
+        known = self.sums.get(chunk.request.id)
         if known is None:
-            known = self._sums[chunk.request.id] = _Sum(rows.new_zeros(rows.shape[1], dtype=torch.float32))
+            known = self.sums[chunk.request.id] = _Sum(rows.new_zeros(rows.shape[1], dtype=torch.float32))
         assert chunk.read.start <= known.end
         new = rows[known.end - chunk.read.start :]
         if len(new):

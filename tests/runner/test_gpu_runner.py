@@ -68,7 +68,9 @@ def test_invariant_attention_allocates_its_memory_once(model: CausalLM, monkeypa
 
     attention = PagedGPUAttention(invariant_for=MAX_LEN)
     attention.reserve(model.attention_layers, MAX_REQUESTS, model.dtype, model.device)
-    monkeypatch.delattr(triton_invariant_attention, "SpanScratch")  # allocating another one fails
+    monkeypatch.setattr(
+        triton_invariant_attention.SpanScratch, "__init__", lambda *given: pytest.fail("another one is allocated")
+    )
     requests = [
         (prompt, GREEDY.clone(max_tokens=count)) for prompt, count in zip(random_prompts(4), (2, 3, 4, 5), strict=True)
     ]

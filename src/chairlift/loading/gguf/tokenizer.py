@@ -85,7 +85,12 @@ def _vocabulary(settings: Metadata) -> _Vocabulary:
 
 
 def _byte_level_bpe(settings: Metadata, vocabulary: _Vocabulary, rules: Rules) -> Tokenizer:
-    merges = [_split_merge(settings, merge) for merge in settings.strings("merges") or ()]
+    merges = []
+    for merge in settings.strings("merges") or ():
+        left, space, right = merge.partition(" ")
+        if not (left and space and right):
+            corrupt(settings.file.path, f"tokenizer.ggml.merges has {merge!r:.60}, which is not two tokens")
+        merges.append((left, right))
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(rules.steps))
@@ -93,13 +98,6 @@ def _byte_level_bpe(settings: Metadata, vocabulary: _Vocabulary, rules: Rules) -
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _split_merge(settings: Metadata, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        corrupt(settings.file.path, f"tokenizer.ggml.merges has {merge!r:.60}, which is not two tokens")
-    return left, right
 
 
 def _sentencepiece_bpe(settings: Metadata, vocabulary: _Vocabulary) -> Tokenizer:

@@ -9,8 +9,7 @@ from typing import Any
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.recurrent.base import GateOrder, RecurrentShape
-from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
-from chairlift.layers.recurrent.kimi_delta import KimiDeltaShape
+from chairlift.layers.recurrent.gated_delta import GatedDeltaShape, KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
 from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
 from chairlift.models.fields import LARGEST, MAX_LAYERS, Fields

@@ -235,9 +235,6 @@ class StepGate(Part):
             from chairlift.kernels.triton.recurrent.gates import RawGates
 
             return RawGates(x, rate, self.log_rate, self.bias, self.limits or (0.0, math.inf))
-        return self._step(x, rate)
-
-    def _step(self, x: Tensor, rate: Tensor | None) -> tuple[Tensor, Tensor]:
         step = self._apply(F.softplus, x.float() + self.bias)
         if self.limits is not None:
             step = step.clamp(*self.limits)

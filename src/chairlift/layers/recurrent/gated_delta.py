@@ -1,10 +1,13 @@
-"""The gated delta net of Qwen3-Next and Qwen3.5."""
+"""Gated delta nets: that of Qwen3-Next and Qwen3.5, and Kimi delta attention (KDA)."""
 
 from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
 from chairlift.attention.recurrent import RecurrentBatch, StateSpec
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Build, Linear
@@ -21,10 +24,6 @@ from chairlift.layers.recurrent.base import (
     inputs_spec,
     matrix_spec,
 )
-from collections.abc import Mapping
-from chairlift.layers.linear import Build
-from chairlift.layers.parts import Part, Targets
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,10 @@ class KimiDeltaShape(RecurrentShape):
 
 
 class KimiDeltaAttention(RecurrentMixer):
-    """Queries, keys and values in one product; the decay and the output's gate each come through a narrow layer."""
+    """A gated delta net in which every row of the state has a decay of its own.
+
+    Queries, keys and values are one product; the decay and the output's gate each come through a narrow layer.
+    """
 
     def __init__(self, shape: KimiDeltaShape, hidden_size: int, eps: float, build: Build) -> None:
         self.shape = shape

@@ -102,15 +102,24 @@ class ExpertWeights(Part):
         elif form != self.form:
             self._become_plain()
         rows = slice(first, first + source.shape[0])
+        if self.form == "plain":
+            self.plain[expert, rows].copy_(source if isinstance(source, Tensor) else source.dequantized())
+            return
+        assert self._numbers is not None
+        assert self._scales is not None
         if self.form == "mxfp4":
             assert isinstance(source, StoredWeight)
             stored = source.as_microscaled()
             assert stored is not None
-            self._put_packed(expert, first, *packed(stored.to(self.device)))
-        elif self.form == "fp8":
-            self._put(expert, rows, *_round(source, self.device))
+            words, exponents = packed(stored.to(self.device))
+            panel = first // PANEL
+            self._numbers[expert, panel : panel + len(words)] = words.to(self.device)
+            self._scales[expert, :, rows] = exponents.to(self.device)
         else:
-            self.plain[expert, rows].copy_(source if isinstance(source, Tensor) else source.dequantized())
+            numbers, scales = _round(source, self.device)
+            # As bytes: not every operation of torch takes 8-bit floats.
+            self._numbers.view(torch.uint8)[expert, rows] = numbers.view(torch.uint8).to(self.device)
+            self._scales[expert, rows] = scales.to(self.device)
 
     def _form_of(self, source: Tensor | StoredWeight) -> Form:
         """The form in which rows are kept if no others were filled yet."""
@@ -138,20 +147,6 @@ class ExpertWeights(Part):
             words = experts, out_features // PANEL, chunks, PANEL, RUN
             self._numbers = torch.zeros(words, dtype=torch.int16, device=self.device)
             self._scales = torch.zeros(experts, chunks, out_features, dtype=torch.int32, device=self.device)
-
-    def _put(self, expert: int, rows: slice, numbers: Tensor, scales: Tensor) -> None:
-        assert self._numbers is not None
-        assert self._scales is not None
-        # As bytes: not every operation of torch takes 8-bit floats.
-        self._numbers.view(torch.uint8)[expert, rows] = numbers.view(torch.uint8).to(self.device)
-        self._scales[expert, rows] = scales.to(self.device)
-
-    def _put_packed(self, expert: int, first: int, words: Tensor, exponents: Tensor) -> None:
-        assert self._numbers is not None
-        assert self._scales is not None
-        panel = first // PANEL
-        self._numbers[expert, panel : panel + len(words)] = words.to(self.device)
-        self._scales[expert, :, first : first + exponents.shape[1]] = exponents.to(self.device)
 
     def _become_plain(self) -> None:
         """Rows came in different forms."""

@@ -127,7 +127,11 @@ class ExpertRouter(Part):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [T, experts] -> weights (float32) and experts, both [T, top_k]."""
         routing = self.routing
-        scores = self._scores(logits)
+        if routing.scores == "softmax":
+            scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        else:
+            logits = logits.float()
+            scores = one_by_one(torch.sigmoid, logits) if self.batch_invariant else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if routing.top_groups < routing.num_groups:
             choice = self._within_best_groups(choice)
@@ -136,12 +140,6 @@ class ExpertRouter(Part):
         if routing.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.normalize_eps)
         return weights * routing.scale, experts
-
-    def _scores(self, logits: Tensor) -> Tensor:
-        if self.routing.scores == "softmax":
-            return torch.softmax(logits, dim=-1, dtype=torch.float32)
-        logits = logits.float()
-        return one_by_one(torch.sigmoid, logits) if self.batch_invariant else logits.sigmoid()
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         routing = self.routing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from chairlift.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from chairlift.loading.config_file import MODELOPT_FILE, read_config
 from chairlift.loading.embedding_config import module_folders
 from chairlift.loading.fetch import fetch
-from chairlift.loading.known_models import known_models
+from chairlift.loading.known_models import KnownModel, known_models
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
@@ -22,14 +23,18 @@ _IGNORED_HUB_FILES = ["*/*", "consolidated*"]  # other layouts of the same weigh
 
 def resolve_model(name: str, *, progress: bool = True) -> Path:
     """Return the path of a checkpoint, fetching it first if needed."""
+    return _resolve(name, lambda model: fetch(model, progress=progress), lambda name: _from_hub(name, progress))
+
+
+def _resolve(name: str, fetch_known: Callable[[KnownModel], Path], from_hub: Callable[[str], Path]) -> Path:
     for model in known_models():
         if model.name == name:
-            return fetch(model, progress=progress)
+            return fetch_known(model)
     path = existing_path(name)
     if path is not None:
         return path
     if is_hub_id(name):
-        return _from_hub(name, progress)
+        return from_hub(name)
     raise unknown_model(name)
 
 
@@ -113,7 +118,7 @@ class ModelConfig:
 
 def read_model_config(name: str) -> ModelConfig:
     """Read the config of a model; fetches no weights."""
-    path = _resolve(name)
+    path = _resolve(name, _cached, config_from_hub)
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         path = ggufs[0] if len(ggufs) == 1 and not (path / "config.json").exists() else path / "config.json"
@@ -148,15 +153,7 @@ def _read_gguf(path: Path) -> ModelConfig:
     return ModelConfig(checkpoint.config, checkpoint.quantization, problem, checkpoint.num_bytes, tokenizer)
 
 
-def _resolve(name: str) -> Path:
-    for model in known_models():
-        if model.name == name:
-            if not model.cached:
-                raise ModelNotFound(f"{name} is not fetched yet; any command that runs it does, such as chairlift chat")
-            return model.path
-    path = existing_path(name)
-    if path is not None:
-        return path
-    if is_hub_id(name):
-        return config_from_hub(name)
-    raise unknown_model(name)
+def _cached(model: KnownModel) -> Path:
+    if not model.cached:
+        raise ModelNotFound(f"{model.name} is not fetched yet; any command that runs it does, such as chairlift chat")
+    return model.path

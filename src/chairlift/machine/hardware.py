@@ -91,15 +91,13 @@ def usable_processors() -> list[int]:
 
 def physical_cores() -> int:
     """The cores behind the usable processors: two threads of one core share its arithmetic units."""
-    return len({_siblings(processor) for processor in usable_processors()})
-
-
-def _siblings(processor: int) -> str:
-    """A text that all processors of a core have in common."""
-    try:
-        return (CPUS / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:  # other systems do not say
-        return str(processor)
+    cores = set()
+    for processor in usable_processors():
+        try:  # All processors of a core have this text in common.
+            cores.add((CPUS / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:  # other systems do not say
+            cores.add(str(processor))
+    return len(cores)
 
 
 def default_threads() -> int:

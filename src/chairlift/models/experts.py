@@ -94,9 +94,16 @@ class ExpertsFamily:
 
 def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     """The experts of the layers that have them; None if the config has no experts at all."""
-    num_experts = _num_experts(fields)
+    names = ("num_experts", "n_routed_experts", "moe_num_experts")
+    name = next((name for name in names if name in fields), "num_local_experts")
+    num_experts = fields.integer(name, low=0, high=2**16)
     if not num_experts:
         return None
+    scores = fields.raw("scoring_func")
+    if scores == "noaux_tc":  # dots.llm1 names its way of choosing experts
+        scores = "sigmoid"
+    if scores not in (None, "softmax", "sigmoid"):
+        raise UnsupportedModel(f"scoring_func {scores!r} is not supported; supported: softmax, sigmoid")
     top_k, bias = fields.integer(family.top_k_key), family.correction_bias
     num_groups = (fields.optional_integer("n_group") or 1) if fields.raw("topk_method") != "greedy" else 1
     top_groups = min(fields.optional_integer("topk_group") or num_groups, num_groups)
@@ -111,7 +118,7 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     routing = Routing(
         num_experts=num_experts,
         top_k=top_k,
-        scores=_scores(family, fields),
+        scores=scores or family.scores,
         normalize=fields.flag("norm_topk_prob"),
         scale=fields.optional_number("routed_scaling_factor") or 1.0,
         normalize_eps=family.normalize_eps,
@@ -136,26 +143,9 @@ def read_experts(family: ExpertsFamily, fields: Fields) -> ExpertsConfig | None:
     )
 
 
-def _scores(family: ExpertsFamily, fields: Fields) -> Scores:
-    scoring = fields.raw("scoring_func")
-    if scoring == "noaux_tc":  # dots.llm1 names its way of choosing experts
-        return "sigmoid"
-    if scoring not in (None, "softmax", "sigmoid"):
-        raise UnsupportedModel(f"scoring_func {scoring!r} is not supported; supported: softmax, sigmoid")
-    return scoring or family.scores
-
-
 def expert_size(fields: Fields) -> int:
     """The inner size of each routed expert."""
     return fields.optional_integer("moe_intermediate_size") or fields.integer("intermediate_size")
-
-
-def _num_experts(fields: Fields) -> int:
-    """The number of experts, under any of its names."""
-    name = next(
-        (name for name in ("num_experts", "n_routed_experts", "moe_num_experts") if name in fields), "num_local_experts"
-    )
-    return fields.integer(name, low=0, high=2**16)
 
 
 def _shared_size(fields: Fields) -> int:

@@ -42,7 +42,16 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     if fields.raw("is_causal") is False:  # Embedding models say it, and transformers takes it from any config.
         raise UnsupportedModel("is_causal is false: attention to later tokens is not supported")
     hidden_size = fields.integer("hidden_size")
-    longest = _max_len(fields, max_len)
+    limit = fields.integer("max_position_embeddings")
+    limit = scaled_length(rope_parameters(fields, "full_attention"), limit)
+    if max_len is not None and not 1 <= max_len <= limit:
+        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {max_len}")
+    longest = limit if max_len is None else max_len
+    input_size = fields.optional_integer("hidden_size_per_layer_input", low=0) or 0
+    rows, vocab_size = fields.optional_integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
+    if input_size and rows != vocab_size:
+        raise UnsupportedModel(f"vocab_size_per_layer_input ({rows}) must be the vocab_size ({vocab_size})")
+    gate, down = fields.items("mlp_multipliers", (int, float), length=2) if "mlp_multipliers" in fields else (1, 1)
     parallel = _is_on(fields, family.parallel_block)
     traits = {each.name: getattr(family, each.name) for each in dataclass_fields(DecoderTraits)}
     if parallel:
@@ -50,7 +59,7 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     return DecoderConfig(
         **traits,
         family=inner["model_type"],
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_len=longest,
         layers=_layers(family, fields, longest),
@@ -69,10 +78,11 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         qkv_clip=fields.optional_number("clip_qkv"),
         parallel_block=parallel,
         attention_output_scale=_multiplier(fields, "attention_in_multiplier", "attention_out_multiplier"),
-        mlp_multipliers=_mlp_multipliers(fields),
+        mlp_multipliers=(float(gate), float(down)),
         residual_multiplier=fields.optional_number("residual_multiplier") or 1.0,
-        logit_scale=_logit_scale(fields),
-        per_layer_input_size=_per_layer_input_size(fields),
+        # Cohere multiplies its logits, Granite divides them.
+        logit_scale=_multiplier(fields, "logit_scale", "lm_head_multiplier") / _multiplier(fields, "logits_scaling"),
+        per_layer_input_size=input_size,
         num_mtp_layers=fields.optional_integer("num_nextn_predict_layers", low=0) or 0,
     )
 
@@ -82,41 +92,16 @@ def _is_on(fields: Fields, switch: str | bool) -> bool:
     return switch if isinstance(switch, bool) else fields.flag(switch)
 
 
-def _per_layer_input_size(fields: Fields) -> int:
-    size = fields.optional_integer("hidden_size_per_layer_input", low=0) or 0
-    rows, vocab_size = fields.optional_integer("vocab_size_per_layer_input"), fields.integer("vocab_size")
-    if size and rows != vocab_size:
-        raise UnsupportedModel(f"vocab_size_per_layer_input ({rows}) must be the vocab_size ({vocab_size})")
-    return size
-
-
-def _logit_scale(fields: Fields) -> float:
-    """Cohere multiplies its logits, Granite divides them."""
-    return _multiplier(fields, "logit_scale", "lm_head_multiplier") / _multiplier(fields, "logits_scaling")
-
-
 def _multiplier(fields: Fields, *names: str) -> float:
     """The product of multipliers; those that the config does not have are 1."""
     return math.prod(fields.optional_number(name) or 1.0 for name in names)
 
 
-def _mlp_multipliers(fields: Fields) -> tuple[float, float]:
-    if "mlp_multipliers" not in fields:
-        return 1.0, 1.0
-    gate, down = fields.items("mlp_multipliers", (int, float), length=2)
-    return float(gate), float(down)
-
-
-def _max_len(fields: Fields, requested: int | None) -> int:
-    limit = fields.integer("max_position_embeddings")
-    limit = scaled_length(rope_parameters(fields, "full_attention"), limit)
-    if requested is not None and not 1 <= requested <= limit:
-        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
-    return limit if requested is None else requested
-
-
 def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, ...]:
-    blocks = _blocks(family, fields)
+    if family.recurrent is None:
+        blocks = [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    else:
+        blocks = family.recurrent.blocks(fields)
     types = _layer_types(family, fields, len(blocks))
     experts = None if family.experts is None else read_experts(family.experts, fields)
     latent = read_latent(fields) if family.latent else None
@@ -149,13 +134,6 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
             )
         )
     return tuple(layers)
-
-
-def _blocks(family: Family, fields: Fields) -> list[LayerBlocks]:
-    """The blocks of each layer."""
-    if family.recurrent is not None:
-        return family.recurrent.blocks(fields)
-    return [LayerBlocks(attention=True)] * fields.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def _kv_sources(fields: Fields, types: list[str]) -> list[int | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +16,13 @@ if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.weights import TileWeight
 
 
-def tiled_traits(tile_type: Callable[[], type[TileWeight]], table_dtype: torch.dtype) -> FormatTraits:
+def tiled_traits(module: str, tile_type: str, table_dtype: torch.dtype) -> FormatTraits:
+    def load() -> type[TileWeight]:
+        found: type[TileWeight] = getattr(import_module(module), tile_type)
+        return found
+
     # Rounding the cache to half its size loses less than rounding the weights.
-    return FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, table_dtype=table_dtype, tile_type=tile_type)
+    return FormatTraits(devices=("cpu",), kv_dtype=torch.bfloat16, table_dtype=table_dtype, tile_type=load)
 
 
 class TiledWeight(WeightFormat):

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats._tiled import TiledWeight, tiled_traits
 
-if TYPE_CHECKING:  # numba is slow to import
-    from chairlift.kernels.cpu.bfloat16 import HalfWeight
-
-
-def _tile_type() -> type[HalfWeight]:
-    from chairlift.kernels.cpu.bfloat16 import HalfWeight
-
-    return HalfWeight
-
 
 @FORMATS.register("bfloat16")
 class BFloat16Weight(TiledWeight):
     name = "bfloat16"
-    traits = tiled_traits(_tile_type, torch.bfloat16)
+    traits = tiled_traits("chairlift.kernels.cpu.bfloat16", "HalfWeight", torch.bfloat16)
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:

@@ -44,7 +44,8 @@ class BlockWeight(WeightFormat):
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         whole = all(part.shape[0] % PANEL == 0 for part in parts[:-1])
-        return whole and not cls.obstacles(dtype, device) and all(map(_fits, parts))
+        fit = all(isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0 for part in parts)  # whole blocks
+        return whole and fit and not cls.obstacles(dtype, device)
 
     @staticmethod
     def bytes_of(weight: GGUFWeight) -> int:
@@ -55,8 +56,10 @@ class BlockWeight(WeightFormat):
         return -(-weight.shape[0] // PANEL) * kind.panel_bytes(weight.shape[1])
 
     def load(self, parts: Sequence[StoredWeight]) -> None:
+        from chairlift.kernels.cpu.blocks.panels import KINDS
+
         for part in parts:
-            if isinstance(part, GGUFWeight) and part.kind in _kinds():
+            if isinstance(part, GGUFWeight) and part.kind in KINDS:
                 self._add(part.kind, part.stored_rows(), part.row_order())
             else:
                 self._add("Q8_0", _rows_of_8_bits(part.dequantized().numpy()))
@@ -124,17 +127,6 @@ class BlockWeight(WeightFormat):
 
         assert self.panels is not None
         return Product(multiplied(linear_panels, x, self.panels, fusion.bias, self.out_features))
-
-
-def _kinds() -> frozenset[str]:
-    from chairlift.kernels.cpu.blocks.panels import KINDS
-
-    return frozenset(KINDS)
-
-
-def _fits(part: StoredWeight) -> bool:
-    """Whether its rows consist of whole blocks."""
-    return isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0
 
 
 def _rows_of_4_bits(groups: GroupedIntegers) -> np.ndarray:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
@@ -46,7 +43,11 @@ class CheckpointWeight(WeightFormat):
 
     def finalized(self) -> WeightFormat:
         parts = [self._parts[first] for first in sorted(self._parts)]
-        format = _accepting(parts, self.dtype, self.device)
+        stored = [part for part in parts if isinstance(part, StoredWeight)]
+        format: type[WeightFormat] = PlainWeight
+        if stored and len(stored) == len(parts):
+            formats = (FORMATS.get(name) for name in FORMATS.names())
+            format = next((each for each in formats if each.accepts(stored, self.dtype, self.device)), PlainWeight)
         if self.looked_up and not format.traits.keeps_blocks:
             format = PlainWeight
         weight: WeightFormat
@@ -60,7 +61,7 @@ class CheckpointWeight(WeightFormat):
             for first, part in self._parts.items():
                 weight.fill_rows(first, part)
         else:
-            weight.load([part for part in parts if isinstance(part, StoredWeight)])
+            weight.load(stored)
         self._parts.clear()
         return weight.finalized()
 
@@ -73,14 +74,3 @@ class CheckpointWeight(WeightFormat):
     @property
     def num_bytes(self) -> int:
         return self.out_features * self.in_features * self.dtype.itemsize
-
-
-def _accepting(parts: Sequence[Tensor | StoredWeight], dtype: torch.dtype, device: torch.device) -> type[WeightFormat]:
-    stored = [part for part in parts if isinstance(part, StoredWeight)]
-    if not stored or len(stored) != len(parts):
-        return PlainWeight
-    for name in FORMATS.names():
-        format = FORMATS.get(name)
-        if format.accepts(stored, dtype, device):
-            return format
-    return PlainWeight

@@ -96,7 +96,7 @@ class Int4Weight(WeightFormat):
     def pack(self) -> None:
         if self.plain is None or self.looked_up or not can_store(self.out_features, self.in_features, GROUP):
             return
-        self.matrix = store(*self._round(_scale_dtype(self.dtype)), GROUP)
+        self.matrix = store(*self._round(torch.float16 if self.dtype is torch.float16 else torch.bfloat16), GROUP)
         self.plain = None
 
     def _round(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,10 +153,6 @@ class Int4Weight(WeightFormat):
         return dequantized(self.matrix).to(dtype)
 
 
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float16 if dtype is torch.float16 else torch.bfloat16
-
-
 def _group(integers: GroupedIntegers) -> int:
     """The largest group that the kernels have and that divides the checkpoint's; 0 if there is none."""
     return next((group for group in GROUPS if integers.group_size % group == 0), 0)
@@ -176,12 +172,10 @@ def _merge(parts: Sequence[StoredWeight]) -> GroupedIntegers | None:
         scales = [each.to(torch.bfloat16) for each in scales]
     offsets = None
     if any(each.offsets is not None for each in weights):
-        offsets = torch.cat([_fine(_offsets(each), each.group_size // group) for each in weights]).to(scales[0].dtype)
+        lows = [-8.0 * each.scales.float() if each.offsets is None else each.offsets for each in weights]
+        fine = [_fine(low, each.group_size // group) for low, each in zip(lows, weights, strict=True)]
+        offsets = torch.cat(fine).to(scales[0].dtype)
     return GroupedIntegers(4, torch.cat([each.numbers for each in weights]), torch.cat(scales), offsets)
-
-
-def _offsets(integers: GroupedIntegers) -> Tensor:
-    return -8.0 * integers.scales.float() if integers.offsets is None else integers.offsets
 
 
 def _fine(values: Tensor, repeats: int) -> Tensor:

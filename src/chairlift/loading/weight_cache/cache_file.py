@@ -97,14 +97,18 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
     index, end = _read_index(data)
     if index.get("identity") != json.loads(json.dumps(identity)):
         raise UnusableCache("it was made from another file or by another version")
-    entries = _read_entries(index.get("weights"), end)
-    weights = {
-        name: PackedWeightArrays(format, [PackedArray(entry.label, _view(data, entry)) for entry in arrays_of_file])
-        for name, (format, arrays_of_file) in entries.items()
-    }
-    expected = [entry.checksum for _, arrays_of_file in entries.values() for entry in arrays_of_file]
-    arrays = [array.values for weight in weights.values() for array in weight.arrays]
-    if checksums(arrays, num_threads) != expected:
+    weights, expected = dict[str, PackedWeightArrays](), list[str]()
+    try:
+        for name, weight in index["weights"].items():
+            arrays = []
+            for entry in (_read_entry(each, end) for each in weight["arrays"]):
+                piece = np.asarray(data[entry.offset : entry.offset + entry.num_bytes])
+                arrays.append(PackedArray(entry.label, piece.view(entry.dtype).reshape(entry.shape)))
+                expected.append(entry.checksum)
+            weights[str(name)] = PackedWeightArrays(str(weight["format"]), arrays)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnusableCache(f"its index lacks a field ({error})") from None
+    if checksums([array.values for weight in weights.values() for array in weight.arrays], num_threads) != expected:
         raise UnusableCache("its content does not match its checksums")
     return weights
 
@@ -137,16 +141,6 @@ def _read_index(data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
     return index, offset
 
 
-def _read_entries(weights: Any, end: int) -> dict[str, tuple[str, list[_Entry]]]:
-    try:
-        return {
-            str(name): (str(weight["format"]), [_read_entry(entry, end) for entry in weight["arrays"]])
-            for name, weight in weights.items()
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UnusableCache(f"its index lacks a field ({error})") from None
-
-
 def _read_entry(stored: Any, end: int) -> _Entry:
     entry = _Entry(stored["label"], stored["dtype"], tuple(stored["shape"]), stored["offset"], stored["checksum"])
     whole = all(type(number) is int and number >= 0 for number in (*entry.shape, entry.offset))
@@ -155,11 +149,6 @@ def _read_entry(stored: Any, end: int) -> _Entry:
     if entry.offset % PAGE or entry.offset + entry.num_bytes > end:
         raise UnusableCache("an array in its index is outside of the file")
     return entry
-
-
-def _view(data: NDArray[np.uint8], entry: _Entry) -> NDArray[Any]:
-    piece = np.asarray(data[entry.offset : entry.offset + entry.num_bytes])
-    return piece.view(entry.dtype).reshape(entry.shape)
 
 
 class CacheWriter:

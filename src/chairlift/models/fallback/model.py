@@ -72,7 +72,11 @@ class FallbackInfo:
 
 def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
     info = _describe(json.dumps(config, sort_keys=True, default=str))
-    return info if max_len is None else replace(info, max_len=_check_len(info.max_len, max_len))
+    if max_len is None:
+        return info
+    if not 1 <= max_len <= info.max_len:
+        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {info.max_len}, got {max_len}")
+    return replace(info, max_len=max_len)
 
 
 @lru_cache(maxsize=4)  # startup describes a model several times, and building it takes seconds
@@ -184,7 +188,11 @@ class TransformersModel:
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
             layer, value_dim, sinks = layers[module.layer_idx], v.shape[-1], further.get("s_aux")
-            q, k, v = (_widen(states[0].transpose(0, 1), layer.head_dim) for states in (q, k, v))
+            # Heads are padded with zeros, which change no attention: the cache has keys and values of one size.
+            q, k, v = (
+                each if each.shape[-1] == layer.head_dim else F.pad(each, (0, layer.head_dim - each.shape[-1]))
+                for each in (states[0].transpose(0, 1) for states in (q, k, v))
+            )
             output = attention.attend(layer, q, k, v, sinks=None if sinks is None else sinks.float())
             return output[None, ..., :value_dim].contiguous()
 
@@ -221,11 +229,6 @@ def _one_thread_for_few(rows: Tensor) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _widen(states: Tensor, head_dim: int) -> Tensor:
-    """Pad heads with zeros, which change no attention: the cache has keys and values of one size."""
-    return states if states.shape[-1] == head_dim else F.pad(states, (0, head_dim - states.shape[-1]))
-
-
 def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
     fields = ("max_position_embeddings", *(adapter.length_fields if adapter else ()))
     stated = (getattr(text_config, field, None) for field in fields)
@@ -238,12 +241,6 @@ def _max_len(text_config: Any, adapter: AttentionAdapter | None) -> int:
         if parameters.get("rope_type") in VARYING_ROPES:  # No sequence may be longer.
             limit = min(limit, parameters.get("original_max_position_embeddings", limit))
     return int(limit)
-
-
-def _check_len(limit: int, requested: int) -> int:
-    if not 1 <= requested <= limit:
-        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
-    return requested
 
 
 class _NoNeighbours(StepAttention):
@@ -342,16 +339,12 @@ def convert_linears(shell: Any, format: type[WeightFormat]) -> None:
     converted: dict[int, FormattedLinear] = {}
     for parent, name, module in linear_maps(shell):
         if id(module) not in converted:
-            converted[id(module)] = _convert(module, format, shared=id(module.weight) in tables)
+            shared = id(module.weight) in tables
+            weight = module.weight.data if isinstance(module, nn.Linear) else module.weight.data.T.contiguous()
+            linear = Linear(weight, None if module.bias is None else module.bias.data, format=format, shared=shared)
+            if not shared:
+                module.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # releases the plain weight
+            del weight
+            linear.finalize()
+            converted[id(module)] = FormattedLinear(linear)
         setattr(parent, name, converted[id(module)])
-
-
-def _convert(module: Any, format: type[WeightFormat], *, shared: bool) -> FormattedLinear:
-    weight = module.weight.data if isinstance(module, nn.Linear) else module.weight.data.T.contiguous()
-    bias = None if module.bias is None else module.bias.data
-    linear = Linear(weight, bias, format=format, shared=shared)
-    if not shared:
-        module.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # releases the plain weight
-    del weight
-    linear.finalize()
-    return FormattedLinear(linear)

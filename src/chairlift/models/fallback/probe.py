@@ -118,15 +118,18 @@ class AttentionRecorder:
             )
         if not isinstance(mask, AskedMask):
             raise CannotPlug("it builds its attention mask itself")
+        scale, sinks = further.pop("scaling", None), further.pop("s_aux", None)
+        if sinks is not None and sinks.shape != (heads,):
+            raise CannotPlug(f"its attention has sinks of the shape {list(sinks.shape)} for {heads} heads")
         self._layers[index] = AttentionLayer(
             index=index,
             num_heads=heads,
             num_kv_heads=k.shape[1],
             head_dim=max(head_dim, v.shape[-1]),
-            scale=_scale(further.pop("scaling", None), head_dim),
+            scale=head_dim**-0.5 if scale is None else float(scale),
             window=mask.checked_window(),
             softcap=further.pop("softcap", None),
-            sinks=_has_sinks(further.pop("s_aux", None), heads),
+            sinks=sinks is not None,
         )
         unknown = sorted(name for name, value in further.items() if value is not None and name not in HARMLESS)
         if unknown:
@@ -140,13 +143,3 @@ class AttentionRecorder:
                 f"only {len(self._layers)} of its {expected} layers are attention layers that can be replaced"
             )
         return tuple(self._layers[index] for index in range(expected))
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    return head_dim**-0.5 if scale is None else float(scale)
-
-
-def _has_sinks(sinks: Tensor | None, heads: int) -> bool:
-    if sinks is not None and sinks.shape != (heads,):
-        raise CannotPlug(f"its attention has sinks of the shape {list(sinks.shape)} for {heads} heads")
-    return sinks is not None

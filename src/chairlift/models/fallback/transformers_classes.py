@@ -30,23 +30,17 @@ def register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(REGISTERED_NAME, _attention)
-    AttentionMaskInterface.register(REGISTERED_NAME, _mask)
-    AttentionMaskInterface.register(ADAPTED_NAME, _no_mask)
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **further: Any
+    ) -> tuple[Tensor, None]:
+        return _handler.get()(module, query, key, value, attention_mask, further), None
 
+    def mask(*, mask_function: Any, local_size: int | None = None, **further: Any) -> AskedMask:
+        return AskedMask(mask_function, local_size)
 
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **further: Any
-) -> tuple[Tensor, None]:
-    return _handler.get()(module, query, key, value, attention_mask, further), None
-
-
-def _mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> AskedMask:
-    return AskedMask(mask_function, local_size)
-
-
-def _no_mask(**kwargs: Any) -> Tensor:
-    return torch.empty(0)
+    AttentionInterface.register(REGISTERED_NAME, attention)
+    AttentionMaskInterface.register(REGISTERED_NAME, mask)
+    AttentionMaskInterface.register(ADAPTED_NAME, lambda **further: torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +191,11 @@ def load_with_weights(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
-    state = _collect(tensors, dtype)
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in state:
+            raise CorruptCheckpoint(f"tensor {name} is in the checkpoint more than once")
+        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -242,15 +240,6 @@ def _plug(shell: Any) -> PluggedModel:
         adapter.attach(shell)
     shell.config._attn_implementation = REGISTERED_NAME if adapter is None else ADAPTED_NAME
     return PluggedModel(shell, shell.base_model, adapter)
-
-
-def _collect(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if name in state:
-            raise CorruptCheckpoint(f"tensor {name} is in the checkpoint more than once")
-        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return state
 
 
 def refusal(model_type: str, reason: str) -> UnsupportedModel:

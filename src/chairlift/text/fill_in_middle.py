@@ -32,19 +32,16 @@ def encode_fill_in_middle(
     tokenizer: Tokenizer, prefix: str | list[int], suffix: str, *, max_tokens: int | None = None
 ) -> list[int]:
     """The prompt after which the model generates what belongs between `prefix` and `suffix`."""
-    start, before_suffix, end = _marker_ids(tokenizer)
+    for markers in _FAMILIES:
+        start, before_suffix = tokenizer.token_id(markers.prefix), tokenizer.token_id(markers.suffix)
+        end = None if markers.middle is None else tokenizer.token_id(markers.middle)
+        if start is not None and before_suffix is not None and (end is not None or markers.middle is None):
+            break
+    else:
+        raise InvalidParameter("suffix", "is not supported: the model's tokenizer has no fill-in-the-middle tokens")
     before, after = (
         tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens) if isinstance(text, str) else text
         for text in (prefix, suffix)
     )
     body = [before_suffix, *after, start, *before] if end is None else [start, *before, before_suffix, *after, end]
     return [*tokenizer.first_ids, *body]
-
-
-def _marker_ids(tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    for markers in _FAMILIES:
-        start, suffix = tokenizer.token_id(markers.prefix), tokenizer.token_id(markers.suffix)
-        end = None if markers.middle is None else tokenizer.token_id(markers.middle)
-        if start is not None and suffix is not None and (end is not None or markers.middle is None):
-            return start, suffix, end
-    raise InvalidParameter("suffix", "is not supported: the model's tokenizer has no fill-in-the-middle tokens")

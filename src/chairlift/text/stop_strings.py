@@ -55,7 +55,10 @@ class _Search:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.matched = 0
-        self._shorter = _shorter_matches(pattern)
+        # For each prefix of the pattern, the length of the longest shorter prefix that it ends with.
+        self._shorter = [0]
+        for character in pattern[1:]:
+            self._shorter.append(_extend(pattern, self._shorter, self._shorter[-1], character))
 
     def advance(self, character: str) -> bool:
         """Read one character; return whether it completes the pattern, after which this must not be called."""
@@ -67,11 +70,3 @@ def _extend(pattern: str, shorter: Sequence[int], matched: int, character: str) 
     while matched and pattern[matched] != character:
         matched = shorter[matched - 1]
     return matched + (pattern[matched] == character)
-
-
-def _shorter_matches(pattern: str) -> list[int]:
-    """Return, for each prefix of the pattern, the length of the longest shorter prefix that it ends with."""
-    shorter = [0]
-    for character in pattern[1:]:
-        shorter.append(_extend(pattern, shorter, shorter[-1], character))
-    return shorter

@@ -110,7 +110,10 @@ class HarmonyParser:
     def _read_header(self) -> list[AssistantPart] | None:
         """Read up to the message, and None if it is incomplete."""
         at = self._held.find(MESSAGE)
-        if not _is_header(self._held[:at]) if at >= 0 else not _may_be_header(self._held):
+        begin = (self._held if at < 0 else self._held[:at]).lstrip()
+        is_header = begin.startswith(_HEADERS) or (not begin and at >= 0)
+        may_be_one = at < 0 and any(mark.startswith(begin) for mark in (*_HEADERS, MESSAGE))
+        if not is_header and not may_be_one:
             self._in_header = False  # a model that does not follow the format
             return []
         if at < 0:
@@ -140,14 +143,3 @@ class HarmonyParser:
         if not text:
             return []
         return self._trimmed.add(text) if self._is_reasoning and self._trimmed else self._content.push(text)
-
-
-def _is_header(text: str) -> bool:
-    stripped = text.lstrip()
-    return not stripped or stripped.startswith(_HEADERS)
-
-
-def _may_be_header(text: str) -> bool:
-    """Whether a text is the beginning of a message's header or of its end."""
-    stripped = text.lstrip()
-    return stripped.startswith(_HEADERS) or any(mark.startswith(stripped) for mark in (*_HEADERS, MESSAGE))

@@ -207,11 +207,10 @@ class HarmonyFormat(ToolFormat):
         return super().write(calls) + self.closing
 
     def history(self, messages: list[Message]) -> list[Message]:
-        return [_with_one_text(message) for message in super().history(messages)]
-
-
-def _with_one_text(message: Message) -> Message:
-    """Merge content and reasoning of a message with a call: these templates accept one of them."""
-    if not (message.get("tool_calls") and message["content"] and message.get("thinking")):
-        return message
-    return {**message, "content": "", "thinking": f"{message['thinking']}\n\n{message['content']}"}
+        """Merge content and reasoning of a message with a call: these templates accept one of them."""
+        return [
+            {**message, "content": "", "thinking": f"{message['thinking']}\n\n{message['content']}"}
+            if message.get("tool_calls") and message["content"] and message.get("thinking")
+            else message
+            for message in super().history(messages)
+        ]

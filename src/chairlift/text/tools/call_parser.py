@@ -250,18 +250,14 @@ class CallParser:
         value = _decoded(text)
         if isinstance(value, str):
             text, value = value, _decoded(value)
-        if not isinstance(value, dict) or _has_lone_surrogates(text):
+        # UTF-8 cannot encode lone surrogates, which decoded JSON may contain.
+        if not isinstance(value, dict) or any("\ud800" <= character <= "\udfff" for character in text):
             raise NotACall
         return text
 
 
 class _MaxCallsReached(Exception):
     """The text after this point is dropped."""
-
-
-def _has_lone_surrogates(text: str) -> bool:
-    """Return whether decoded JSON contains lone surrogates, which UTF-8 cannot encode."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _decoded(text: str) -> object:

@@ -34,19 +34,22 @@ class Family(DecoderTraits):
     qkv_bias: str | bool = "attention_bias"
     output_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = "mlp_bias"
-    inner_size: Callable[[Fields], int] = rules.intermediate_size  # Dense feed-forward blocks have this size.
+    inner_size: Callable[[Fields], int] = rules.INNER_SIZE[
+        "intermediate_size"
+    ]  # Dense feed-forward blocks have this size.
     parallel_block: str | bool = False  # then one norm is in front of both blocks
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
     # Which layers have the sliding window if the config has one but no list of layer types.
-    windowed: Callable[[Fields, int], bool] = rules.every_layer
+    windowed: Callable[[Fields, int], bool] = rules.WINDOWED["every_layer"]
     window_switch: bool = False  # the window only counts if use_sliding_window is true
     rotated: Callable[[Fields, int, str], bool] = rules.rotated_by_list
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
     latent: bool = False  # latent attention
     sinks: bool = False  # attention has learned sinks
     chunked: bool = False  # the attention of layers with rotation stays within chunks of attention_chunk_size
-    query_scaling: Callable[[Fields], QueryScaling | None] = rules.no_scaling  # Layers without rotation have it.
+    # Layers without rotation have it.
+    query_scaling: Callable[[Fields], QueryScaling | None] = lambda fields: None
     experts: ExpertsFamily | None = None
     recurrent: recurrent.RecurrentFamily | None = None
 
@@ -54,17 +57,18 @@ class Family(DecoderTraits):
     def of(cls, table: Mapping[str, Any]) -> Family:
         """The family of a table of a .toml file, where rules stand by their names."""
         made = _with_tuples(table)
-        for name in ("windowed", "rotated", "inner_size", "query_scaling"):
+        for name, known in rules.BY_FIELD.items():
             if name in table:
-                made[name] = getattr(rules, table[name])
+                made[name] = known[table[name]]
         for name, type in (("names", PartNames), ("norms", NormNames)):
             if name in table:
                 made[name] = type(**_with_tuples(table[name]))
         if "experts" in table:
             experts = dict(table["experts"])
             names = ExpertNames(**_with_tuples(experts.pop("names", {})))
-            own = {"has_experts": getattr(rules, experts.pop("has_experts"))} if "has_experts" in experts else {}
-            made["experts"] = ExpertsFamily(names=names, **own, **experts)
+            if "has_experts" in experts:
+                experts["has_experts"] = rules.HAS_EXPERTS[experts["has_experts"]]
+            made["experts"] = ExpertsFamily(names=names, **experts)
         if "recurrent" in table:
             made["recurrent"] = recurrent.RecurrentFamily(
                 **{part: getattr(recurrent, rule) for part, rule in table["recurrent"].items()}

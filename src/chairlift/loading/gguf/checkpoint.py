@@ -111,7 +111,11 @@ def _sources_of(
         raise UnsupportedModel(f"{file.path}: {problem}")
     name = f"model.layers.{layer}.{family.names[kind]}.{suffix}"
     if "{}" not in name:
-        heads = _interleaved_heads(tensor, kind, file, config) if family.rotates_neighbours else 0
+        heads, head_dim = 0, config["head_dim"]
+        if family.rotates_neighbours and kind in ("attn_q", "attn_k"):
+            heads = int(config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"])
+            if tensor.shape[0] != heads * head_dim or head_dim % 2:
+                corrupt(file.path, f"{tensor.name!r} has the shape {tensor.shape} for {heads} heads of {head_dim}")
         yield name, Source(tensor, interleaved_heads=heads, offset=offset)
         return
     num_experts = config.get("num_local_experts") or config["num_experts"]
@@ -119,13 +123,3 @@ def _sources_of(
         corrupt(file.path, f"{tensor.name!r} has the shape {tensor.shape} for {num_experts} experts")
     for expert in range(num_experts):
         yield name.format(expert), Source(tensor, expert=expert)
-
-
-def _interleaved_heads(tensor: GGUFTensor, kind: str, file: GGUFFile, config: dict[str, Any]) -> int:
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-    if kind not in heads:
-        return 0
-    count = int(config[heads[kind]])
-    if tensor.shape[0] != count * config["head_dim"] or config["head_dim"] % 2:
-        corrupt(file.path, f"{tensor.name!r} has the shape {tensor.shape} for {count} heads of {config['head_dim']}")
-    return count

@@ -54,6 +54,12 @@ class GGUFFamily:
     whole_names: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
+    def describes(self, model: Metadata) -> bool:
+        """Whether a file of one of its architectures is of this family."""
+        if self.when_not_zero is not None:
+            return model.integer(self.when_not_zero, 0, least=0) > 0
+        return self.when is None or model.has(self.when)
+
 
 @cache
 def families() -> dict[str, GGUFFamily]:
@@ -84,20 +90,13 @@ def hf_config(file: GGUFFile) -> Config:
         )
     model = everything.below(f"{architecture}.")
     config = _common(model)
-    model_type, family = next((name, family) for name, family in candidates.items() if _holds(family, model))
+    model_type, family = next((name, each) for name, each in candidates.items() if each.describes(model))
     if family.rotates_neighbours and "partial_rotary_factor" in config:
         raise UnsupportedModel(f"{file.path}: RoPE over a part of each head is not supported here")
     config |= {"model_type": model_type, "architectures": [family.class_name]}
     for name, entry in family.config.items():
         config[name] = _read_entry(model, config, entry) if isinstance(entry, dict) else entry
     return config | _token_ids(everything)
-
-
-def _holds(family: GGUFFamily, model: Metadata) -> bool:
-    """Whether a file of one of the family's architectures is of this family."""
-    if family.when_not_zero is not None:
-        return model.integer(family.when_not_zero, 0, least=0) > 0
-    return family.when is None or model.has(family.when)
 
 
 def hf_generation_config(file: GGUFFile) -> Config:
@@ -136,9 +135,15 @@ def _common(model: Metadata) -> Config:
     if model.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{model.file.path}: keys and values of different sizes are not supported")
     rotary_dim = model.integer("rope.dimension_count", head_dim)
+    embeddings = tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        corrupt(model.file.path, "the tensor 'token_embd.weight' is missing or not a matrix")
+    num_tokens = len(model.below("tokenizer.ggml.").strings("tokens") or ())
+    if num_tokens > embeddings.shape[0]:
+        corrupt(model.file.path, f"it has {num_tokens} tokens and embeddings for {embeddings.shape[0]}")
     layer_eps = "attention.layer_norm_epsilon"  # Files of models with layer norms have it.
     config = {
-        "vocab_size": _vocab_size(model),
+        "vocab_size": embeddings.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": model.integer("feed_forward_length"),
         "num_hidden_layers": num_layers,
@@ -164,16 +169,6 @@ def _num_layers(model: Metadata) -> int:
     if len(blocks) != num_layers or not all(str(layer) in blocks for layer in range(num_layers)):
         corrupt(model.file.path, f"it claims {num_layers} layers and has tensors of {len(blocks)}")
     return num_layers
-
-
-def _vocab_size(model: Metadata) -> int:
-    embeddings = model.file.tensors.get("token_embd.weight")
-    if embeddings is None or len(embeddings.shape) != 2:
-        corrupt(model.file.path, "the tensor 'token_embd.weight' is missing or not a matrix")
-    num_tokens = len(model.below("tokenizer.ggml.").strings("tokens") or ())
-    if num_tokens > embeddings.shape[0]:
-        corrupt(model.file.path, f"it has {num_tokens} tokens and embeddings for {embeddings.shape[0]}")
-    return embeddings.shape[0]
 
 
 # ---- how families.toml says that a field is read ---------------------------------------------------------------------

@@ -60,10 +60,20 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes = _map(path)
+        try:
+            if path.stat().st_size == 0:
+                corrupt(path, "it is empty")
+            self._bytes: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None
         cursor = _Cursor(path, self._bytes)
         num_tensors, num_keys = _read_header(cursor)
-        self.metadata = _read_metadata(cursor, num_keys)
+        self.metadata: dict[str, Any] = {}
+        for index in range(num_keys):
+            key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
+            if key in self.metadata:
+                corrupt(path, f"the metadata key {key!r} appears twice")
+            self.metadata[key] = cursor.value(repr(key), cursor.integer(f"the type of {key!r}", 4))
         self.tensors = _read_tensors(cursor, num_tensors, self.metadata.get("general.alignment", 32))
 
     def read(self, tensor: GGUFTensor, part: int | None = None) -> NDArray[np.float32]:
@@ -114,15 +124,6 @@ def _gguf() -> Any:
     except ImportError:
         raise UnsupportedModel("GGUF files need the `gguf` package: install it with `pip install gguf`") from None
     return gguf
-
-
-def _map(path: Path) -> NDArray[np.uint8]:
-    try:
-        if path.stat().st_size == 0:
-            corrupt(path, "it is empty")
-        return np.asarray(np.memmap(path, np.uint8, mode="r"))
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 class _Cursor:
@@ -244,17 +245,6 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     num_tensors = cursor.count("the number of tensors", MAX_TENSORS, smallest=24)
     num_keys = cursor.count("the number of metadata keys", MAX_KEYS, smallest=13)
     return num_tensors, num_keys
-
-
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for index in range(count):
-        key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
-        if key in metadata:
-            corrupt(cursor.path, f"the metadata key {key!r} appears twice")
-        kind = cursor.integer(f"the type of {key!r}", 4)
-        metadata[key] = cursor.value(repr(key), kind)
-    return metadata
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GGUFTensor]:

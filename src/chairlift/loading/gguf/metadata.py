@@ -26,13 +26,13 @@ class Metadata:
         return self.prefix + key in self.file.metadata
 
     def string(self, key: str) -> str | None:
-        value = self._get(key)
+        value = self.value(key)
         if value is not None and not isinstance(value, str):
             self._refuse(key, value, "a text")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self._get(key)
+        value = self.value(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -41,17 +41,20 @@ class Metadata:
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Read an integer, or a list with the same integer for every layer."""
-        value = self._get(key)
+        value = self.value(key)
         if value is None and default is not None:
             return default
         if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
-            value = self._same_in_every_layer(key, value)
+            if (value != value[0]).any():
+                problem = f"{self.prefix}{key} differs between layers, which is not supported"
+                raise UnsupportedModel(f"{self.file.path}: {problem}")
+            value = int(value[0])
         if type(value) is not int or not least <= value < 2**31:
             self._refuse(key, value, f"an integer of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key)
+        value = self.value(key)
         if value is None and default is not None:
             return default
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
@@ -59,34 +62,24 @@ class Metadata:
         return float(value)
 
     def numbers(self, key: str) -> NDArray[Any] | None:
-        value = self._get(key)
+        value = self.value(key)
         if value is not None and not isinstance(value, np.ndarray):
             self._refuse(key, value, "a list of numbers")
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        value = self._get(key)
+        value = self.value(key)
         if value is not None and not (isinstance(value, list) and set(map(type, value)) <= {str}):
             self._refuse(key, value, "a list of texts")
         return value
 
     def value(self, key: str) -> Any:
         """Read a value of any type, to be checked by the caller; None if it is absent."""
-        return self._get(key)
-
-    def _get(self, key: str) -> Any:
         return self.file.metadata.get(self.prefix + key)
 
     def _refuse(self, key: str, value: Any, expected: str) -> Never:
         shown = "missing" if value is None else f"{value!r:.60}"
         corrupt(self.file.path, f"{self.prefix}{key} is {shown}, not {expected}")
-
-    def _same_in_every_layer(self, key: str, values: NDArray[Any]) -> int:
-        if (values != values[0]).any():
-            raise UnsupportedModel(
-                f"{self.file.path}: {self.prefix}{key} differs between layers, which is not supported"
-            )
-        return int(values[0])
 
 
 def token_id(metadata: Metadata, kind: str) -> int | None:

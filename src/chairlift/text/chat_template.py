@@ -60,26 +60,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         special_tokens: Mapping[str, str | None] | None = None,
         variables: Mapping[str, Any] | None = None,
+        checked: bool = False,
     ) -> str:
-        """Render the prompt; raises for unknown `variables` and for tools that the template would not show."""
-        return self.render_checked(
-            checked_messages(messages),
-            add_generation_prompt=add_generation_prompt,
-            tools=plain_data("tools", tools),
-            special_tokens=special_tokens or {},
-            variables={name: plain_data(name, value) for name, value in (variables or {}).items()},
-        )
+        """Render the prompt; raises for unknown `variables` and for tools that the template would not show.
 
-    def render_checked(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        special_tokens: Mapping[str, str | None],
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Like `render`, for arguments that are known to be plain data."""
+        `checked`: the arguments are known to be plain data.
+        """
+        variables = variables or {}
+        if not checked:
+            messages, tools = checked_messages(messages), plain_data("tools", tools)
+            variables = {name: plain_data(name, value) for name, value in variables.items()}
         if tools and not self.shows_tools:
             raise InvalidParameter("tools", "this model's chat template has no place for tools")
         context: dict[str, Any] = {
@@ -87,14 +77,18 @@ class ChatTemplate:
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        context |= {name: token for name, token in special_tokens.items() if token is not None}
+        context |= {name: token for name, token in (special_tokens or {}).items() if token is not None}
         for name in variables:
             if name in context:
                 raise InvalidParameter(name, "is set by the engine and cannot be a template variable")
             if name not in self.reads:
                 raise InvalidParameter(name[:MAX_NAME], "is not a variable of this model's chat template")
         context |= variables
-        context |= {"raise_exception": _refuse, "strftime_now": self._strftime, "range": _BoundedRange()}
+
+        def refuse(message: object) -> NoReturn:
+            raise _Refused(str(message))
+
+        context |= {"raise_exception": refuse, "strftime_now": self._strftime, "range": _BoundedRange()}
         try:
             return self._sandbox.render(self._template, context, MAX_OUTPUT)
         except _Refused as refusal:
@@ -126,7 +120,3 @@ class _BoundedRange:
 
 class _Refused(jinja2.TemplateError):
     """The template called `raise_exception`."""
-
-
-def _refuse(message: object) -> NoReturn:
-    raise _Refused(str(message))

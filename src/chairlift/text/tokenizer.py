@@ -246,12 +246,13 @@ class Tokenizer:
     ) -> str:
         if self._template is None:
             raise InvalidParameter("messages", "this model has no chat template; use plain prompts")
-        return self._template.render_checked(
+        return self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             special_tokens=self._template_variables,
             variables=variables,
+            checked=True,
         )
 
     def _check_length(self, parameter: str, text: str, max_tokens: int | None) -> None:

@@ -157,15 +157,13 @@ def unstacked(
             continue
         names, experts, inner, side = stack
         for expert, matrix in enumerate(tensor.matrices() if isinstance(tensor, StoredWeight) else tensor):
-            if names.transposed and isinstance(matrix, Tensor) and not _is_upright(matrix, *side):
-                matrix = matrix.t()
+            if names.transposed and isinstance(matrix, Tensor) and matrix.ndim > 1:
+                # transformers writes some checkpoints otherwise than its models came: only one dimension has the size.
+                axis, size = side
+                is_upright = matrix.shape[axis] == size != matrix.shape[1 - axis]
+                matrix = matrix if is_upright else matrix.t()
             for part, rows in zip(inner, _parts(matrix, len(inner), names), strict=True):
                 yield f"{experts}.{expert}.{part}.{suffix}", rows
-
-
-def _is_upright(matrix: Tensor, dimension: int, size: int) -> bool:
-    """Whether only this dimension has the size: transformers writes some checkpoints otherwise than its models came."""
-    return matrix.ndim == 1 or matrix.shape[dimension] == size != matrix.shape[1 - dimension]
 
 
 def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Sequence[Tensor | StoredWeight]:
@@ -224,9 +222,14 @@ def fill(
         if filled.get(destination) == name:
             raise CorruptCheckpoint(f"tensor {full_name} is in the checkpoint more than once")
         if destination not in targets:
-            raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {_shape(tensor)}")
+            raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {list(tensor.shape)}")
         target = targets[destination]
-        _check(full_name, tensor, target)
+        if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+            problem = f"tensor {full_name} holds {tensor.dtype}"
+            raise UnsupportedModel(f"{problem}, but config.json has no quantization_config that explains it")
+        if tensor.shape != target.shape:
+            stored, implied = list(tensor.shape), list(target.shape)
+            raise CorruptCheckpoint(f"tensor {full_name} has shape {stored}, but config.json implies {implied}")
         if isinstance(target, Tensor) and isinstance(tensor, StoredWeight):
             tensor = tensor.dequantized()
         if destination not in filled:
@@ -246,16 +249,3 @@ def fill(
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CorruptCheckpoint(f"the checkpoint lacks {', '.join(missing[:5])}{more}")
-
-
-def _check(name: str, tensor: Tensor | StoredWeight, target: Target) -> None:
-    if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-        raise UnsupportedModel(
-            f"tensor {name} holds {tensor.dtype}, but config.json has no quantization_config that explains it"
-        )
-    if tensor.shape != target.shape:
-        raise CorruptCheckpoint(f"tensor {name} has shape {_shape(tensor)}, but config.json implies {_shape(target)}")
-
-
-def _shape(tensor: Target | StoredWeight) -> list[int]:
-    return list(tensor.shape)

@@ -28,7 +28,8 @@ def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: t
     stored = sum(each.stored_bytes(out, size, dtype) for each, out, size in in_format)
     others = info.num_parameters - sum(out * size for _, out, size in in_format) + shared
     table = info.vocab_size * info.hidden_size
-    saved = table * (dtype.itemsize - _table_itemsize(format, dtype)) if is_native(config) else 0
+    table_type = format.traits.table_dtype or dtype
+    saved = table * (dtype.itemsize - table_type.itemsize) if is_native(config) else 0
     return round(stored + others * dtype.itemsize - saved)
 
 
@@ -61,7 +62,3 @@ def _decoder_linears(
     if format.traits.stores_head and packs_head:
         return [*shapes, (format, decoder.vocab_size, decoder.hidden_size)], table if tied else 0
     return shapes, 0
-
-
-def _table_itemsize(format: type[WeightFormat], dtype: torch.dtype) -> int:
-    return (format.traits.table_dtype or dtype).itemsize

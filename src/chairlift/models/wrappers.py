@@ -125,14 +125,9 @@ def text_part_notice(config: Mapping[str, Any]) -> str | None:
 
 def canonical_name(name: str) -> str:
     """The name of a tensor without the prefixes that place the text model in a larger one."""
-    stripped = name
-    while (shorter := _without_prefix(stripped)) != stripped:
-        stripped = shorter
-    return stripped
-
-
-def _without_prefix(name: str) -> str:
-    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
+    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
 
 
 class TextPart:

@@ -36,7 +36,7 @@ class Rules:
 def pre_tokenizers() -> dict[str, Rules]:
     """The rules by all their names."""
     tables = tomllib.loads(Path(__file__).with_name("pre_tokenizers.toml").read_text())
-    by_name = {}
+    by_name: dict[str, Rules] = {}
     for table in tables.values():
         names, steps = table.pop("names"), tuple(map(_step, table.pop("steps")))
         by_name |= dict.fromkeys(names, Rules(steps, **table))

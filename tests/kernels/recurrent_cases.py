@@ -10,8 +10,7 @@ from torch import Tensor
 from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch
 from chairlift.layers.linear import Build
 from chairlift.layers.recurrent.base import GateOrder, RecurrenceRule, RecurrentMixer, RecurrentShape
-from chairlift.layers.recurrent.gated_delta import GatedDeltaShape
-from chairlift.layers.recurrent.gated_delta import KimiDeltaShape
+from chairlift.layers.recurrent.gated_delta import GatedDeltaShape, KimiDeltaShape
 from chairlift.layers.recurrent.mamba2 import Mamba2Shape
 from chairlift.layers.recurrent.short_convolution import ShortConvolutionShape
 

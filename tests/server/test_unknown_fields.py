@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from chairlift.server.files.folder import FilesFolder
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.wire.unknown_fields import HEADER, MAX_HEADER, MAX_IGNORED, UnknownFields, resembling
 from chairlift.text.chat_template import ChatTemplate
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP
+from tests.server.test_file_attacks import ended
 
 HELLO = {"role": "user", "content": "hello"}
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -217,6 +220,15 @@ def test_ignored_fields_are_logged_once_per_client(caplog: pytest.LogCaptureFixt
             HTTP.post(server.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"})
     lines = [record.getMessage() for record in caplog.records if HEADER in record.getMessage()]
     assert [line.split()[2] for line in lines] == ["alice", "bob"]
+
+
+def test_ignored_fields_of_a_batch_are_logged_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "chairlift.server")
+    body = {"model": NAME, "prompt": "hello", "colour": 1}
+    request = {"custom_id": "a", "method": "POST", "url": TEXT, "body": body}
+    with front_end(files=FilesFolder(tmp_path, 2**20)) as server:
+        assert ended(server, json.dumps(request).encode())["status"] == "completed"
+    assert f"the client of a batch sends fields that are ignored, which {HEADER} names: colour" in caplog.text
 
 
 def test_what_resembles_a_parameter() -> None:

@@ -125,8 +125,7 @@ class RequestMeter:
         async def send_with_ignored(message: Message) -> None:
             if message["type"] == "http.response.start" and (names := fields.header()):
                 message["headers"] = [*message["headers"], (HEADER.encode(), names.encode("ascii"))]
-                client = scope["state"].get("tenant") or (scope.get("client") or ("of a Unix socket",))[0]
-                self._ignored_fields.note(client, names)
+                self._ignored_fields.note(_client_name(scope), names)
             await send(message)
 
         token = ignored_fields.set(fields)
@@ -134,6 +133,15 @@ class RequestMeter:
             await self._app(scope, receive, send_with_ignored)
         finally:
             ignored_fields.reset(token)
+
+
+def _client_name(scope: Scope) -> str:
+    """Return the tenant or the address of a client, for the log."""
+    if tenant := scope["state"].get("tenant"):
+        return str(tenant)
+    if "client" not in scope:  # The server itself sends the lines of batches.
+        return "of a batch"
+    return str(scope["client"][0]) if scope["client"] else "of a Unix socket"
 
 
 class RequestGuard(RequestMeter):

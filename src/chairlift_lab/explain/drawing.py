@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ class Look:
     ink: str = INK  # the colour of text on it
     hatch: str = ""
     edge: str | None = None  # the colour of the hatch; the background's if None
+
+    @classmethod
+    def shade(cls, colours: str, share: float) -> Look:
+        """A colour of one of matplotlib's maps, from 0 to 1, with an ink that can be read on it."""
+        import matplotlib
+        from matplotlib.colors import to_hex
+
+        red, green, blue, _ = colour = matplotlib.colormaps[colours](share)
+        bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.55
+        return cls(to_hex(colour), INK if bright else PALE_INK)
 
 
 _EMPTY, _BLUE, _GREEN, _RED = Look(FAINT, MUTED), Look(BLUE, PALE_INK), Look(GREEN, PALE_INK), Look(RED, PALE_INK)
@@ -139,14 +150,22 @@ class Panel:
 
         self.axes.add_patch(FancyArrowPatch(begin, end, arrowstyle="-|>", **style))
 
-    def grid_only(self, width: float, height: float, *, equal: bool = True) -> None:
+    def grid_only(
+        self,
+        width: float,
+        height: float,
+        *,
+        equal: bool = True,
+        margin: float = 0.1,
+        left: float = 0.0,
+        above: float = 0.0,
+    ) -> None:
         """Show cells from (0, 0) to (width, height) without axes; rows and columns have no names yet."""
-        self.axes.set_xlim(-0.1, width + 0.1)
-        self.axes.set_ylim(height + 0.1, -0.1)
+        self.axes.set_xlim(-max(margin, left), width + margin)
+        self.axes.set_ylim(height + margin, -max(margin, above))
         if equal:
             self.axes.set_aspect("equal")
-        for spine in self.axes.spines.values():
-            spine.set_visible(False)
+        self.axes.spines[:].set_visible(False)
         self.axes.tick_params(length=0, colors=MUTED, labelsize=8)
         self.axes.set_xticks([])
         self.axes.set_yticks([])
@@ -200,20 +219,28 @@ class Panel:
         self.axes.margins(x=0.2)
 
 
-class Sheet:
-    """A picture: a title, panels, and a legend of the kinds that were drawn."""
+PICTURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("pictures.json").read_text(encoding="utf-8"))
 
-    def __init__(self, title: str, *, size: tuple[float, float]) -> None:
+
+class Sheet:
+    """A picture: a title, panels, and a legend of the kinds that were drawn, as declared in pictures.json."""
+
+    def __init__(self, name: str, *, least_height: float = 0.0, **values: Any) -> None:
+        """`values` are filled into the title and the legend."""
         require_matplotlib("topic")
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+        self._declared, self._values = PICTURES[name], values
+        width, height = self._declared["size"]
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
-        self.figure = Figure(figsize=size, layout=layout, facecolor=BACKGROUND)
+        self.figure = Figure(figsize=(width, max(height, least_height)), layout=layout, facecolor=BACKGROUND)
         FigureCanvasAgg(self.figure)
+        title = self._declared["title"].format(**values)
         self.figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=13, color=INK)
         self.panels: dict[str, Panel] = {}
+        self.also: Sequence[tuple[Look, str]] = ()  # further entries of the legend
 
     def panel(self, name: str, place: Any = 111) -> Panel:
         """Add a panel at a cell of `grid`; without one it fills the sheet."""
@@ -228,20 +255,21 @@ class Sheet:
         """Number of cells of each kind, by panel."""
         return {name: dict(panel.drawn) for name, panel in self.panels.items()}
 
-    def legend(self, meanings: dict[str, str], also: Sequence[tuple[Look, str]] = (), *, columns: int = 4) -> None:
-        """Add the legend, without kinds that were not drawn."""
+    def finish(self, note: str) -> None:
+        """Add the legend, without kinds that were not drawn, and write a note into the upper right corner."""
         from matplotlib.patches import Patch
 
         drawn = {kind for panel in self.panels.values() for kind, count in panel.drawn.items() if count}
-        shown = [(look_of(kind), meaning) for kind, meaning in meanings.items() if kind in drawn]
+        meanings = self._declared["legend"].items()
+        shown = [(look_of(kind), meaning.format(**self._values)) for kind, meaning in meanings if kind in drawn]
         patches = []
-        for look, meaning in (*shown, *also):
+        for look, meaning in (*shown, *self.also):
             edge = look.edge or (HIDDEN if look.fill == BACKGROUND else look.fill)
             patches.append(Patch(facecolor=look.fill, edgecolor=edge, hatch=look.hatch or None, label=meaning))
         self.figure.legend(
             handles=patches,
             loc="outside lower left",
-            ncols=min(len(patches), columns),
+            ncols=min(len(patches), self._declared.get("columns", 4)),
             frameon=False,
             fontsize=9,
             labelcolor=INK,
@@ -249,9 +277,6 @@ class Sheet:
             handleheight=1.0,
             columnspacing=1.8,
         )
-
-    def sign(self, note: str) -> None:
-        """Write a note into the upper right corner."""
         self.figure.text(0.99, 0.985, note, ha="right", va="top", fontsize=7.5, color=MUTED)
 
     def save(self, path: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from string import Formatter
@@ -18,35 +20,59 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
+from chairlift.progress import Note
 from chairlift_lab.explain.drawing import Sheet
 
 if TYPE_CHECKING:
     from chairlift_lab.explain.recording import TopicEngines
 
 ALL = "all"
-# In the order in which they are best read. Each is a module in `topics` with a value TOPIC, imported on use.
-TOPICS = (
-    *("attention", "masks", "cache", "budget", "batching", "kernels", "chunking"),
-    *("paging", "prefix", "heads", "flash", "cost", "speculation"),
-)
+# In the order in which they are best read. Each is a class of that name in a module of `topics`, imported on use.
+TOPICS = {
+    "attention": "attention",
+    "masks": "masks",
+    "cache": "memory",
+    "budget": "steps",
+    "batching": "steps",
+    "kernels": "masks",
+    "chunking": "steps",
+    "paging": "memory",
+    "prefix": "memory",
+    "heads": "attention",
+    "flash": "flash",
+    "cost": "speed",
+    "speculation": "speed",
+}
 FORMATS = ("png", "svg", "json", "md")
 LINE = 120
+PAGES = Path(__file__).parent / "pages"
 
-Note = Callable[[str], None]
 
-
-@dataclass(frozen=True, slots=True)
-class Topic:
+class Topic(ABC):
     """A subject: what is run, how it is drawn, and the figures of a run that its page has beside `data`."""
 
-    name: str
-    run: Callable[[TopicEngines], Any]
-    pictures: Mapping[str, Callable[[Any], Sheet]]
-    figures: Callable[[Any], Mapping[str, Any]]
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    @abstractmethod
+    def run(self, engines: TopicEngines) -> Any:
+        """Run the engine for this topic, and return the run's data."""
+
+    @abstractmethod
+    def draw(self, data: Any) -> Sheet:
+        """Draw the picture of this name."""
+
+    @property
+    def pictures(self) -> Mapping[str, Callable[[Any], Sheet]]:
+        return {self.name: self.draw}
+
+    @abstractmethod
+    def figures(self, data: Any) -> Mapping[str, Any]: ...
 
     @property
     def text(self) -> str:
-        return (Path(__file__).parent / "pages" / f"{self.name}.md").read_text(encoding="utf-8")
+        return (PAGES / f"{self.name}.md").read_text(encoding="utf-8")
 
     @property
     def title(self) -> str:
@@ -69,19 +95,15 @@ class _Filler(Formatter):
     """Fills figures into a page, with two conversions of its own."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        match conversion:
-            case "n":
-                return len(value)
-            case "t":
-                return sum(value)
-            case _:
-                return super().convert_field(value, conversion)
+        own = {"n": len, "t": sum}.get(conversion or "")
+        return super().convert_field(value, conversion) if own is None else own(value)
 
 
+@cache
 def topic_named(name: str) -> Topic:
     if name not in TOPICS:
         raise InvalidParameter("topic", f"there is no {name!r}; choose from {', '.join((*TOPICS, ALL))}")
-    topic: Topic = import_module(f"chairlift_lab.explain.topics.{name}").TOPIC
+    topic: Topic = getattr(import_module(f"chairlift_lab.explain.topics.{TOPICS[name]}"), name.capitalize())()
     return topic
 
 
@@ -99,7 +121,7 @@ def write_guide(
     """Run and draw a topic, or with "all" every topic and the index page; returns the files."""
     from chairlift_lab.explain.recording import one_thread
 
-    topics, written = [topic_named(each) for each in (TOPICS if name == ALL else (name,))], []
+    topics, written = [topic_named(each) for each in (TOPICS if name == ALL else (name,))], list[Path]()
     for number, topic in enumerate(topics, start=1):
         note(f"{number}/{len(topics)} {topic.name}: running")
         with one_thread():
@@ -115,7 +137,7 @@ def write_topic(topic: Topic, data: Any, model: str, out: Path, formats: Sequenc
     """Write the files of a topic after its run; pictures are drawn once for all formats."""
     sheets, written = {name: draw(data) for name, draw in topic.pictures.items()}, []
     for sheet in sheets.values():
-        sheet.sign(f"{model} · {topic.command}")
+        sheet.finish(f"{model} · {topic.command}")
     for suffix in (suffix for suffix in ("png", "svg") if suffix in formats):
         for name, sheet in sheets.items():
             written.append(out / f"{name}.{suffix}")
@@ -144,9 +166,9 @@ def page(topic: Topic, data: Any, model: str) -> str:
 
 
 def neighbours(topic: Topic) -> tuple[Topic | None, Topic | None]:
-    index = TOPICS.index(topic.name)
-    before = topic_named(TOPICS[index - 1]) if index else None
-    return before, topic_named(TOPICS[index + 1]) if index + 1 < len(TOPICS) else None
+    around = [None, *map(topic_named, TOPICS), None]
+    index = around.index(topic)
+    return around[index - 1], around[index + 1]
 
 
 def blocks(text: str) -> list[str]:
@@ -176,8 +198,7 @@ def _fill(text: str, indent: str) -> str:
 
 def _index(topics: Sequence[Topic]) -> str:
     rows = "\n".join(f"| [{topic.title}]({topic.name}.md) | {topic.question} |" for topic in topics)
-    text = (Path(__file__).parent / "pages" / "README.md").read_text(encoding="utf-8")
-    return text.format(rows=rows, all=ALL)
+    return (PAGES / "README.md").read_text(encoding="utf-8").format(rows=rows, all=ALL)
 
 
 def as_json(value: Any) -> Any:

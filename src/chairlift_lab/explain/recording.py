@@ -72,17 +72,9 @@ class ChunkRecord:
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkRecord:
-        copies = tuple((copy.source, copy.target) for copy in chunk.copies)
-        return cls(
-            chunk.request.id,
-            chunk.start,
-            chunk.count,
-            chunk.decodes,
-            chunk.samples,
-            tuple(chunk.table),
-            copies,
-            chunk.drafts,
-        )
+        copies, table = tuple((copy.source, copy.target) for copy in chunk.copies), tuple(chunk.table)
+        request = chunk.request.id
+        return cls(request, chunk.start, chunk.count, chunk.decodes, chunk.samples, table, copies, chunk.drafts)
 
     @property
     def end(self) -> int:

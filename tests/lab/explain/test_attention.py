@@ -13,17 +13,18 @@ from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift_lab.explain.recording import AttentionCall, TopicEngines, who_sees_whom
-from chairlift_lab.explain.topics import attention, masks
+from chairlift_lab.explain.topics.attention import Attention
+from chairlift_lab.explain.topics.masks import Masks, MasksData
 
 
 @pytest.fixture(scope="module")
-def masks_data(engines: TopicEngines) -> masks.MasksData:
-    return masks.run(engines)
+def masks_data(engines: TopicEngines) -> MasksData:
+    return Masks().run(engines)
 
 
-def test_the_masks_drawn_are_what_each_step_reads(masks_data: masks.MasksData) -> None:
+def test_the_masks_drawn_are_what_each_step_reads(masks_data: MasksData) -> None:
     data = masks_data
-    drawn = masks.draw(data).drawn
+    drawn = Masks().draw(data).drawn
     (step,) = data.runs["causal"].steps
     tokens = step.chunks[0].count
     assert drawn["causal"] == {"new": chunk_kv(0, tokens), "masked": tokens * (tokens - 1) // 2}
@@ -35,16 +36,16 @@ def test_the_masks_drawn_are_what_each_step_reads(masks_data: masks.MasksData) -
     whole = sum(chunk.count for chunk in chunks)
     assert drawn["chunked"]["cached"] + drawn["chunked"]["new"] == chunk_kv(0, whole), "the same triangle in the end"
 
-    mixed = next(step for step in data.runs["ragged"].steps if masks._mixed(step))
+    mixed = next(step for step in data.runs["ragged"].steps if Masks().mixed(step))
     assert drawn["ragged"]["cached"] == sum(chunk.start * chunk.count for chunk in mixed.chunks)
     assert drawn["ragged"]["new"] == sum(chunk_kv(0, chunk.count) for chunk in mixed.chunks)
-    assert masks.crossing(data.ragged) == 0
+    assert Masks().crossing(data.ragged) == 0
     assert "padding" not in drawn["ragged"]
 
 
-def test_the_padding_drawn_is_what_the_engine_counted(masks_data: masks.MasksData) -> None:
+def test_the_padding_drawn_is_what_the_engine_counted(masks_data: MasksData) -> None:
     data = masks_data
-    drawn = masks.draw(data).drawn["padded"]
+    drawn = Masks().draw(data).drawn["padded"]
     counts = [sequence.end for sequence in data.padded.sequences]
     done = next(done for done in data.runs["padded"].done() if done.requests == 3)
     assert done.padding_tokens == data.padded.padding_tokens == sum(max(counts) - count for count in counts)
@@ -72,8 +73,8 @@ def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
 
 
 def test_the_head_drawn_is_the_engine_s(engines: TopicEngines) -> None:
-    data = attention.run(engines)
-    drawn = attention.draw(data).drawn
+    data = Attention().run(engines)
+    drawn = Attention().draw(data).drawn
     n, d = len(data.words), len(data.q[0])
     assert n == data.run.queued()[0].num_prompt
     assert drawn["scores"] == {"score": n * (n + 1) // 2, "masked": n * (n - 1) // 2}

@@ -6,17 +6,17 @@ import pytest
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, StepDone
 from chairlift_lab.explain.recording import Run, TopicEngines
-from chairlift_lab.explain.topics import batching, budget
+from chairlift_lab.explain.topics.steps import BUDGET_REQUESTS, REQUESTS, SLOTS, WAYS, Batching, BatchingData, Budget
 
 
 @pytest.fixture(scope="module")
-def batching_data(engines: TopicEngines) -> batching.BatchingData:
-    return batching.run(engines)
+def batching_data(engines: TopicEngines) -> BatchingData:
+    return Batching().run(engines)
 
 
 @pytest.fixture(scope="module")
-def drawn(batching_data: batching.BatchingData) -> dict[str, dict[str, int]]:
-    return batching.draw(batching_data).drawn
+def drawn(batching_data: BatchingData) -> dict[str, dict[str, int]]:
+    return Batching().draw(batching_data).drawn
 
 
 def idle_rows(run: Run) -> int:
@@ -42,9 +42,9 @@ def idle_rows(run: Run) -> int:
     return total
 
 
-@pytest.mark.parametrize("policy", batching.WAYS)
+@pytest.mark.parametrize("policy", WAYS)
 def test_the_slots_drawn_are_those_of_the_run(
-    batching_data: batching.BatchingData, drawn: dict[str, dict[str, int]], policy: str
+    batching_data: BatchingData, drawn: dict[str, dict[str, int]], policy: str
 ) -> None:
     run, line = batching_data.runs[policy], batching_data.timelines[policy]
     slots, tokens = drawn[policy], drawn[f"{policy} tokens"]
@@ -54,20 +54,20 @@ def test_the_slots_drawn_are_those_of_the_run(
     assert tokens["useful"] == sum(step.decode_tokens + step.prefill_tokens for step in done)
     assert tokens["padding"] == sum(step.padding_tokens for step in done)
     assert slots.get("idle", 0) == (0 if policy == "continuous" else idle_rows(run))
-    assert sum(slots.values()) == batching.SLOTS * run.turns
+    assert sum(slots.values()) == SLOTS * run.turns
     assert line.bubbles == slots.get("idle", 0) + slots.get("blocked", 0)
 
 
-def test_all_policies_do_the_same_work_and_only_one_without_waste(batching_data: batching.BatchingData) -> None:
+def test_all_policies_do_the_same_work_and_only_one_without_waste(batching_data: BatchingData) -> None:
     lines = batching_data.timelines
-    asked = sum(prompt + new - 1 for prompt, new, _ in batching.REQUESTS)
+    asked = sum(prompt + new - 1 for prompt, new, _ in REQUESTS)
     assert {sum(line.useful) for line in lines.values()} == {asked}
     assert lines["continuous"].bubbles == sum(lines["continuous"].padding) == 0
     assert lines["continuous"].turns < min(lines["static"].turns, lines["dynamic"].turns)
     assert min(lines[name].bubbles for name in ("static", "dynamic")) > 0
 
 
-def test_no_request_has_two_slots_or_runs_before_it_arrives(batching_data: batching.BatchingData) -> None:
+def test_no_request_has_two_slots_or_runs_before_it_arrives(batching_data: BatchingData) -> None:
     for line in batching_data.timelines.values():
         places: dict[str, set[int]] = {}
         for cell in line.cells:
@@ -78,8 +78,8 @@ def test_no_request_has_two_slots_or_runs_before_it_arrives(batching_data: batch
         assert set(places) == set(batching_data.arrivals)
 
 
-def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingData) -> None:
-    text = batching.TOPIC.filled(batching_data)
+def test_the_text_has_the_figures_of_the_run(batching_data: BatchingData) -> None:
+    text = Batching().filled(batching_data)
     for line in batching_data.timelines.values():
         assert f"{line.bubbles} bubbles" in text
         assert str(line.turns) in text
@@ -87,16 +87,16 @@ def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingDat
 
 
 def test_the_budget_drawn_is_that_of_every_step(engines: TopicEngines) -> None:
-    data = budget.run(engines)
-    drawn = budget.draw(data).drawn["steps"]
+    data = Budget().run(engines)
+    drawn = Budget().draw(data).drawn["steps"]
     done = data.run.done()
     assert drawn["decode"] == sum(step.decode_tokens for step in done)
     assert (
-        drawn["prefill"] == sum(step.prefill_tokens for step in done) == sum(prompt for prompt, _, _ in budget.REQUESTS)
+        drawn["prefill"] == sum(step.prefill_tokens for step in done) == sum(prompt for prompt, _, _ in BUDGET_REQUESTS)
     )
     assert sum(drawn.values()) == data.budget * len(done)
     full = sum(step.decode_tokens + step.prefill_tokens == data.budget for step in done)
-    assert full == budget.full_steps(data) > 0
+    assert full == data.full_steps > 0
     for step in data.run.steps:  # decodes first
         kinds = [chunk.decode for chunk in step.chunks]
         assert kinds == sorted(kinds, reverse=True)

@@ -8,24 +8,25 @@ import pytest
 
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift_lab.explain.recording import Run, TopicEngines
-from chairlift_lab.explain.topics import heads, paging, prefix
+from chairlift_lab.explain.topics.attention import Heads
+from chairlift_lab.explain.topics.memory import BLOCK_SIZE, MOMENTS, POOL_BLOCKS, SYSTEM, Paging, Prefix, PrefixData
 
 
 @pytest.fixture(scope="module")
-def prefix_data(engines: TopicEngines) -> prefix.PrefixData:
-    return prefix.run(engines)
+def prefix_data(engines: TopicEngines) -> PrefixData:
+    return Prefix().run(engines)
 
 
 @pytest.fixture(scope="module")
-def drawn(prefix_data: prefix.PrefixData) -> dict[str, dict[str, int]]:
-    return prefix.draw(prefix_data).drawn
+def drawn(prefix_data: PrefixData) -> dict[str, dict[str, int]]:
+    return Prefix().draw(prefix_data).drawn
 
 
 def _references(tables: dict[str, tuple[int, ...]]) -> Counter[int]:
     return Counter(block for table in tables.values() for block in table)
 
 
-def test_the_records_of_a_run_agree(prefix_data: prefix.PrefixData) -> None:
+def test_the_records_of_a_run_agree(prefix_data: PrefixData) -> None:
     """Counted from the tables, every block has as many references as the pool says, and StepDone as many in use."""
     run: Run = prefix_data.run
     for step, done in zip(run.steps, run.done(), strict=True):
@@ -34,9 +35,9 @@ def test_the_records_of_a_run_agree(prefix_data: prefix.PrefixData) -> None:
         assert done.used_blocks == len(counted)
 
 
-@pytest.mark.parametrize("moment", prefix.MOMENTS)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_tables_drawn_are_those_of_the_step(
-    prefix_data: prefix.PrefixData, drawn: dict[str, dict[str, int]], moment: str
+    prefix_data: PrefixData, drawn: dict[str, dict[str, int]], moment: str
 ) -> None:
     step = prefix_data.run.steps[getattr(prefix_data, moment)]
     counted = _references(step.tables)
@@ -47,25 +48,25 @@ def test_the_tables_drawn_are_those_of_the_step(
     assert table["own"] + copied == sum(count for count in counted.values() if count == 1)
     assert pool["shared"] == sum(count > 1 for count in counted.values())
     assert pool["own"] == sum(count == 1 for count in counted.values())
-    assert sum(pool.values()) == prefix.NUM_BLOCKS
-    assert prefix.saved(step) == sum(count - 1 for count in counted.values())
+    assert sum(pool.values()) == POOL_BLOCKS
+    assert Prefix().saved(step) == sum(count - 1 for count in counted.values())
 
 
-def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.PrefixData) -> None:
+def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: PrefixData) -> None:
     cached = {event.request_id: event.cached_tokens for event in prefix_data.run.admitted()}
     assert cached["A"] == 0
-    assert cached["B"] == cached["C"] == prefix.SYSTEM
+    assert cached["B"] == cached["C"] == SYSTEM
     first = prefix_data.run.steps[prefix_data.sharing]
-    assert prefix.saved(first) == cached["B"] // prefix.BLOCK_SIZE
-    text = prefix.TOPIC.filled(prefix_data)
-    assert f"{prefix.saved(first)} blocks are saved" in text
-    assert f"{prefix.reusable(prefix_data.run.steps[prefix_data.leaving])} blocks here" in text
-    assert prefix.reusable(prefix_data.run.steps[prefix_data.leaving]) > 0
+    assert Prefix().saved(first) == cached["B"] // BLOCK_SIZE
+    text = Prefix().filled(prefix_data)
+    assert f"{Prefix().saved(first)} blocks are saved" in text
+    assert f"{Prefix().reusable(prefix_data.run.steps[prefix_data.leaving])} blocks here" in text
+    assert Prefix().reusable(prefix_data.run.steps[prefix_data.leaving]) > 0
 
 
 def test_every_token_is_drawn_where_its_table_says(engines: TopicEngines) -> None:
-    data = paging.run(engines)
-    drawn = paging.draw(data).drawn["memory"]
+    data = Paging().run(engines)
+    drawn = Paging().draw(data).drawn["memory"]
     tokens = sum(len(memory.words) for memory in data.requests)
     entries = sum(len(memory.table) for memory in data.requests)
     assert drawn["logical"] == drawn["physical"] == tokens
@@ -80,17 +81,17 @@ def test_every_token_is_drawn_where_its_table_says(engines: TopicEngines) -> Non
     used = [block for memory in data.requests for block in memory.table]
     assert len(set(used)) == len(used), "nothing is shared here"
     assert data.requests[0].table != tuple(range(len(data.requests[0].table))), "and the blocks lie apart"
-    held = paging.contents(data)
+    held = data.contents()
     place = len(data.requests[0].words) - 1
     block = data.requests[0].table[place // data.block_size]
     assert held[block][1][place % data.block_size] == data.requests[0].words[place]
 
 
 def test_the_bytes_drawn_are_those_of_the_model(engines: TopicEngines) -> None:
-    data = heads.run(engines)
-    drawn = heads.draw(data).drawn
+    data = Heads().run(engines)
+    drawn = Heads().draw(data).drawn
     model = engines.loaded.model
-    mine = heads.own(data)
+    mine = Heads().own(data)
     assert mine.bytes_per_token == bytes_per_token(model.attention_layers, model.dtype)
     for variant in data.variants:
         formula = 2 * data.layers * variant.kv_heads * data.head_dim * data.number_bytes

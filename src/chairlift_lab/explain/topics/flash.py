@@ -56,17 +56,42 @@ class FlashData:
     difference: float  # The slow motion differs by this from what the compiled kernel had in the run.
     run: Run
 
+    @property
+    def table_size(self) -> int:
+        """Scores that would be written if they all were."""
+        return self.heads * self.tokens**2
 
-def run(engines: TopicEngines) -> FlashData:
-    middle = len(engines.loaded.model.attention_layers) // 2
-    request = TimedRequest("A", (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3)), 1)
-    options: dict[str, Any] = {"max_batch_tokens": TOKENS, "attention": "ragged"}
-    played, (call, *_) = engines.record_calls([request], lambda call: call, layer=middle, **options)
-    if call.layer.window is not None or call.layer.softcap is not None:
-        raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
-    # The more often a tile brings a new highest score, the more there is to see.
-    walks = (_watch(call, kv_head, played) for kv_head in range(call.layer.num_kv_heads))
-    return max(walks, key=lambda data: len({stop.highest for stop in data.walk}))
+    @property
+    def written_besides(self) -> int:
+        """Numbers that went to memory and are no output: among them would be the scores."""
+        return sum(count for name, count in self.stores.items() if name != "output")
+
+
+class Flash(Topic):
+    """One layer of one run, tile by tile."""
+
+    def run(self, engines: TopicEngines) -> FlashData:
+        middle = len(engines.loaded.model.attention_layers) // 2
+        request = TimedRequest("A", (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3)), 1)
+        options: dict[str, Any] = {"max_batch_tokens": TOKENS, "attention": "ragged"}
+        played, (call, *_) = engines.record_calls([request], lambda call: call, layer=middle, **options)
+        if call.layer.window is not None or call.layer.softcap is not None:
+            raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
+        # The more often a tile brings a new highest score, the more there is to see.
+        walks = (_watch(call, kv_head, played) for kv_head in range(call.layer.num_kv_heads))
+        return max(walks, key=lambda data: len({stop.highest for stop in data.walk}))
+
+    def draw(self, data: FlashData) -> Sheet:
+        sheet = Sheet("flash", data=data)
+        grid = sheet.grid(2, 2, width_ratios=[1.25, 1])
+        _draw_tiles(sheet.panel("tiles", grid[:, 0]), data)
+        _draw_walk(sheet.panel("walk", grid[0, 1]), data)
+        _draw_traffic(sheet.panel("traffic", grid[1, 1]), data)
+        return sheet
+
+    def figures(self, data: FlashData) -> dict[str, Any]:
+        first, last = data.walk[0], data.walk[-1]
+        return {"table": data.table_size, "first": first, "last": last, "written": data.written_besides}
 
 
 class _Watched:
@@ -95,13 +120,11 @@ def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
     loads: Counter[str] = Counter()
     stores: Counter[str] = Counter(output=0, queries=0, keys=0, values=0)
     q = call.q[:, heads].numpy()
-    keys, values = (_Watched(side, name, loads, stores) for side, name in zip(blocks, ("keys", "values"), strict=True))
-    queries, out = _Watched(q, "queries", loads, stores), _Watched(np.zeros_like(q), "output", loads, stores)
+    arrays = zip(("keys", "values", "queries", "output"), (*blocks, q, np.zeros_like(q)), strict=True)
+    keys, values, queries, out = (_Watched(array, name, loads, stores) for name, array in arrays)
     work = call.attention.work(layer)
     assert work is not None
-    made: list[ScoreTile] = []
-    skipped: list[ScoreTile] = []
-    walk: list[Stop] = []
+    made, skipped, walk = list[ScoreTile](), list[ScoreTile](), list[Stop]()
     row = min(ROW, len(q) - 1)
     final = call.output[row, heads.start].numpy()
     tiles = work.pieces.tiles
@@ -120,26 +143,15 @@ def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
                     skipped.append(tile)
                 else:
                     made.append(tile)
-                    state.take(first, last, position, group, base, key_tile, value_tile)
+                    rows = np.arange(first, last)
+                    state.take(rows, position + rows // group - base, key_tile, value_tile)
             if first_row <= row < first_row + tokens and base <= row:
                 walk.append(state.stop((row - first_row) * group, final))
         out[own_rows] = state.output().reshape(tokens, group, -1)
+    difference = float(np.abs(out.array - call.output[:, heads].numpy()).max())
     return FlashData(
-        tokens=len(q),
-        heads=group,
-        head_dim=layer.head_dim,
-        layer=layer.index,
-        kv_head=kv_head,
-        tile_rows=F32_ROWS,
-        tile_keys=KEYS,
-        made=tuple(made),
-        skipped=tuple(skipped),
-        loads=dict(loads),
-        stores=dict(stores),
-        row=row,
-        walk=tuple(walk),
-        difference=float(np.abs(out.array - call.output[:, heads].numpy()).max()),
-        run=played,
+        *(len(q), group, layer.head_dim, layer.index, kv_head, F32_ROWS, KEYS, tuple(made), tuple(skipped)),
+        *(dict(loads), dict(stores), row, tuple(walk), difference, played),
     )
 
 
@@ -152,14 +164,12 @@ class _Rows:
         self.highest = np.full(len(self.queries), -np.inf)
         self.totals = np.zeros(len(self.queries))
 
-    def take(
-        self, first: int, last: int, position: int, group: int, base: int, keys: np.ndarray, values: np.ndarray
-    ) -> None:
-        """One tile of scores: add what it says, and let what was added before shrink with a new highest score."""
-        rows = np.arange(first, last)
-        scores = self.queries[rows] @ keys.T
-        sees = (position + rows // group - base)[:, None]
-        scores = np.where(np.arange(len(keys)) <= sees, scores, -np.inf)
+    def take(self, rows: np.ndarray, lasts: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """One tile of scores: add what it says, and let what was added before shrink with a new highest score.
+
+        `lasts`: the last of the keys that each row sees.
+        """
+        scores = np.where(np.arange(len(keys)) <= lasts[:, None], self.queries[rows] @ keys.T, -np.inf)
         highest = np.maximum(self.highest[rows], scores.max(axis=1))
         weights, shrink = np.exp(scores - highest[:, None]), np.exp(self.highest[rows] - highest)
         self.highest[rows] = highest
@@ -174,37 +184,19 @@ class _Rows:
         return Stop(float(self.highest[row]), float(self.totals[row]), float(error))
 
 
-def draw(data: FlashData) -> Sheet:
-    sheet = Sheet("A tiled kernel: what is loaded, what is held, what is never written", size=(11.5, 7.2))
-    grid = sheet.grid(2, 2, width_ratios=[1.25, 1])
-    _draw_tiles(sheet.panel("tiles", grid[:, 0]), data)
-    _draw_walk(sheet.panel("walk", grid[0, 1]), data)
-    _draw_traffic(sheet.panel("traffic", grid[1, 1]), data)
-    sheet.legend(
-        {
-            "loaded": "scores made, used and forgotten",
-            "held": f"the {data.tile_rows} × {data.tile_keys} scores of one moment",
-            "skipped": "never made: all of it comes later",
-        }
-    )
-    return sheet
-
-
 def _draw_tiles(panel: Panel, data: FlashData) -> None:
     panel.title(f"layer {data.layer + 1}, KV head {data.kv_head + 1}: {data.tokens} tokens in tiles")
     held = next(tile for tile in reversed(data.made) if tile.first <= data.row <= tile.last)
     kinds = [("loaded", tile) for tile in data.made if tile is not held]
-    kinds += [*(("skipped", tile) for tile in data.skipped), ("held", held)]
-    for kind, tile in kinds:
-        height = tile.last - tile.first + 1
+    for kind, tile in [*kinds, *(("skipped", tile) for tile in data.skipped), ("held", held)]:
         # Tiles overlap a little: they are too many to be told apart.
-        panel.cell(tile.keys, tile.first, kind, width=tile.count, height=height, gap=-0.4)
-    for edge in range(data.tile_keys, data.tokens, data.tile_keys):
+        panel.cell(tile.keys, tile.first, kind, width=tile.count, height=tile.last - tile.first + 1, gap=-0.4)
+    edges = [*range(0, data.tokens, data.tile_keys), data.tokens]
+    for edge in edges[1:-1]:
         panel.axes.plot([edge, edge], [0, data.tokens], color=INK, linewidth=0.7)
         panel.axes.plot([0, data.tokens], [edge, edge], color=INK, linewidth=0.7)
     panel.grid_only(data.tokens, data.tokens)
     panel.axes.set_anchor("NW")
-    edges = [*range(0, data.tokens, data.tile_keys), data.tokens]
     panel.axes.set_xticks(edges, [str(edge) for edge in edges])
     panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=INK)
     panel.axis_names("token that is seen (key)", "token that looks (query)")
@@ -222,21 +214,11 @@ def _draw_walk(panel: Panel, data: FlashData) -> None:
     panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=INK)
 
 
-def table_size(data: FlashData) -> int:
-    """Scores that would be written if they all were."""
-    return data.heads * data.tokens**2
-
-
-def written_besides(data: FlashData) -> int:
-    """Numbers that went to memory and are no output: among them would be the scores."""
-    return sum(count for name, count in data.stores.items() if name != "output")
-
-
 def _draw_traffic(panel: Panel, data: FlashData) -> None:
     panel.title(f"numbers, for {data.heads} query heads and their KV head")
     bars = {
-        "scores of the full table": table_size(data),
-        "scores written to memory": written_besides(data),
+        "scores of the full table": data.table_size,
+        "scores written to memory": data.written_besides,
         "scores held at a time": data.tile_rows * data.tile_keys,
         "keys read": data.loads["keys"],
         "values read": data.loads["values"],
@@ -246,11 +228,3 @@ def _draw_traffic(panel: Panel, data: FlashData) -> None:
     panel.chart("", "")
     panel.axes.set_xticks([])
     panel.measures(bars, " {:,}", look_of("loaded").fill, size=8.5)
-
-
-def figures(data: FlashData) -> dict[str, Any]:
-    first, last = data.walk[0], data.walk[-1]
-    return {"table": table_size(data), "first": first, "last": last, "written": written_besides(data)}
-
-
-TOPIC = Topic("flash", run, {"flash": draw}, figures)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from chairlift.kernels.cpu.blocks.panels import KINDS
-from chairlift_lab.make_model.requantize import encode
+from chairlift_lab.make_model import encode
 
 
 @pytest.mark.parametrize("kind", KINDS)

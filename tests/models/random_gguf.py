@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from chairlift_lab.make_model.gguf_file import write_random_gguf
+from chairlift_lab.make_model import write_random_gguf
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",

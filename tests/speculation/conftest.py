@@ -7,7 +7,7 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift_lab.training.settings import TrainSettings
+from chairlift_lab.commands.train_draft import TrainSettings
 from chairlift_lab.training.train_draft import train_draft
 from tests.tiny import write_tiny_checkpoint
 

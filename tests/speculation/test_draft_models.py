@@ -25,7 +25,7 @@ from chairlift.speculation.drafter import DraftTask
 from chairlift.speculation.head_layers import HeadConfig, unit
 from chairlift.speculation.head_states import KeptStates
 from chairlift.speculation.proposers.base import A_FEW, Draft, DraftTerms
-from chairlift_lab.training.settings import TrainSettings
+from chairlift_lab.commands.train_draft import TrainSettings
 from chairlift_lab.training.train_draft import train_draft
 from chairlift_lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from tests.speculation.drafting import draft_by_pattern, fixed_length

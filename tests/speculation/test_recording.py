@@ -10,8 +10,8 @@ from chairlift.engine.startup import LoadedModel
 from chairlift.speculation.head_layers import MAX_LENGTH
 from chairlift_lab.bench.speculation import encode_prompt
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.speculation_record import record
-from chairlift_lab.common.texts import SCENARIOS
+from chairlift_lab.common.speculation_replay import record
+from chairlift_lab.common.workload import SCENARIOS
 
 ANSWERS, TOKENS = 2, 12
 

@@ -11,8 +11,8 @@ import torch
 from chairlift.attention.batch import StepBatch
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
-from chairlift_lab.common.texts import SCENARIOS
-from chairlift_lab.training.conversation import (
+from chairlift_lab.common.workload import SCENARIOS
+from chairlift_lab.training.texts import (
     HELD_OUT,
     OPENINGS,
     QUESTIONS,
@@ -20,11 +20,11 @@ from chairlift_lab.training.conversation import (
     SUBJECTS,
     QuestionSource,
     RepetitionDetector,
+    TrainingTexts,
     TurnMarkers,
+    write_texts,
 )
-from chairlift_lab.training.objective import evaluate
-from chairlift_lab.training.texts import TrainingTexts, write_texts
-from chairlift_lab.training.trainable_head import WholeTextAttention, visible_positions
+from chairlift_lab.training.trainable_head import WholeTextAttention, evaluate, visible_positions
 
 
 def texts_of(loaded: LoadedModel, count: int, length: int, **options: float) -> TrainingTexts:

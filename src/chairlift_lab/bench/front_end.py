@@ -18,7 +18,7 @@ from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.model_shapes import TokenizerModel
-from chairlift_lab.common.stream_reader import read_in_processes
+from chairlift_lab.common.stub_engine import read_in_processes
 from chairlift_lab.report.options import Count, Settings, number_list
 
 

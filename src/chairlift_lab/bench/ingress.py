@@ -20,7 +20,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import percentile
 from chairlift_lab.common.model_shapes import TokenizerModel
-from chairlift_lab.common.stream_reader import StreamTotals, read_in_processes
+from chairlift_lab.common.stub_engine import StreamTotals, read_in_processes
 from chairlift_lab.load.local_server import free_port, local_fleet
 from chairlift_lab.report.options import Count, Positive, Settings, number_list
 

@@ -18,8 +18,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import ServedRequests, serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, floor_seconds
-from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings
-from chairlift_lab.common.shape_run import WARM_UP_TOKENS
+from chairlift_lab.common.model_shapes import WARM_UP_TOKENS, ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.report.options import Count, Counts, Settings, number_list
 
 if TYPE_CHECKING:

@@ -22,8 +22,13 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import ServedRequests, serve_at_once, touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
 from chairlift_lab.common.kernel_cases import attention_case, device_seconds
-from chairlift_lab.common.model_shapes import ShapeOptions, ceilings_line, model_settings, read_json_config
-from chairlift_lab.common.shape_run import WARM_UP_TOKENS
+from chairlift_lab.common.model_shapes import (
+    WARM_UP_TOKENS,
+    ShapeOptions,
+    ceilings_line,
+    model_settings,
+    read_json_config,
+)
 from chairlift_lab.common.timing import growth, in_inference_mode, peak_bytes
 from chairlift_lab.report.options import Settings, each, number_list
 

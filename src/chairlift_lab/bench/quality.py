@@ -23,8 +23,8 @@ from chairlift.options import format_bytes, read_text
 from chairlift.progress import Note
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.texts import QUALITY_TEXTS
 from chairlift_lab.common.timing import in_inference_mode
+from chairlift_lab.common.workload import QUALITY_TEXTS
 from chairlift_lab.report.options import ReportOptions
 from chairlift_lab.report.plots import Plot, picture
 
@@ -127,7 +127,7 @@ def measure_block_types(
     model: str, kinds: str, note: Note, *, texts: Sequence[str] = QUALITY_TEXTS
 ) -> list[dict[str, Any]]:
     """Round a GGUF model to each type of blocks; compare our products with those of the dequantized weights."""
-    from chairlift_lab.make_model.requantize import parse_kinds, requantize
+    from chairlift_lab.make_model import parse_kinds, requantize
 
     chosen, source = parse_kinds(kinds), resolve_model(model)
     rows = []

@@ -26,8 +26,16 @@ from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.floor import Ceilings
-from chairlift_lab.common.model_shapes import SHAPES, config_file
-from chairlift_lab.common.shape_run import Cases, ShapeCase, ShapeRun, make_cases, run_shape, warm_up_of
+from chairlift_lab.common.model_shapes import (
+    SHAPES,
+    Cases,
+    ShapeCase,
+    ShapeRun,
+    config_file,
+    make_cases,
+    run_shape,
+    warm_up_of,
+)
 from chairlift_lab.peers.peers import CHECK_SECONDS, PeerFailed, PeerProcess, run_ours
 from chairlift_lab.report.options import ReportOptions
 from chairlift_lab.report.plots import Plot, picture

@@ -22,7 +22,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift_lab.common.engines import EngineMaker, touch_cache
 from chairlift_lab.common.speculation_replay import ablate, earns_its_place
-from chairlift_lab.common.texts import SCENARIOS
+from chairlift_lab.common.workload import SCENARIOS
 from chairlift_lab.report.options import Count, ReportOptions, Settings, each, number_list
 from chairlift_lab.report.plots import Plot, picture
 

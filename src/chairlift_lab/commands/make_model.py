@@ -38,7 +38,7 @@ def make_model(
     """
     from chairlift.progress import watch
     from chairlift_lab.common.model_shapes import config_file, read_json_config
-    from chairlift_lab.make_model.gguf_file import FORMATS, write_random_folder, write_random_gguf
+    from chairlift_lab.make_model import FORMATS, write_random_folder, write_random_gguf
 
     if format != "safetensors" and format not in FORMATS:
         raise InvalidParameter("format", f"unknown format {format!r}; choose from safetensors, {', '.join(FORMATS)}")

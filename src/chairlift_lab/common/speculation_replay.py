@@ -1,28 +1,31 @@
 """Replays recorded answers and drafts on a virtual clock, with the engine's scheduler and controller but no model.
 
-`recording.json.gz` has answers of SmolLM2-135M to the bench's prompts and what its draft head drafted at every position
-(speculation_record.py). A replay verifies the same drafts. Its steps take as long as the constants below say, with
-noise, because noise is the reason for most of the controller's caution. Everything is seeded: a replay always takes the
-same time. `ablate` measures what each tuned constant is worth: replays with it neutralised, relative to the default.
+`recording.json.gz` has answers of SmolLM2-135M to the bench's prompts and what its draft head drafted at every
+position, where no draft token was verified. A replay verifies the same drafts. Its steps take as long as the constants
+below say, with noise, because noise is the reason for most of the controller's caution. Everything is seeded: a replay
+always takes the same time. `ablate` measures what each tuned constant is worth: replays with it neutralised, relative
+to the default. `python -m chairlift_lab.common.speculation_replay recording.json.gz` makes the recording.
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.events import TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.plan import Chunk, StepResult
+from chairlift.core.plan import StepResult
 from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
@@ -32,6 +35,8 @@ from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import SpeculationTuning
 from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft, DraftTerms, Proposer
 from chairlift.speculation.proposers.ngram import NgramProposer
+from chairlift_lab.common.engines import EngineMaker
+from chairlift_lab.common.workload import SCENARIOS, full_length
 
 RECORDED_HEAD = "draft:smollm2-135m"
 MAX_BATCH_TOKENS = 512
@@ -101,7 +106,7 @@ class ReplayWorkload:
     """`waves` of requests, one after the other; each is (scenario, batch size, number of requests)."""
 
     name: str
-    waves: tuple[tuple[str, int, int], ...]
+    waves: Sequence[tuple[str, int, int]]
     slowdown: float = 1.0  # factor of all times after half of the waves
     overconfident: int = 0  # levels by which the draft head overstates its confidence
     costs: Costs = CPU
@@ -146,14 +151,12 @@ class RecordedHeadProposer(Proposer):
         self._machine, self._costs = machine, costs
         self._computed: dict[str, int] = {}  # output tokens of each request that the head has computed
 
-    def _behind(self, request: Request) -> int:
-        return request.num_output - self._computed.get(request.id, 0)
-
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
-        behind = sum(self._behind(request) > A_FEW for request in requests) if self._costs.catching_up else 0
+        done = self._computed.get
+        behind = sum(each.num_output - done(each.id, 0) > A_FEW for each in requests) if self._costs.catching_up else 0
         terms.did_extra_work = behind > 0
         if behind:
             self._machine.spend(self._costs.catching_up * behind)
@@ -224,9 +227,11 @@ def _step(
     accepted: dict[str, int] = {}
     for chunk in plan.chunks:
         if chunk.samples:
-            count = _num_accepted(chunk, answers[chunk.request.id])
-            first = chunk.known_end - chunk.request.num_prompt
-            tokens += answers[chunk.request.id].output[first : first + 1 + count]
+            right = answers[chunk.request.id].output[chunk.known_end - chunk.request.num_prompt :]
+            count = 0
+            while count < len(chunk.drafts) and chunk.drafts[count] == right[count]:
+                count += 1
+            tokens += right[: 1 + count]
             if count:
                 accepted[chunk.request.id] = count
     rows = plan.num_decode_tokens
@@ -239,13 +244,6 @@ def _step(
     if scheduler.speculation is not None:
         scheduler.speculation.observe(result, machine.now - start_time, waited=waited)
     scheduler.drain_events()
-
-
-def _num_accepted(chunk: Chunk, answer: RecordedAnswer) -> int:
-    first, right = chunk.known_end - chunk.request.num_prompt, 0
-    while right < len(chunk.drafts) and chunk.drafts[right] == answer.output[first + right]:
-        right += 1
-    return right
 
 
 PROPOSERS = ("ngram", RECORDED_HEAD)
@@ -268,13 +266,10 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 MACHINES = {"CPU": CPU, "H200": H200}
 
 
-def _workload(name: str, waves: Sequence[Sequence[Any]], costs: str = "CPU", **more: Any) -> ReplayWorkload:
-    return ReplayWorkload(
-        name, tuple((scenario, size, count) for scenario, size, count in waves), costs=MACHINES[costs], **more
-    )
-
-
-WORKLOADS = tuple(_workload(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
+WORKLOADS = tuple(
+    ReplayWorkload(**each | {"costs": MACHINES[each.get("costs", "CPU")]})
+    for each in json.loads(Path(__file__).with_suffix(".json").read_text())
+)
 
 
 def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[dict[str, Any]]:
@@ -284,10 +279,11 @@ def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[dict[str, Any
     standard error of its logarithm.
     """
     cases = [(workload, proposer, seed) for workload in WORKLOADS for proposer in PROPOSERS for seed in range(seeds)]
+    workloads, proposers, seed_of = zip(*cases, strict=True)
     with ProcessPoolExecutor() as pool:
 
         def seconds(tuning: SpeculationTuning) -> list[float]:
-            return [*pool.map(_replay, [(*case, tuning) for case in cases])]
+            return [*pool.map(replay, workloads, proposers, [tuning] * len(cases), seed_of)]
 
         note("the default")
         default = seconds(SpeculationTuning())
@@ -301,11 +297,6 @@ def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[dict[str, Any
 def earns_its_place(row: Mapping[str, Any]) -> bool:
     """Whether the constant saves time beyond the noise on average, or 3% in one workload."""
     return bool(math.log(row["ratio"]) > 2 * row["noise"] or row["worst_ratio"] > 1.03)
-
-
-def _replay(case: tuple[ReplayWorkload, str, int, SpeculationTuning]) -> float:
-    workload, proposer, seed, tuning = case
-    return replay(workload, proposer, tuning, seed)
 
 
 def _compare(
@@ -330,3 +321,69 @@ def _compare(
         "worst_workload": worst,
         "worst_ratio": ratios[worst],
     }
+
+
+# ---- the recording --------------------------------------------------------------------------------------------------
+
+
+class DraftRecorder(Proposer):
+    """Keeps what another proposer drafts, and proposes nothing."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self.name, self.max_length = proposer.name, proposer.max_length
+        self.drafts: dict[tuple[str, int], Draft] = {}  # The keys are request ids and numbers of output tokens.
+
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[None]:
+        for request, draft in zip(requests, self._proposer.propose(requests, terms), strict=True):
+            if draft is not None:
+                self.drafts[request.id, request.num_output] = draft
+        return [None] * len(requests)
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)
+
+
+def record(maker: EngineMaker, scenario: str, speculate: str, answers: int, tokens: int) -> list[RecordedAnswer]:
+    """The model's first `answers` answers of a scenario, of `tokens` tokens each, with the drafts of `speculate`."""
+    from chairlift.speculation.head_layers import MAX_LENGTH
+    from chairlift_lab.bench.speculation import encode_prompt
+
+    # One request at a time: neither its tokens nor the room for its drafts depends on others.
+    engine = maker.engine(max_batch_requests=1, speculate=speculate, draft_length=MAX_LENGTH)
+    controller = engine.scheduler.speculation
+    assert isinstance(controller, SpeculationController)
+    controller.proposer = recorder = DraftRecorder(controller.proposer)
+    prompts = [encode_prompt(maker, SCENARIOS[scenario](index)) for index in range(answers)]
+    outputs: dict[str, list[int]] = {engine.submit(prompt, full_length(tokens))[0]: [] for prompt in prompts}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenProduced):
+                outputs[event.request_id].append(event.token)
+    engine.check_alive()
+    recorded = []
+    for prompt, (request_id, output) in zip(prompts, outputs.items(), strict=True):
+        drafts = [recorder.drafts.get((request_id, count), Draft((), ())) for count in range(1, len(output))]
+        levels = ["".join(map(str, draft.levels)) for draft in drafts]
+        recorded.append(RecordedAnswer(prompt, output, [list(draft.tokens) for draft in drafts], levels))
+    return recorded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Record the default model's answers and its draft head's drafts.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--speculate", default=RECORDED_HEAD)
+    parser.add_argument("--answers", type=int, default=16, help="per scenario")
+    parser.add_argument("--tokens", type=int, default=96, help="per answer")
+    given = parser.parse_args()
+    maker = EngineMaker.load(given.model, {"device": "cpu", "prefix_caching": False})
+    recording = {
+        scenario: [asdict(one) for one in record(maker, scenario, given.speculate, given.answers, given.tokens)]
+        for scenario in SCENARIOS
+    }
+    given.file.write_bytes(gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    main()

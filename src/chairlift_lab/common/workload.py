@@ -1,10 +1,10 @@
-"""Workloads: prompts of token ids, and how many tokens to generate for each."""
+"""Workloads: prompts of token ids with how many tokens to generate for each, and the texts of the benches."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from chairlift.options import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
 
 MAX_WORKLOAD_MIB = 256  # some ten million tokens
 
@@ -199,3 +200,57 @@ def _parse_request(index: int, entry: Any) -> BenchRequest:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_TEXTS = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
+# What speculation is measured on, and what lossy options are judged on.
+_NAMES, _TOWNS, _THINGS, _QUESTIONS, _STORY = (
+    _TEXTS[part] for part in ("names", "towns", "things", "questions", "story")
+)
+
+# Prose, instructions, code, tables, dialogue and other languages, by which lossy options are judged.
+QUALITY_TEXTS: tuple[str, ...] = tuple(_TEXTS["quality"])
+
+
+def extraction(index: int) -> str:
+    """Copy a table."""
+    rows = [
+        f"{name}, {_TOWNS[(index + place) % len(_TOWNS)]}, {name.split()[0].lower()}{index}@example.com"
+        for place, name in enumerate(_NAMES)
+    ]
+    table = "\n".join(rows)
+    return f"Here is a list of people:\n{table}\n\nRepeat the whole list, one person per line, exactly as it is above."
+
+
+def code_edit(index: int) -> str:
+    """Rewrite a program with a small change."""
+    thing = _THINGS[index % len(_THINGS)]
+    program = (
+        f"def best_{thing}(items):\n    best = None\n    for item in items:\n        if item.{thing} is None:\n"
+        f"            continue\n        if best is None or item.{thing} > best.{thing}:\n            best = item\n"
+        f"    return best\n\n\ndef mean_{thing}(items):\n    total = 0\n    count = 0\n    for item in items:\n"
+        f"        if item.{thing} is None:\n            continue\n        total += item.{thing}\n        count += 1\n"
+        f"    return total / count if count else None\n"
+    )
+    return f"```python\n{program}```\n\nRename `items` to `things` in this program. Answer with the whole program only."
+
+
+def quotes(index: int) -> str:
+    """Summarise a text with quotes from it."""
+    story = _STORY.format(town=_TOWNS[index % len(_TOWNS)], name=_NAMES[index % len(_NAMES)])
+    return f"{story}\n\nSummarise this text. Quote the most important sentences word for word."
+
+
+def chat(index: int) -> str:
+    """Answer an open question, without repeating the prompt."""
+    question = _QUESTIONS[index % len(_QUESTIONS)]
+    return question if index < len(_QUESTIONS) else f"{question} (Answer no. {index}.)"
+
+
+# Of these, only the output of chat does not repeat its prompt.
+SCENARIOS: dict[str, Callable[[int], str]] = {
+    "extraction": extraction,
+    "code-edit": code_edit,
+    "quotes": quotes,
+    "chat": chat,
+}

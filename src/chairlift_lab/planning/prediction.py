@@ -22,10 +22,9 @@ from chairlift_lab.common.workload import LengthRange
 from chairlift_lab.load.traces import HASHED_TOKENS, Arrivals, TraceEntry
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.plots import save_panels
-from chairlift_lab.simulator.kv_cache import SimulatedKVCache
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, Targets, percentile
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.scheduler import SimulatedScheduler
+from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, StepCost
 

@@ -1,18 +1,241 @@
-"""The engine's scheduler for a simulation, and its requests, most of which run outside of it (`steady_decodes.py`)."""
+"""The engine's KV accounting and scheduler for a simulation, and its requests.
+
+Most requests run outside of the scheduler (`steady_decodes.py`). A simulation needs the number of blocks in use and the
+eviction order, but for most requests not which blocks they hold. Blocks in use can therefore be *counted* without being
+in a table. Cached blocks of finished requests are kept as *groups* of anonymous blocks. If a later prompt shares some
+of a group, these blocks get numbers and keep their position in the eviction order. Only shared prompts are indexed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
-from chairlift.core.kv.block_pool import Resource
+from chairlift.core.kv.block_pool import BlockPool, EvictionQueue, Resource
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch, TokenHolder
 from chairlift.core.plan import PlanBuilder
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.state import SchedulerState
-from chairlift_lab.simulator.kv_cache import BlockGroup, SimulatedKVCache
 from chairlift_lab.simulator.outcome import RequestRecord
+
+
+class BlockGroup:
+    """Consecutive blocks in the eviction order: first the anonymous ones, then the numbered ones in reverse."""
+
+    __slots__ = ("num_anonymous", "numbered", "on_evicted")
+
+    def __init__(self, num_anonymous: int, on_evicted: Callable[[], None] | None) -> None:
+        self.num_anonymous = num_anonymous
+        self.numbered: list[int] = []
+        self.on_evicted = on_evicted  # called when the last block is evicted, unless some got numbers
+
+
+class GroupEvictionQueue(EvictionQueue):
+    """Single blocks and groups in the order of eviction."""
+
+    def __init__(self) -> None:
+        self.num_anonymous = 0  # the anonymous blocks in all groups
+        self._line: OrderedDict[int | BlockGroup, None] = OrderedDict()
+        self._num_groups = 0
+        self._group_of: dict[int, BlockGroup] = {}  # the numbered blocks in groups
+
+    def __len__(self) -> int:
+        return len(self._line) - self._num_groups + self.num_anonymous + len(self._group_of)
+
+    def __iter__(self) -> Iterator[int]:
+        """The blocks that have numbers."""
+        for entry in self._line:
+            if isinstance(entry, BlockGroup):
+                yield from reversed(entry.numbered)
+            else:
+                yield entry
+
+    def append(self, block: int) -> None:
+        self._line[block] = None
+
+    def remove(self, block: int) -> None:
+        group = self._group_of.pop(block, None) if self._group_of else None
+        if group is None:
+            del self._line[block]
+            return
+        group.numbered.remove(block)
+        if not group.numbered and not group.num_anonymous:
+            del self._line[group]
+            self._num_groups -= 1
+
+    def evict(self, count: int) -> list[int]:
+        """Remove the first `count` blocks; return those that have numbers."""
+        evicted: list[int] = []
+        while count > 0:
+            first = next(iter(self._line))
+            if isinstance(first, BlockGroup):
+                count -= self._take_from(first, count, evicted)
+            else:
+                del self._line[first]
+                evicted.append(first)
+                count -= 1
+        return evicted
+
+    def _take_from(self, group: BlockGroup, most: int, evicted: list[int]) -> int:
+        """Evict up to `most` blocks of the first group, whose rest stays first; return the number evicted."""
+        anonymous = min(group.num_anonymous, most)
+        group.num_anonymous -= anonymous
+        self.num_anonymous -= anonymous
+        numbered = min(len(group.numbered), most - anonymous)
+        for _ in range(numbered):
+            block = group.numbered.pop()
+            del self._group_of[block]
+            evicted.append(block)
+        if not group.num_anonymous and not group.numbered:
+            del self._line[group]
+            self._num_groups -= 1
+            if group.on_evicted is not None:
+                group.on_evicted()
+        return anonymous + numbered
+
+    def append_group(self, num_blocks: int, on_evicted: Callable[[], None] | None) -> BlockGroup:
+        assert num_blocks > 0
+        group = BlockGroup(num_blocks, on_evicted)
+        self._line[group] = None
+        self._num_groups += 1
+        self.num_anonymous += num_blocks
+        return group
+
+    def name(self, group: BlockGroup, blocks: Sequence[int]) -> None:
+        """Assign numbers to the last blocks of a group; the first of `blocks` is evicted last."""
+        assert not group.numbered
+        assert len(blocks) <= group.num_anonymous
+        group.numbered, group.on_evicted = list(blocks), None
+        group.num_anonymous -= len(blocks)
+        self.num_anonymous -= len(blocks)
+        self._group_of.update(dict.fromkeys(blocks, group))
+
+
+class CountingBlockPool(BlockPool):
+    """A pool that also counts blocks without numbers."""
+
+    _cached_free: GroupEvictionQueue
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[Sequence[int]], None]) -> None:
+        super().__init__(num_blocks, on_evict, GroupEvictionQueue())
+        self.num_counted = 0  # blocks in use that are in no table
+
+    @property
+    def num_empty(self) -> int:
+        return super().num_empty - self.num_counted - self._cached_free.num_anonymous
+
+    def _evict(self, count: int) -> list[int]:
+        blocks = super()._evict(count)
+        return blocks + self._take_empty(count - len(blocks))  # numbers for the anonymous blocks among the evicted
+
+    def count_used(self, count: int) -> None:
+        """Count `count` more blocks as used, with the evictions that this causes; a negative count reverts it."""
+        if count > self.num_empty:
+            self._empty += super()._evict(count - self.num_empty)
+        self.num_counted += count
+
+    def add_cached_group(self, count: int, on_evicted: Callable[[], None] | None) -> BlockGroup:
+        """Turn `count` empty blocks into cached ones, as if a request had filled and released them."""
+        assert count <= self.num_empty
+        return self._cached_free.append_group(count, on_evicted)
+
+    def name(self, group: BlockGroup, count: int) -> list[int]:
+        """Assign numbers to the last `count` blocks of a group, because a prompt shares them; the first is evicted
+        last."""
+        blocks = self._take_empty(count)
+        self._cached_free.name(group, blocks)
+        self._cached.update(blocks)
+        return blocks
+
+
+def quick_digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    """A fast digest without protection against collisions."""
+    return hash((parent, tokens)).to_bytes(8, "little", signed=True)
+
+
+class LazyPrefixIndex(PrefixIndex):
+    """A prefix index in which a prompt can be registered by one digest and is indexed when that is looked up."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, quick_digest)
+        self._digest_of: dict[int, bytes] = {}
+        self._deferred: dict[bytes, Callable[[], None]] = {}  # digest -> callback that indexes the block
+
+    def defer(self, digest: bytes, index_now: Callable[[], None]) -> None:
+        """Call `index_now` when `digest` is looked up; it must call `cancel` and index or claim the block. Most digests
+        are never looked up."""
+        self._deferred[digest] = index_now
+
+    def cancel(self, digest: bytes) -> None:
+        del self._deferred[digest]
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the block is cached, deferred or being computed."""
+        return digest in self._block_of or digest in self._claims or digest in self._deferred
+
+    def _lookup(self, digest: bytes) -> int | None:
+        if digest in self._deferred:
+            self._deferred[digest]()
+        return super()._lookup(digest)
+
+    # Without the tokens of blocks and without the digests of evicted ones: fleets of 1,000 replicas fit into memory.
+
+    def find(self, request: TokenHolder) -> PrefixMatch:
+        blocks: list[int] = []
+        for position in range((request.num_known - 1) // self.block_size):
+            digest = self.digest(request, position)
+            block = self._lookup(digest)
+            if block is None:
+                return PrefixMatch(tuple(blocks), Miss.NEVER_SEEN, in_progress=digest in self._claims)
+            blocks.append(block)
+        return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
+
+    def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
+        digests = self.digests(request, first + len(blocks))
+        inserted = []
+        for position, block in enumerate(blocks, first):
+            digest = digests[position]
+            if self._lookup(digest) is None:
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+                self._claims.pop(digest, None)
+                inserted.append(block)
+        return inserted
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            digest = self._digest_of.pop(block, None)
+            if digest is not None:  # blocks with generated tokens are not indexed: `leave_blocks`
+                del self._block_of[digest]
+
+
+class SimulatedKVCache(KVCache):
+    """KV accounting that counts the blocks of most requests without assigning block numbers."""
+
+    index: LazyPrefixIndex
+    pool: CountingBlockPool
+
+    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+        super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.index = LazyPrefixIndex(block_size)
+        self.pool = CountingBlockPool(num_blocks, on_evict=self.index.remove)
+
+    def leave_blocks(self, request: Request, num_tokens: int) -> None:
+        """Allocate blocks for the `num_tokens` computed tokens of a request that is about to end. With prefix caching
+        the full ones count as cached, but are not indexed, since no simulated prompt contains generated tokens."""
+        table = self._tables[request.id]
+        blocks = self.pool.take(self.blocks_for(num_tokens) - len(table))
+        assert blocks is not None
+        table += blocks
+        if self.prefix_caching:
+            self.pool.mark_cached(table[self._num_indexed[request.id] : num_tokens // self.block_size])
+
+
+# ---- the scheduler and its requests ----------------------------------------------------------------------------------
 
 _LAST_TOKEN = 2**32 - 1
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)

@@ -19,10 +19,9 @@ from chairlift.engine.startup import load_model
 from chairlift.errors import UnsupportedModel
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_layers import HeadConfig
-from chairlift_lab.training.objective import DraftObjective, evaluate
-from chairlift_lab.training.settings import TrainSettings
+from chairlift_lab.commands.train_draft import TrainSettings
 from chairlift_lab.training.texts import LineReport, TrainingTexts, refuse_unusual_attention, write_texts
-from chairlift_lab.training.trainable_head import TrainableHead
+from chairlift_lab.training.trainable_head import DraftObjective, TrainableHead, evaluate
 
 # Not cuDNN, which compiles a plan for every length: growing texts have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

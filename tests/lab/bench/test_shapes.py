@@ -18,8 +18,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.models import describe
 from chairlift_lab.common import cpu_kernels, floor
 from chairlift_lab.common.floor import Ceilings, Mixture, ModelCost, ceilings_for, floor_seconds
-from chairlift_lab.common.model_shapes import SHAPES, config_file
-from chairlift_lab.common.shape_run import VOCABULARY, make_cases, warm_up_of
+from chairlift_lab.common.model_shapes import SHAPES, VOCABULARY, config_file, make_cases, warm_up_of
 from tests.kernels.tiny_config import CONFIG
 from tests.models.tiny_configs import tiny_config
 

@@ -21,7 +21,7 @@ from chairlift.models import dummy
 from chairlift_lab.bench import shapes
 from chairlift_lab.bench.shapes import ShapePeer, only_this_gpu, run_own, valid_part
 from chairlift_lab.common.floor import Ceilings
-from chairlift_lab.common.shape_run import Cases, ShapeRun, make_cases
+from chairlift_lab.common.model_shapes import Cases, ShapeRun, make_cases
 from chairlift_lab.peers.peers import PROGRAMS, PeerProcess
 from tests.kernels.tiny_config import CONFIG
 

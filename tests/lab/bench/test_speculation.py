@@ -14,7 +14,7 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.bench import speculation
 from chairlift_lab.bench.speculation import PLAIN, TWIN, SpeculationSettings, compare_speculation
 from chairlift_lab.common.engines import EngineMaker
-from chairlift_lab.common.texts import SCENARIOS
+from chairlift_lab.common.workload import SCENARIOS
 from tests.tiny import write_tiny_checkpoint
 
 

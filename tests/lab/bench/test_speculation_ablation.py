@@ -17,7 +17,7 @@ from chairlift_lab.common.speculation_replay import (
     load_recording,
     replay,
 )
-from chairlift_lab.common.texts import SCENARIOS
+from chairlift_lab.common.workload import SCENARIOS
 
 SHORT = ReplayWorkload("short", (("quotes", 2, 4), ("chat", 1, 2)))
 

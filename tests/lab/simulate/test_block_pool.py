@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift_lab.simulator.kv_cache import CountingBlockPool
+from chairlift_lab.simulator.scheduler import CountingBlockPool
 
 
 def pool_of(size: int) -> tuple[CountingBlockPool, list[int]]:

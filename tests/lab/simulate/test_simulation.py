@@ -18,10 +18,9 @@ from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.prediction import ReplicaSettings
-from chairlift_lab.simulator.kv_cache import SimulatedKVCache
 from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.scheduler import SimulatedScheduler
+from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import DEVICES, ModelShape, Roofline, SpeedCursor, SpeedProfile, device_named
 from tests.repeatable import examples

@@ -36,7 +36,7 @@ def run_ours(job: dict[str, Any], answer: ReplyWriter) -> None:
 
 def _run_cases(job: dict[str, Any], answer: ReplyWriter) -> None:
     from chairlift.config import EngineConfig
-    from chairlift_lab.common.shape_run import Cases, run_shape
+    from chairlift_lab.common.model_shapes import Cases, run_shape
 
     imported = time.time() - job["started"]
     cases = Cases(*(job[name] for name in Cases._fields))._replace(config=EngineConfig(**job["config"]))

@@ -1,1 +1,0 @@
-"""`chairlift make-model`: checkpoints of public shapes with random weights, to measure without downloads."""

@@ -20,8 +20,7 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift_lab.bench import kernels as kernel_speed
 from chairlift_lab.bench.long_context import LongContextSettings, measure_long_contexts
-from chairlift_lab.common.floor import Ceilings
-from chairlift_lab.common.step_work import GEMM
+from chairlift_lab.common.floor import GEMM, Ceilings
 from chairlift_lab.profile.gpu import FIRST_KERNEL, make_profile
 from chairlift_lab.profile.step_profile import Batch
 from tests.kernels.tiny_config import CONFIG

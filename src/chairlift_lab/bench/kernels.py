@@ -84,7 +84,7 @@ def measure_kernels(
 def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     import torch
 
-    from chairlift_lab.common.step_work import KernelWork, linear_work
+    from chairlift_lab.common.floor import KernelWork, linear_work
 
     attentions = [layer.heads for layer in model.layers if layer.heads is not None]
     linears: dict[str, list[Linear]] = {}
@@ -129,7 +129,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     import torch
 
     from chairlift.layers.norm import add_normed_
-    from chairlift_lab.common.step_work import KernelWork
+    from chairlift_lab.common.floor import KernelWork
 
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
     if model.program.is_one_kernel or not norms:
@@ -149,7 +149,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
 def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
     import torch
 
-    from chairlift_lab.common.step_work import KernelWork
+    from chairlift_lab.common.floor import KernelWork
 
     for name, params in (
         ("greedy", SamplingParams(temperature=0.0)),

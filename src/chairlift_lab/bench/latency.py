@@ -124,8 +124,7 @@ def bench_latency(
     same run.
     """
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.common.floor import ceilings_for
-    from chairlift_lab.common.step_work import model_cost
+    from chairlift_lab.common.floor import ceilings_for, model_cost
     from chairlift_lab.common.timing import process_age
 
     refuse_given(

@@ -82,7 +82,7 @@ def _measure(
     started: StartedEngine, ceilings: Ceilings, length: int, output: int, rng: random.Random, note: Note
 ) -> dict[str, Any]:
     from chairlift.models.decoder import Decoder
-    from chairlift_lab.common.step_work import model_cost
+    from chairlift_lab.common.floor import model_cost
 
     note(f"{length:,} tokens")
     runs: list[ServedRequests] = []
@@ -124,7 +124,7 @@ def _measure(
 
 
 def _prompt_flops(started: StartedEngine, cost: ModelCost, length: int) -> float:
-    from chairlift_lab.common.step_work import attention_work, total
+    from chairlift_lab.common.floor import attention_work, total
 
     layers = started.runner.model.attention_layers
     return length * cost.token_flops + total(attention_work(layer, [(0, length)], 1) for layer in layers).flops

@@ -16,58 +16,51 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
+from chairlift.options import above, at_least
 from chairlift.progress import watch
 from chairlift.terminal.options import refuse_given
 from chairlift.terminal.tables import comparison_table, show_table
 from chairlift_lab.planning.machine import MachineOptions, machine_option, times
-from chairlift_lab.report.options import ReportOptions
+from chairlift_lab.report.options import Count, ReportOptions, Settings
 
 if TYPE_CHECKING:
     from chairlift.cluster.autoscaling import AutoscalingSettings
     from chairlift.cluster.routing.router import Router
-    from chairlift_lab.simulator.outcome import Targets
+    from chairlift_lab.simulator.outcome import Arrival, Targets
     from chairlift_lab.simulator.replica import Replica
     from chairlift_lab.simulator.step_cost import StepCost
 
 RANDOM_REQUESTS = 1000
 INGRESS_BY = ("turn", "tenant")
+# The options that a report of a simulation has among its settings.
+REPORTED = (
+    *("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay", "router", "ingresses", "ingress_by"),
+    *("policy", "order", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size"),
+    *("requests", "seed"),
+)
 
 _target, _fleet, _traffic = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Targets", "Replicas", "Traffic")
 )
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise InvalidParameter(name, f"must be at least 1, got {count}")
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise InvalidParameter(name, f"must be above 0, got {value}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions:
-    target_ttft_ms: Annotated[float | None, _target(help="Time to first token.")] = None
-    target_tpot_ms: Annotated[float | None, _target(help="Time per output token after the first.")] = None
-    target_e2e_ms: Annotated[float | None, _target(help="Whole answer.")] = None
+class TargetOptions(Settings):
+    target_ttft_ms: Annotated[float | None, above(0), _target(help="Time to first token.")] = None
+    target_tpot_ms: Annotated[float | None, above(0), _target(help="Time per output token after the first.")] = None
+    target_e2e_ms: Annotated[float | None, above(0), _target(help="Whole answer.")] = None
 
     def resolve(self) -> Targets:
         from chairlift_lab.simulator.outcome import Targets
 
-        limits = asdict(self)
-        _check_positive(**limits)
-        return Targets(*(times(value, 1e-3) for value in limits.values()))
+        return Targets(*(times(value, 1e-3) for value in asdict(self).values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    replicas: Annotated[int, _fleet(help="Number of engines, at the start.")] = 1
+class FleetOptions(Settings):
+    replicas: Annotated[Count, _fleet(help="Number of engines, at the start.")] = 1
     router: Annotated[str, _fleet(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded"
-    ingresses: Annotated[int, _fleet(help="Ingresses, each with a router of its own.")] = 1
+    ingresses: Annotated[Count, _fleet(help="Ingresses, each with a router of its own.")] = 1
     ingress_by: Annotated[
         str, _fleet(help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).")
     ] = "turn"
@@ -81,7 +74,6 @@ class FleetOptions:
     price: Annotated[float | None, _fleet(help="Per replica and hour, for the cost of tokens.")] = None
 
     def check(self) -> None:
-        _check_counts(replicas=self.replicas, ingresses=self.ingresses)
         if self.ingress_by not in INGRESS_BY:
             choices = ", ".join(INGRESS_BY)
             raise InvalidParameter("ingress_by", f"must be one of {choices}, got {self.ingress_by!r}")
@@ -120,6 +112,46 @@ class FleetOptions:
         return settings if targets.ttft is None else replace(settings, target_ttft=targets.ttft)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOptions(Settings):
+    rate: Annotated[float, _traffic(help="Requests per second.")] = 4.0
+    arrivals: Annotated[str, _traffic(help="poisson, bursty or uniform.")] = "poisson"
+    requests: Annotated[
+        int | None, at_least(1), _traffic(help="Number of requests.", show_default="1000, or the whole trace")
+    ] = None
+    prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512"
+    output_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256"
+    trace: Annotated[Path | None, _traffic(help="Recorded traffic instead (CSV or JSON lines, see bench serve).")] = (
+        None
+    )
+    trace_speed: Annotated[float, _traffic(help="Speed-up of the trace.")] = 1.0
+    copies: Annotated[Count, _traffic(help="The trace this many times, spread over its duration.")] = 1
+    spread: Annotated[
+        float | None, above(0), _traffic(help="Seconds of the trace over which the copies begin.", show_default="all")
+    ] = None
+    trace_seconds: Annotated[float | None, above(0), _traffic(help="End the traffic of the trace after this long.")] = (
+        None
+    )
+    seed: Annotated[int, _traffic(help="The same seed gives the same traffic.")] = 0
+
+    def draw(self) -> tuple[Iterator[Arrival], bool]:
+        """The requests in order of time, and whether prompts share prefixes."""
+        from chairlift_lab.common.workload import LengthRange
+        from chairlift_lab.load.traces import Arrivals, load_trace
+        from chairlift_lab.planning.prediction import random_arrivals, trace_arrivals
+
+        if self.trace is None:
+            for name in ("spread", "trace_seconds"):
+                if getattr(self, name) is not None:
+                    raise InvalidParameter(name, "needs --trace")
+            lengths = [LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")]
+            arrivals = Arrivals.parse(self.rate, self.arrivals, None)
+            return random_arrivals(arrivals, *lengths, self.requests or RANDOM_REQUESTS, self.seed), False
+        entries = [entry.scaled(1.0, self.trace_speed) for entry in load_trace(self.trace)[: self.requests]]
+        requests = trace_arrivals(entries, self.copies, spread=self.spread, seconds=self.trace_seconds)
+        return requests, any(entry.blocks for entry in entries)
+
+
 @app.command(
     group=UNDERSTAND,
     examples=[
@@ -134,29 +166,13 @@ def simulate(
     targets: TargetOptions,
     fleet: FleetOptions,
     report: ReportOptions,
+    traffic: TrafficOptions,
     profile: Annotated[
         Path | None,
         machine_option(help="Step times as `chairlift bench profile` measured them, instead of a prediction."),
     ] = None,
     kv_blocks: Annotated[int | None, machine_option(help="Blocks of the KV cache, instead of what fits.")] = None,
     block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
-    rate: Annotated[float, _traffic(help="Requests per second.")] = 4.0,
-    arrivals: Annotated[str, _traffic(help="poisson, bursty or uniform.")] = "poisson",
-    requests: Annotated[
-        int | None, _traffic(help="Number of requests.", show_default="1000, or the whole trace")
-    ] = None,
-    prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512",
-    output_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256",
-    trace: Annotated[
-        Path | None, _traffic(help="Recorded traffic instead (CSV or JSON lines, see bench serve).")
-    ] = None,
-    trace_speed: Annotated[float, _traffic(help="Speed-up of the trace.")] = 1.0,
-    copies: Annotated[int, _traffic(help="The trace this many times, spread over its duration.")] = 1,
-    spread: Annotated[
-        float | None, _traffic(help="Seconds of the trace over which the copies begin.", show_default="all")
-    ] = None,
-    trace_seconds: Annotated[float | None, _traffic(help="End the traffic of the trace after this long.")] = None,
-    seed: Annotated[int, _traffic(help="The same seed gives the same traffic.")] = 0,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
     preemption: Annotated[
@@ -193,25 +209,20 @@ def simulate(
         _compare_with_recording(context, against, report)
         return
     from chairlift.core.kv.swap import check_mode
-    from chairlift_lab.common.workload import LengthRange
-    from chairlift_lab.load.traces import Arrivals, load_trace
-    from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome, random_arrivals, trace_arrivals
+    from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome
     from chairlift_lab.simulator.outcome import figures
     from chairlift_lab.simulator.simulation import AutoscaledSize
     from chairlift_lab.simulator.simulation import simulate as run
     from chairlift_lab.simulator.step_cost import MeasuredCost, Roofline
 
-    _check_counts(requests=requests, copies=copies, block_size=block_size)
-    for name, seconds in (("spread", spread), ("trace_seconds", trace_seconds)):
-        _check_positive(**{name: seconds})
-        if seconds is not None and trace is None:
-            raise InvalidParameter(name, "needs --trace")
+    at_least(1)("block_size", block_size)
     fleet.check()
     report.check()
     model, device, memory = machine.resolve(block_size)
     goal = targets.resolve()
     cost: StepCost = Roofline(model, device) if profile is None else MeasuredCost.load(profile)
     check_mode(preemption, swap_blocks)
+    requests, shares_prefixes = traffic.draw()
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
         block_size=block_size,
@@ -223,16 +234,8 @@ def simulate(
         swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
         block_bytes=block_size * model.kv_bytes_per_token,
         host_bytes_per_second=device.host_bytes_per_second,
+        prefix_caching=shares_prefixes if prefix_caching is None else prefix_caching,
     )
-    if trace is not None:
-        entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
-        traffic = trace_arrivals(entries, copies, spread=spread, seconds=trace_seconds)
-        settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
-    else:
-        lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
-        traffic = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests or RANDOM_REQUESTS, seed)
-    if prefix_caching is not None:
-        settings = replace(settings, prefix_caching=prefix_caching)
     autoscaling = fleet.autoscaling(goal)
     largest = fleet.max_replicas or fleet.replicas
 
@@ -245,19 +248,15 @@ def simulate(
     engines = [make_replica(index) for index in range(fleet.replicas)]
     start = time.perf_counter()
     with watch(enabled=not quiet) as note, _no_garbage_collection():
-        outcome = run(traffic, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
+        outcome = run(requests, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
     wall = time.perf_counter() - start
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
     _show_figures(row, goal)
-    size_names = ("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay")
-    fleet_names = (*size_names, "router", "ingresses", "ingress_by")
-    parameters = {"model": machine.model, "device": device.name} | {name: getattr(fleet, name) for name in fleet_names}
-    names = ("policy", "order", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size")
-    parameters |= {name: context.params[name] for name in (*names, "requests", "seed")}
-    parameters["trace"] = str(trace) if trace else None
+    parameters = {"model": machine.model, "device": device.name} | {name: context.params[name] for name in REPORTED}
+    parameters["trace"] = str(traffic.trace) if traffic.trace else None
     report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
@@ -340,7 +339,8 @@ def plan(
     from chairlift_lab.planning.prediction import ReplicaSettings, decode_curve, highest_rate, plot_plan
     from chairlift_lab.simulator.step_cost import Roofline
 
-    _check_positive(rate=rate)
+    if rate is not None:
+        above(0)("rate", rate)
     report.check()
     model, device, memory = machine.resolve()
     goal, cost = targets.resolve(), Roofline(model, device)

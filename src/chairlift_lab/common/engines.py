@@ -127,6 +127,26 @@ class EngineFigures:
     useful_token_share: float  # share of the computed tokens that are not padding
     cached_tokens: int  # prompt tokens found in the prefix cache
 
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> EngineFigures:
+        steps = [event for event in events if isinstance(event, StepDone)]
+        # Only the first admission counts: later a request finds its own blocks.
+        cached = {event.request_id: event for event in reversed(events) if isinstance(event, RequestAdmitted)}
+        scheduling = sum(step.schedule_seconds + step.apply_seconds for step in steps)
+        building = sum(step.timing.build for step in steps)
+        running = sum(step.timing.total for step in steps)
+        useful = sum(step.decode_tokens + step.prefill_tokens for step in steps)
+        return cls(
+            steps=len(steps),
+            mean_batch_requests=sum(step.requests for step in steps) / len(steps),
+            scheduler_share=(scheduling + building) / (scheduling + running),
+            preemptions=sum(isinstance(event, RequestPreempted) for event in events),
+            peak_kv_blocks=max(step.used_blocks for step in steps),
+            peak_batch_requests=max(step.requests for step in steps),
+            useful_token_share=useful / (useful + sum(step.padding_tokens for step in steps)),
+            cached_tokens=sum(event.cached_tokens for event in cached.values()),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -142,8 +162,8 @@ class Measurement:
         """The figures, with the keys of docs/bench-json.md."""
         output_tokens = sum(len(times) for times in self.token_times)
         arrivals = self.arrivals or [0.0] * len(self.token_times)
-        first = [times[0] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
-        whole = [times[-1] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
+        pairs = list(zip(self.token_times, arrivals, strict=True))
+        first, whole = ([times[place] - arrival for times, arrival in pairs] for place in (0, -1))
         gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
         return {
             "name": name,
@@ -218,8 +238,7 @@ def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Ite
     token_times: dict[str, list[float]] = {engine.submit(prompt, params)[0]: [] for prompt, params in requests}
     engine.expect_no_more()
     while engine.has_work:
-        events = engine.step()
-        now = time.perf_counter() - start_time
+        events, now = engine.step(), time.perf_counter() - start_time
         for event in events:
             if isinstance(event, StepDone):
                 steps.append(event)
@@ -290,7 +309,7 @@ class _Run:
         self._start_time = 0.0
         self._open: dict[str, _Turn] = {}
         self._turns: list[_Turn] = []
-        self._inside = _Inside()
+        self._events: list[Event] = []  # all but those of tokens
 
     def to_end(self, advance: TokenProgress) -> Measurement:
         advance(0)
@@ -306,7 +325,7 @@ class _Run:
             seconds=self._now(),
             input_tokens=sum(len(turn.prompt) for turn in turns),
             token_times=[turn.token_times for turn in turns],
-            inside=self._inside.figures(),
+            inside=EngineFigures.of(self._events),
             arrivals=[turn.came for turn in turns],
         )
 
@@ -317,7 +336,6 @@ class _Run:
         while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
             came, session = self._coming.popleft()
             self._submit(session, 0, [], self._now() if self._is_capped else came)
-
         if not self._coming and all(turn.is_last for turn in self._open.values()):
             self._engine.expect_no_more()
 
@@ -335,49 +353,16 @@ class _Run:
 
     def _record(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._inside.record(event)
             if isinstance(event, TokenProduced):
                 turn = self._open[event.request_id]
                 turn.answer.append(event.token)
                 turn.token_times.append(event.time - self._start_time)
-            elif isinstance(event, RequestFinished):
+                continue
+            self._events.append(event)
+            if isinstance(event, RequestFinished):
                 if event.ending.reason is not FinishReason.LENGTH:
                     raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
                 turn = self._open.pop(event.request_id)
                 if not turn.is_last:
                     said = turn.prompt + turn.answer
                     self._submit(turn.session, turn.index + 1, said, event.time - self._start_time)
-
-
-class _Inside:
-    """Collects figures from the engine's events."""
-
-    def __init__(self) -> None:
-        self._preemptions = 0
-        self._cached: dict[str, int] = {}  # Only the first admission counts: later a request finds its own blocks.
-        self._steps: list[StepDone] = []
-
-    def record(self, event: Event) -> None:
-        if isinstance(event, RequestAdmitted):
-            self._cached.setdefault(event.request_id, event.cached_tokens)
-        elif isinstance(event, RequestPreempted):
-            self._preemptions += 1
-        elif isinstance(event, StepDone):
-            self._steps.append(event)
-
-    def figures(self) -> EngineFigures:
-        steps = self._steps
-        scheduling = sum(step.schedule_seconds + step.apply_seconds for step in steps)
-        building = sum(step.timing.build for step in steps)
-        running = sum(step.timing.total for step in steps)
-        useful = sum(step.decode_tokens + step.prefill_tokens for step in steps)
-        return EngineFigures(
-            steps=len(steps),
-            mean_batch_requests=sum(step.requests for step in steps) / len(steps),
-            scheduler_share=(scheduling + building) / (scheduling + running),
-            preemptions=self._preemptions,
-            peak_kv_blocks=max(step.used_blocks for step in steps),
-            peak_batch_requests=max(step.requests for step in steps),
-            useful_token_share=useful / (useful + sum(step.padding_tokens for step in steps)),
-            cached_tokens=sum(self._cached.values()),
-        )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from chairlift.attention.batch import StepBatch
     from chairlift.attention.interface import AttentionLayer, HostWork, StepAttention
     from chairlift.models.decoder import Decoder
-    from chairlift_lab.common.step_work import KernelWork
+    from chairlift_lab.common.floor import KernelWork
 
 BLOCK_SIZE = 16
 MOST_CACHE_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # Keys and values of at least one layer; this limits how many.
@@ -62,7 +62,7 @@ def attention_case(
     from chairlift.attention.interface import PlainProjection, Projection
     from chairlift.attention.storage import bytes_per_number, narrowed
     from chairlift.runner.memory import allocate_storage
-    from chairlift_lab.common.step_work import KernelWork, attention_work
+    from chairlift_lab.common.floor import KernelWork, attention_work
 
     plan, num_blocks = plan_of(spans)
     first, device = layers[0], model.device
@@ -134,7 +134,7 @@ def _latent_call(
     import torch
 
     from chairlift.attention.interface import LatentProjection
-    from chairlift_lab.common.step_work import KernelWork, attention_work
+    from chairlift_lab.common.floor import KernelWork, attention_work
 
     mixer = next(layer.latent for layer in model.layers if layer.latent is not None)
     shape, up, rows = mixer.shape, mixer.up, sum(count for _, count in spans)

@@ -238,7 +238,7 @@ def warm_up_of(case: ShapeCase) -> ShapeCase:
 
 def run_shape(cases: Cases, note: Note) -> ShapeRun:
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.common.step_work import model_cost
+    from chairlift_lab.common.floor import model_cost
 
     begin = time.perf_counter()
     note("starting")

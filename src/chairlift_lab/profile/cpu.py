@@ -37,7 +37,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.programs import fuse_cpu
 from chairlift.progress import Note
 from chairlift.runner.base import ModelRunner
-from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING
+from chairlift_lab.common.floor import ATTENTION, GEMM, SAMPLING
 from chairlift_lab.profile.step_profile import (
     Batch,
     BatchProfile,

@@ -16,7 +16,7 @@ import torch
 
 from chairlift.engine.startup import StartedEngine
 from chairlift.progress import Note
-from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING
+from chairlift_lab.common.floor import ATTENTION, GEMM, SAMPLING
 from chairlift_lab.profile.step_profile import (
     WARM_UP_STEPS,
     Batch,

@@ -19,8 +19,7 @@ from chairlift.engine.settings import resolve_machine
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
 from chairlift.progress import Note
-from chairlift_lab.common.floor import Ceilings, ceilings_for
-from chairlift_lab.common.step_work import KernelWork, step_work, total
+from chairlift_lab.common.floor import Ceilings, KernelWork, ceilings_for, step_work, total
 
 WARM_UP_STEPS = 3  # decode steps of a batch before the measured ones
 ENGINE_TRACK = 1

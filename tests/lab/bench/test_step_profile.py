@@ -21,7 +21,7 @@ from chairlift.engine.startup import load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.cpu.decoder import _add_product, decode_layer, decode_step, store_layer
 from chairlift.layers.linear import Linear
-from chairlift_lab.common.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
+from chairlift_lab.common.floor import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
 from chairlift_lab.profile.cpu import LAST_PIECE, layer_pieces
 from chairlift_lab.profile.gpu import (
     FIRST_KERNEL,

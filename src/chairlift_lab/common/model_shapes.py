@@ -80,31 +80,19 @@ def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return shorter
 
 
-SMALL_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
+# Small models with random weights: for figures that depend on shapes only, and for `bench stress`.
+SMALL_MODELS: dict[str, Any] = json.loads(Path(__file__).with_name("small_models.json").read_text())
 
 
 def random_llama(device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """A small model with random weights, for figures that depend on shapes only."""
     import torch
 
     from chairlift.models import build_model
     from chairlift.models.dummy import dummy_tensors
 
     with torch.inference_mode():
-        return build_model(SMALL_LLAMA, dummy_tensors(SMALL_LLAMA, device), dtype=dtype, device=device)
+        config = SMALL_MODELS["llama"]
+        return build_model(config, dummy_tensors(config, device), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.models import build_model
 from chairlift.text.tokenizer import Tokenizer
+from chairlift_lab.common.model_shapes import SMALL_MODELS
 from chairlift_lab.common.timing import in_inference_mode
 
 if TYPE_CHECKING:
@@ -114,32 +115,7 @@ class Traffic:
 
 
 END = 256  # the token after those of the 256 bytes
-SHAPE: dict[str, Any] = {
-    "vocab_size": 272,  # more than the tokenizer has
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 24},
-    "qwen3": {},
-    "qwen3_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-    },
-    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
-}
+SHAPE, FAMILIES = SMALL_MODELS["stress"], SMALL_MODELS["families"]  # The vocabulary is larger than the tokenizer's.
 
 
 def stress_model(

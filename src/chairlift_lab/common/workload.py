@@ -202,49 +202,42 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-_TEXTS = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
 # What speculation is measured on, and what lossy options are judged on.
-_NAMES, _TOWNS, _THINGS, _QUESTIONS, _STORY = (
-    _TEXTS[part] for part in ("names", "towns", "things", "questions", "story")
-)
+_TEXTS: dict[str, Any] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
 
 # Prose, instructions, code, tables, dialogue and other languages, by which lossy options are judged.
 QUALITY_TEXTS: tuple[str, ...] = tuple(_TEXTS["quality"])
 
 
+def _pick(kind: str, index: int) -> str:
+    """One of the names, towns, things or questions, in turn."""
+    choices: list[str] = _TEXTS[kind]
+    return choices[index % len(choices)]
+
+
 def extraction(index: int) -> str:
     """Copy a table."""
     rows = [
-        f"{name}, {_TOWNS[(index + place) % len(_TOWNS)]}, {name.split()[0].lower()}{index}@example.com"
-        for place, name in enumerate(_NAMES)
+        f"{name}, {_pick('towns', index + place)}, {name.split()[0].lower()}{index}@example.com"
+        for place, name in enumerate(_TEXTS["names"])
     ]
-    table = "\n".join(rows)
-    return f"Here is a list of people:\n{table}\n\nRepeat the whole list, one person per line, exactly as it is above."
+    return str(_TEXTS["extraction"].format(table="\n".join(rows)))
 
 
 def code_edit(index: int) -> str:
     """Rewrite a program with a small change."""
-    thing = _THINGS[index % len(_THINGS)]
-    program = (
-        f"def best_{thing}(items):\n    best = None\n    for item in items:\n        if item.{thing} is None:\n"
-        f"            continue\n        if best is None or item.{thing} > best.{thing}:\n            best = item\n"
-        f"    return best\n\n\ndef mean_{thing}(items):\n    total = 0\n    count = 0\n    for item in items:\n"
-        f"        if item.{thing} is None:\n            continue\n        total += item.{thing}\n        count += 1\n"
-        f"    return total / count if count else None\n"
-    )
-    return f"```python\n{program}```\n\nRename `items` to `things` in this program. Answer with the whole program only."
+    return str(_TEXTS["code-edit"].format(thing=_pick("things", index)))
 
 
 def quotes(index: int) -> str:
     """Summarise a text with quotes from it."""
-    story = _STORY.format(town=_TOWNS[index % len(_TOWNS)], name=_NAMES[index % len(_NAMES)])
-    return f"{story}\n\nSummarise this text. Quote the most important sentences word for word."
+    return str(_TEXTS["quotes"].format(town=_pick("towns", index), name=_pick("names", index)))
 
 
 def chat(index: int) -> str:
     """Answer an open question, without repeating the prompt."""
-    question = _QUESTIONS[index % len(_QUESTIONS)]
-    return question if index < len(_QUESTIONS) else f"{question} (Answer no. {index}.)"
+    question = _pick("questions", index)
+    return question if index < len(_TEXTS["questions"]) else f"{question} (Answer no. {index}.)"
 
 
 # Of these, only the output of chat does not repeat its prompt.

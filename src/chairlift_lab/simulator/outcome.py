@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import iadd
 from typing import Any
 
 SHARES = (50, 95, 99)  # percentiles of a report
@@ -76,11 +77,12 @@ class Gaps:
         self.total_seconds += sum(seconds) * count
         self.num_tokens += count * len(seconds)
 
-    def update(self, other: Gaps) -> None:
+    def __iadd__(self, other: Gaps) -> Gaps:
         self._seconds.extend(other._seconds)
         self._counts.extend(other._counts)
         self.total_seconds += other.total_seconds
         self.num_tokens += other.num_tokens
+        return self
 
 
 @dataclass(slots=True)
@@ -95,13 +97,8 @@ class SimulationOutcome:
 
     def add(self, other: SimulationOutcome) -> None:
         """Append an outcome that follows this one in time."""
-        self.records.extend(other.records)
-        self.seconds += other.seconds
-        self.steps += other.steps
-        self.busy_seconds += other.busy_seconds
-        self.replica_seconds += other.replica_seconds
-        self.preemptions += other.preemptions
-        self.gaps.update(other.gaps)
+        for name in self.__slots__:
+            setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
 
 
 @dataclass(frozen=True, slots=True)

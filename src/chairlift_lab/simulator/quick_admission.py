@@ -58,7 +58,7 @@ class QuickAdmission:
         if self._kv.prefix_caching or scheduler.ordering.has_claims:
             enough = len(scheduler.waiting) + len(self._unsubmitted)
         while self._unsubmitted and len(scheduler.waiting) < enough:
-            self._aside.submitted.submit(self._unsubmitted.popleft())
+            self._scheduler.enter(self._unsubmitted.popleft())
 
     def admits_none(self) -> bool:
         """Whether no request can be admitted before one of those set aside, the only ones running, ends."""
@@ -94,12 +94,12 @@ class QuickAdmission:
             if passing:
                 if simulated.request is None:
                     self._unsubmitted.remove(simulated)
-                (simulated.request or self._aside.submitted.submit(simulated)).times_passed_over += passing
+                (simulated.request or self._scheduler.enter(simulated)).times_passed_over += passing
         for simulated in decision.admitted:
             if simulated.request is None:
                 self._unsubmitted.remove(simulated)
             else:
-                self._aside.submitted.start(simulated.request)
+                self._scheduler.start(simulated.request)
         self._kv.pool.count_used(decision.blocks)
         return decision.admitted
 
@@ -149,12 +149,12 @@ class QuickAdmission:
             if simulated.request is None:
                 self._unsubmitted.popleft()
                 if any_waits:  # the scheduler counts how often it is passed over
-                    aside.submitted.submit(simulated)
+                    aside.scheduler.enter(simulated)
             match = index.find(simulated.request or simulated)
             if match.in_progress:
                 any_waits = True
                 if simulated.request is None:
-                    aside.submitted.submit(simulated)
+                    aside.scheduler.enter(simulated)
                 continue
             self._start(simulated, match)
             admitted.append(simulated)
@@ -167,8 +167,8 @@ class QuickAdmission:
         assert aside.lazy_indexing is not None
         if simulated.request is None and aside.lazy_indexing.admit(simulated, match):
             return
-        request = simulated.request or aside.submitted.submit(simulated)
-        aside.submitted.start(request)
+        request = simulated.request or aside.scheduler.enter(simulated)
+        aside.scheduler.start(request)
         kv.attach(request, match)
         kv.claim(request)
         copies = kv.reserve(request, request.num_known - request.num_computed)
@@ -220,8 +220,4 @@ class QuickAdmission:
     def _queue(self) -> Iterator[SimulatedRequest]:
         """All waiting requests in the order of submission."""
         submitted = self._scheduler.waiting
-        return (
-            chain(map(self._aside.submitted.find, submitted), self._unsubmitted)
-            if submitted
-            else iter(self._unsubmitted)
-        )
+        return chain(map(self._scheduler.find, submitted), self._unsubmitted) if submitted else iter(self._unsubmitted)

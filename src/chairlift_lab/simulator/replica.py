@@ -14,7 +14,7 @@ from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift_lab.simulator.outcome import Gaps, RequestRecord
 from chairlift_lab.simulator.quick_admission import QuickAdmission
-from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, SubmittedRequests, token_of
+from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, token_of
 from chairlift_lab.simulator.steady_decodes import SteadyDecodes
 from chairlift_lab.simulator.step_cost import SpeedCursor, StepCost
 
@@ -48,8 +48,7 @@ class Replica:
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
         self.due: float | None = None  # the next time to call `wake`; None if there is nothing to do
-        self.submitted = SubmittedRequests(scheduler)
-        self._aside = SteadyDecodes(scheduler, self.submitted)
+        self._aside = SteadyDecodes(scheduler)
         # In flight: a step with a plan of the scheduler, or with quickly admitted requests, or with neither; or a fast
         # forward.
         self._busy = False
@@ -81,7 +80,7 @@ class Replica:
         if self._quick_admission:
             self._quick_admission.add(simulated)
         else:
-            self.submitted.submit(simulated)
+            self.scheduler.enter(simulated)
         if not self._busy:
             self._begin(now, next_arrival)
 
@@ -125,7 +124,7 @@ class Replica:
         if self._quick_admission:
             self._quick_admission.submit_queue()
         plan = scheduler.schedule(now)
-        self.submitted.record_events()
+        self.scheduler.record_events()
         if not plan and not aside.size:
             wakeup = scheduler.next_wakeup(now)
             self.due = wakeup if wakeup is not None and wakeup > now else None
@@ -156,7 +155,7 @@ class Replica:
         if admitted:
             self._aside.add_admitted(admitted, now)
         if self.scheduler.has_events:
-            self.submitted.record_events()
+            self.scheduler.record_events()
 
     def _shape_with_admitted(self) -> StepShape:
         tokens = prefill_kv = 0
@@ -267,7 +266,7 @@ class Replica:
         if not self._keeps_aside():
             self._aside.give_back()
         if self.scheduler.has_events:
-            self.submitted.record_events()
+            self.scheduler.record_events()
 
     def _decode_seconds(self, size: int, idle: int) -> float:
         """The duration of a step of decodes without the positions they read; cached, as few values occur."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.kv.block_pool import BlockPool, EvictionQueue, Resource
@@ -257,21 +258,6 @@ class SimulatedState(SchedulerState):
         return super().batch_is_over and not self.num_aside
 
 
-class SimulatedScheduler(Scheduler):
-    """A scheduler whose steps also have the tokens of requests that are kept aside."""
-
-    state_type = SimulatedState
-    kv: SimulatedKVCache
-    state: SimulatedState
-
-    def _begin_plan(self, now: float) -> PlanBuilder:
-        """The plan of a step that also has one token of each request that is kept aside."""
-        builder = super()._begin_plan(now)
-        builder.room -= self.state.num_aside
-        builder.prefill_room = min(builder.prefill_room, builder.room)
-        return builder
-
-
 class SimulatedRequest:
     """An open request. Most run from arrival to end without being submitted to the scheduler."""
 
@@ -314,17 +300,28 @@ def token_of(request: Request) -> int:
     return _LAST_TOKEN - request.order
 
 
-class SubmittedRequests:
-    """The requests that were submitted to the scheduler."""
+class SimulatedScheduler(Scheduler):
+    """A scheduler whose steps also have the tokens of requests that are kept aside."""
 
-    def __init__(self, scheduler: SimulatedScheduler) -> None:
+    state_type = SimulatedState
+    kv: SimulatedKVCache
+    state: SimulatedState
+
+    def __init__(self, kv: SimulatedKVCache, *others: Any, **options: Any) -> None:
+        super().__init__(kv, *others, **options)
         self.preemptions = 0
         self.on_start: Callable[[RequestRecord], None] = lambda record: None  # called at the first token
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
-        self._scheduler = scheduler
-        self._by_id: dict[str, SimulatedRequest] = {}
+        self._by_id: dict[str, SimulatedRequest] = {}  # those that were submitted to the scheduler
 
-    def submit(self, simulated: SimulatedRequest) -> Request:
+    def _begin_plan(self, now: float) -> PlanBuilder:
+        """The plan of a step that also has one token of each request that is kept aside."""
+        builder = super()._begin_plan(now)
+        builder.room -= self.state.num_aside
+        builder.prefill_room = min(builder.prefill_room, builder.room)
+        return builder
+
+    def enter(self, simulated: SimulatedRequest) -> Request:
         """Submit a request to the scheduler as of its arrival."""
         record = simulated.record
         request = Request(
@@ -334,17 +331,17 @@ class SubmittedRequests:
         request.block_digests = simulated.block_digests
         simulated.request = request
         self._by_id[request.id] = simulated
-        self._scheduler.submit(request, record.arrival)
+        self.submit(request, record.arrival)
         return request
 
-    def submit_running(self, simulated: SimulatedRequest) -> Request:
-        request = self.submit(simulated)
+    def enter_running(self, simulated: SimulatedRequest) -> Request:
+        request = self.enter(simulated)
         self.start(request)
         return request
 
     def start(self, request: Request) -> None:
         """Remove a request from the queue; it runs outside of the scheduler."""
-        self._scheduler.waiting.remove(request)
+        self.waiting.remove(request)
         request.status = Status.RUNNING
 
     def find(self, request: Request) -> SimulatedRequest:
@@ -352,7 +349,7 @@ class SubmittedRequests:
 
     def record_events(self) -> None:
         """Record the events of the scheduler."""
-        for event in self._scheduler.drain_events():
+        for event in self.drain_events():
             if isinstance(event, TokenProduced):
                 self.start_output(self._by_id[event.request_id].record, event.time)
             elif isinstance(event, RequestAdmitted):

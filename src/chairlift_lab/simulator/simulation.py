@@ -76,8 +76,8 @@ class Fleet:
         """Add a replica that is ready; requests that came before the first one are sent to it."""
         self.replicas.append(replica)
         self.router.add(len(self.replicas) - 1, replica.num_cache_tokens)
-        replica.submitted.on_start = self._note_start
-        replica.submitted.on_end = self._note_end
+        replica.scheduler.on_start = self._note_start
+        replica.scheduler.on_end = self._note_end
         waiting, self.unrouted = self.unrouted, []
         for arrival in waiting:
             self._route(arrival, now, math.inf)
@@ -137,8 +137,8 @@ class Fleet:
         for replica in self.replicas:
             outcome.steps += replica.num_steps
             outcome.busy_seconds += replica.busy_seconds
-            outcome.preemptions += replica.submitted.preemptions
-            outcome.gaps.update(replica.gaps)
+            outcome.preemptions += replica.scheduler.preemptions
+            outcome.gaps += replica.gaps
         return outcome
 
 

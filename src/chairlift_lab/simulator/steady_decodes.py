@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 
 from chairlift.core.kv.prefix_index import Miss, PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request
-from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, SubmittedRequests, token_of
+from chairlift_lab.simulator.scheduler import SimulatedRequest, SimulatedScheduler, token_of
 
 _NOTHING_SHARED = PrefixMatch((), Miss.DISABLED)
 _ALL_GENERATED = Ending(FinishReason.LENGTH)
@@ -31,9 +31,8 @@ _ALL_GENERATED = Ending(FinishReason.LENGTH)
 class LazyIndexing:
     """Defers the indexing of requests that were not submitted to the scheduler."""
 
-    def __init__(self, scheduler: SimulatedScheduler, submitted: SubmittedRequests) -> None:
+    def __init__(self, scheduler: SimulatedScheduler) -> None:
         self._scheduler = scheduler
-        self._submitted = submitted
         self._kv = scheduler.kv
         self._pool = scheduler.kv.pool
         self._index = scheduler.kv.index
@@ -80,7 +79,7 @@ class LazyIndexing:
 
     def _submit_running(self, simulated: SimulatedRequest) -> Request:
         num_tokens = simulated.record.n_in
-        request = self._submitted.submit_running(simulated)
+        request = self._scheduler.enter_running(simulated)
         self._pool.count_used(len(simulated.shared) - self._kv.blocks_for(num_tokens))
         self._kv.attach(request, PrefixMatch(tuple(simulated.shared), None))
         self._kv.claim(request)
@@ -97,9 +96,8 @@ class LazyIndexing:
 class SteadyDecodes:
     """The running requests of a scheduler that are set aside."""
 
-    def __init__(self, scheduler: SimulatedScheduler, submitted: SubmittedRequests) -> None:
+    def __init__(self, scheduler: SimulatedScheduler) -> None:
         self.scheduler = scheduler
-        self.submitted = submitted
         self.size = 0
         self.context = 0  # known tokens of all of them: positions that a decode of each reads
         self._state = scheduler.state
@@ -110,7 +108,7 @@ class SteadyDecodes:
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (last step, order, request): a heap
         self._takers = [0] * self._block_size  # requests that take a block in step s, at s % block_size
         self._next_is_counted = False  # whether the blocks of the next step are counted already
-        self.lazy_indexing = LazyIndexing(scheduler, submitted) if scheduler.kv.prefix_caching else None
+        self.lazy_indexing = LazyIndexing(scheduler) if scheduler.kv.prefix_caching else None
 
     @property
     def steps_to_next_end(self) -> int:
@@ -122,7 +120,7 @@ class SteadyDecodes:
         state, staying = self.scheduler.state, []
         for request in state.running:
             if request.decoding and not request.steps_in_flight:
-                self._add(self.submitted.find(request), request.num_known)
+                self._add(self.scheduler.find(request), request.num_known)
             else:
                 staying.append(request)
         state.running = staying
@@ -155,7 +153,7 @@ class SteadyDecodes:
         if request is None:
             if self.lazy_indexing is not None:
                 self.lazy_indexing.end(simulated, num_computed)
-            self.submitted.end(simulated, now)
+            self.scheduler.end(simulated, now)
             return
         if self._kv.prefix_caching or self.scheduler.policy.keeps_slots:
             self._kv.leave_blocks(request, num_computed)
@@ -176,7 +174,7 @@ class SteadyDecodes:
         if simulated.request is None and self.lazy_indexing is not None:
             self.lazy_indexing.index_now(simulated)
         computed = simulated.length - 1 + self._remove(simulated)
-        request = simulated.request or self.submitted.submit_running(simulated)
+        request = simulated.request or self.scheduler.enter_running(simulated)
         if not self._kv.table(request):
             self._kv.attach(request, _NOTHING_SHARED)
             self._kv.claim(request)
@@ -209,7 +207,7 @@ class SteadyDecodes:
             record, known = simulated.record, simulated.num_known
             if record.first_token is None:
                 record.cached = simulated.num_computed
-                self.submitted.start_output(record, now)
+                self.scheduler.start_output(record, now)
             if self._kv.prefix_caching and simulated.request is not None:
                 simulated.request.start_from(known)
                 self._kv.commit(simulated.request)

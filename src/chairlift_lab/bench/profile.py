@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +23,7 @@ from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.timing import OtherPrograms
 from chairlift_lab.common.workload import LengthRange, full_length
 from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.planning.recording import RunOptions, RunRecorder, compare
 from chairlift_lab.report.options import check_writable, machine
 from chairlift_lab.simulator.step_cost import MeasuredCost, Steps
 
@@ -127,20 +127,6 @@ class BackToBackCost(WatchedCost):
         super().observe(shape, seconds if last is None else self._last - last)
 
 
-_run = partial(typer.Option, rich_help_panel="The recorded run")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The traffic of --record."""
-
-    requests: Annotated[int, _run(help="Number of requests.")] = 100
-    prompt_len: Annotated[str, _run(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:256"
-    output_len: Annotated[str, _run(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "8:64"
-    load: Annotated[float, _run(help="Request rate, as a share of the machine's throughput.")] = 0.7
-    seed: Annotated[int, _run(help="The same seed gives the same requests.")] = 0
-
-
 @bench(
     "profile",
     "chairlift bench profile --out profile.json",
@@ -169,7 +155,6 @@ def bench_profile(
     simulate --against FILE repeats that comparison without a model.
     """
     from chairlift.engine.startup import load_engine
-    from chairlift_lab.planning.recording import RunRecorder, RunSettings, compare
 
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
@@ -178,13 +163,6 @@ def bench_profile(
     elif given(context, "max_delay_ms"):
         raise InvalidParameter("max_delay_ms", "cannot be simulated; only the policy's default can")
     refuse_given(context, ("budget", "target_tpot_ms", "target_ttft_ms"), "a profile needs steps of all sizes")
-    settings = RunSettings(
-        requests=traffic.requests,
-        prompt_len=LengthRange.parse("prompt_len", traffic.prompt_len),
-        output_len=LengthRange.parse("output_len", traffic.output_len),
-        load=traffic.load,
-        seed=traffic.seed,
-    )
     check_writable(out, parameter="out")
     config = EngineConfig(**engine.config())
     note("loading")
@@ -193,7 +171,7 @@ def bench_profile(
     others, run = OtherPrograms(), None
     if record:
         note("estimating the throughput of the machine")
-        recorder = RunRecorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
+        recorder = RunRecorder(started, replica, measure_profile(started, rounds=1, note=note).cost, traffic)
         profile = measure_profile(started, rounds=rounds, note=note, seed=1, between=recorder.keep_up)
         run = recorder.recorded(profile.cost)
     else:

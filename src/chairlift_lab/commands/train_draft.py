@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,35 +14,31 @@ import typer
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.core.sampling.params import MAX_SEED
 from chairlift.errors import InvalidParameter
-from chairlift.options import read_text
+from chairlift.options import above, at_least, read_text
+from chairlift_lab.report.options import Count, Settings
 
 TEXTS_VERSION = 4  # version of texts.safetensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    texts: Annotated[int, typer.Option(help="Number of texts that the model writes.")] = 65_536
-    length: Annotated[int, typer.Option(help="Tokens of each text, questions included.")] = 320
-    epochs: Annotated[int, typer.Option(help="Passes over all texts.")] = 6
-    batch: Annotated[int, typer.Option(help="Texts per training step.")] = 64
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent ones.")] = 8192
-    minutes: Annotated[float, typer.Option(help="Time limit; if it is too short, there are fewer texts or epochs.")] = (
-        5.0
-    )
+class TrainSettings(Settings):
+    texts: Annotated[Count, typer.Option(help="Number of texts that the model writes.")] = 65_536
+    length: Annotated[int, at_least(8), typer.Option(help="Tokens of each text, questions included.")] = 320
+    epochs: Annotated[Count, typer.Option(help="Passes over all texts.")] = 6
+    batch: Annotated[Count, typer.Option(help="Texts per training step.")] = 64
+    learning_rate: Annotated[float, above(0), typer.Option(help="Peak learning rate.")] = 1e-3
+    draft_vocab: Annotated[Count, typer.Option(help="Tokens that can be drafted: the most frequent ones.")] = 8192
+    minutes: Annotated[
+        float, above(0), typer.Option(help="Time limit; if it is too short, there are fewer texts or epochs.")
+    ] = 5.0
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     dtype: Annotated[str, typer.Option(help="Type of the model: auto, float32, bfloat16 or float16.")] = "auto"
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
 
     def __post_init__(self) -> None:
-        for name in ("texts", "length", "epochs", "batch", "draft_vocab"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (8 if name == "length" else 1):
-                raise InvalidParameter(name, f"must be a positive integer, got {value!r}")
-        if not (0 < self.learning_rate < 1):
+        Settings.__post_init__(self)
+        if not self.learning_rate < 1:
             raise InvalidParameter("learning_rate", f"must be above 0 and below 1, got {self.learning_rate}")
-        if not 0 < self.minutes < math.inf:
-            raise InvalidParameter("minutes", f"must be above 0, got {self.minutes}")
         if not 0 <= self.seed <= MAX_SEED - self.texts:
             raise InvalidParameter("seed", f"must be from 0 to {MAX_SEED - self.texts}, got {self.seed}")
 

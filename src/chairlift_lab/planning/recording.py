@@ -6,15 +6,19 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from chairlift.errors import InvalidParameter
 from chairlift.options import read_text
 from chairlift_lab.common.workload import BenchRequest, LengthRange
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings, simulate_alone
+from chairlift_lab.report.options import Count, Positive, Settings
 from chairlift_lab.simulator.outcome import Arrival, Gaps, RequestRecord, SimulationOutcome, Targets, figures
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.step_cost import MeasuredCost
@@ -34,20 +38,26 @@ Part = tuple[tuple[float, int, int], ...]
 """Requests: (when it comes, prompt tokens, output tokens)."""
 
 
+_run = partial(typer.Option, rich_help_panel="The recorded run")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class RunOptions(Settings):
     """The traffic of the recorded run."""
 
-    prompt_len: LengthRange
-    output_len: LengthRange
-    requests: int = 100
-    load: float = 0.7  # request rate as a share of the throughput when all come at once
-    seed: int = 0
+    requests: Annotated[Count, _run(help="Number of requests.")] = 100
+    prompt_len: Annotated[str, _run(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:256"
+    output_len: Annotated[str, _run(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "8:64"
+    load: Annotated[Positive, _run(help="Request rate, as a share of the machine's throughput.")] = 0.7
+    seed: Annotated[int, _run(help="The same seed gives the same requests.")] = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "load"):
-            if not getattr(self, name) > 0:
-                raise InvalidParameter(name, f"must be above 0, got {getattr(self, name)}")
+        Settings.__post_init__(self)
+        self.ranges()
+
+    def ranges(self) -> list[LengthRange]:
+        """The lengths of prompts and of outputs."""
+        return [LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +117,7 @@ def compare(run: RecordedRun) -> list[dict[str, Any]]:
 class RunRecorder:
     """Sends requests to an engine and records their outcomes. `replica` has the scheduler settings of `engine`."""
 
-    def __init__(self, engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunSettings) -> None:
+    def __init__(self, engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunOptions) -> None:
         """`cost` gives the machine's throughput, of which the load is a share."""
         self._engine = engine
         self._replica = replica
@@ -141,10 +151,11 @@ class RunRecorder:
         return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, Targets()))
 
 
-def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
+def _draw(settings: RunOptions, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
     """Draw the traffic in parts of about the same number of requests, each starting at time 0."""
     count = settings.requests
-    lengths = [(settings.prompt_len.draw(rng), settings.output_len.draw(rng)) for _ in range(count)]
+    n_in, n_out = settings.ranges()
+    lengths = [(n_in.draw(rng), n_out.draw(rng)) for _ in range(count)]
     at_once = _simulated([(0.0, *pair) for pair in lengths], replica.make(cost))
     rate = settings.load * count / at_once.seconds
     times = list(islice(Arrivals(rate, 1.0).times(settings.seed), count))

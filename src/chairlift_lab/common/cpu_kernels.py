@@ -24,24 +24,17 @@ _CPU = torch.device("cpu")
 
 
 def cpu_ceilings(dtype: torch.dtype, quantization: str) -> Ceilings:
-    """Ceilings with matrix products in the precision of the model."""
-    return Ceilings(read_bytes_per_second(), product_flops_per_second(dtype, quantization))
-
-
-def read_bytes_per_second(num_bytes: int = READ_BYTES) -> float:
-    numbers = np.ones(num_bytes // 8, dtype=np.int64)
+    """How fast all threads read memory, and multiply matrices in the precision of the model."""
+    numbers = np.ones(READ_BYTES // 8, dtype=np.int64)
     sums = np.zeros(-(-len(numbers) // CHUNK), dtype=np.int64)
-    seconds = best_seconds(lambda: the_team().run(_add_up, numbers, sums), _CPU, least=0.5)
+    reading = best_seconds(lambda: the_team().run(_add_up, numbers, sums), _CPU, least=0.5)
     assert sums.sum() == len(numbers)
-    return numbers.nbytes / seconds
-
-
-def product_flops_per_second(dtype: torch.dtype, quantization: str, rows: int = ROWS, size: int = SIZE) -> float:
-    linear = Linear(torch.randn(size, size).to(dtype), format=FORMATS.get(quantization))
+    linear = Linear(torch.randn(SIZE, SIZE).to(dtype), format=FORMATS.get(quantization))
     linear.finalize()
-    x = torch.randn(rows, size).to(dtype)
+    x = torch.randn(ROWS, SIZE).to(dtype)
     with torch.inference_mode():
-        return 2.0 * rows * size**2 / best_seconds(lambda: linear(x), _CPU, least=0.5)
+        multiplying = best_seconds(lambda: linear(x), _CPU, least=0.5)
+    return Ceilings(numbers.nbytes / reading, 2.0 * ROWS * SIZE**2 / multiplying)
 
 
 @compiled_and_kept(FAST)

@@ -154,7 +154,10 @@ def draw_requests(
 ) -> Iterator[BenchRequest]:
     """Random prompts out of the token ids in `vocabulary`, without end; the same arguments give the same ones."""
     source = random.Random(seed)
-    texts = _group_texts(vocabulary, shared, prompt_len.high, seed) if shared and shared.share else []
+    texts = []
+    if shared and shared.share:
+        group, size = random.Random(f"groups {seed}"), round(prompt_len.high * shared.share)
+        texts = [group.choices(vocabulary, k=size) for _ in range(shared.groups)]
     while True:
         length = prompt_len.draw(source)
         prompt = source.choices(vocabulary, k=length)
@@ -162,11 +165,6 @@ def draw_requests(
             common = round(length * shared.share)
             prompt[:common] = source.choice(texts)[:common]
         yield BenchRequest(tuple(prompt), output_len.draw(source))
-
-
-def _group_texts(vocabulary: Sequence[int], shared: SharedPrefixes, longest: int, seed: int) -> list[list[int]]:
-    source = random.Random(f"groups {seed}")
-    return [source.choices(vocabulary, k=round(longest * shared.share)) for _ in range(shared.groups)]
 
 
 def text_like_ids(tokenizer: Tokenizer) -> list[int]:

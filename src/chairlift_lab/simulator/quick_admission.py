@@ -192,12 +192,8 @@ class QuickAdmission:
             if room < 0 or blocks < 0:
                 return []
             blocks -= 1  # one is kept for its output
-        return first if num_waiting <= slots or self._share_nothing(first) else []
-
-    def _share_nothing(self, requests: list[SimulatedRequest]) -> bool:
-        """Whether no two prompts start with the same block."""
-        size = self._kv.block_size
-        return len({tuple(simulated.prompt[:size]) for simulated in requests}) == len(requests)
+        starts = {tuple(simulated.prompt[:block_size]) for simulated in first} if num_waiting > slots else ()
+        return first if num_waiting <= slots or len(starts) == len(first) else []  # No two share their first block.
 
     def _room(self) -> int:
         """Prompt tokens that the next step has room for."""

@@ -252,17 +252,15 @@ class Ingresses(Router):
                 router.loads.report(replica, pending, held)
 
     def route(self, request: RoutedRequest, excluded: Container[ReplicaId] = ()) -> Route:
-        router = self._routers[self._ingress_of(request)]
+        if self._by_tenant and request.keys:
+            ingress = int.from_bytes(request.keys[0].digest[:8], "little")
+        else:
+            ingress = self._turn = self._turn + 1
+        router = self._routers[ingress % len(self._routers)]
         route = router.route(request, excluded)
         self._router_of[id(route)] = router
         self.loads.change(route.replica, route.prompt_cost + route.output_cost, route.num_tokens, route.num_tokens)
         return route
-
-    def _ingress_of(self, request: RoutedRequest) -> int:
-        if self._by_tenant and request.keys:
-            return int.from_bytes(request.keys[0].digest[:8], "little") % len(self._routers)
-        self._turn = (self._turn + 1) % len(self._routers)
-        return self._turn
 
     def started(self, route: Route) -> None:
         if not route.started and route.replica in self.loads:

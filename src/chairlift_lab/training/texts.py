@@ -264,7 +264,7 @@ class Conversations:
             self._write(row, column, before + opening, min(MAX_QUESTION_LENGTH, self.tokens.shape[1] // 4))
             self._asking[row] = True
         elif self._turns is None:  # A text begins with random tokens if there is no chat template.
-            self._answer(row, column, self._random_tokens())
+            self._answer(row, column, [self._random.randrange(self._loaded.model.vocab_size) for _ in range(3)])
         else:
             question = self._encode(questions.first() if first else questions.next())
             self._answer(row, column, before + question + self._turns.answer)
@@ -285,9 +285,6 @@ class Conversations:
         end = column + len(forced)
         self._script[row, column:end] = forced[: max(0, self._script.shape[1] - column)]
         self._turn_ends[row] = end + max_free - 1
-
-    def _random_tokens(self) -> list[int]:
-        return [self._random.randrange(self._loaded.model.vocab_size) for _ in range(3)]
 
 
 class RepetitionDetector:

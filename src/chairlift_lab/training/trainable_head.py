@@ -165,7 +165,8 @@ class DraftObjective:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             previous = head.joint(features)
             for depth in range(DEPTH):
-                previous = head(embedded, _shifted(previous), earlier)
+                # Each token is read with the state before it; the first with zeros.
+                previous = head(embedded, F.pad(previous[:, :-1], (0, 0, 1, 0)), earlier)
                 scores = F.linear(previous[counted], self._rows.to(previous.dtype))
                 losses = F.cross_entropy(scores.float(), goal, reduction="none")
                 drafted = torch.full_like(tokens, -2)
@@ -204,11 +205,6 @@ class DraftObjective:
         with torch.inference_mode():
             choices = [self._target.logits(part).argmax(dim=-1) for part in hidden.split(4096)]
         return copied(torch.cat(choices))
-
-
-def _shifted(states: Tensor) -> Tensor:
-    """Each state at the position of the next token; zeros at the first."""
-    return F.pad(states[:, :-1], (0, 0, 1, 0))
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.runner.base import ModelRunner
 from chairlift_lab.explain.drawing import INK, Look, Panel, Sheet, look_of, owner_look
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import AttentionCall, Run, StepRecord, TimedRequest, TopicEngines
+from chairlift_lab.explain.recording import Run, StepRecord, TimedRequest, TopicEngines
 
 PROMPT, NEW = 5, 9
 CHANGED = 6  # the place of the token that is exchanged in the second experiment
@@ -125,11 +125,8 @@ def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
 
 def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
     """[positions, numbers] for each layer."""
-
-    def keys_and_values(call: AttentionCall) -> Tensor:
-        return torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1)
-
-    return engines.record_calls([TimedRequest("A", tokens, 1)], keys_and_values)[1]
+    request = TimedRequest("A", tokens, 1)
+    return engines.record_calls([request], lambda call: torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1))[1]
 
 
 def _draw_steps(panel: Panel, words: tuple[str, ...], spans: Spans) -> None:

@@ -144,9 +144,9 @@ class TrafficOptions(Settings):
             for name in ("spread", "trace_seconds"):
                 if getattr(self, name) is not None:
                     raise InvalidParameter(name, "needs --trace")
-            lengths = [LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")]
-            arrivals = Arrivals.parse(self.rate, self.arrivals, None)
-            return random_arrivals(arrivals, *lengths, self.requests or RANDOM_REQUESTS, self.seed), False
+            n_in, n_out = (LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len"))
+            arrivals, count = Arrivals.parse(self.rate, self.arrivals, None), self.requests or RANDOM_REQUESTS
+            return random_arrivals(arrivals, n_in, n_out, count, self.seed), False
         entries = [entry.scaled(1.0, self.trace_speed) for entry in load_trace(self.trace)[: self.requests]]
         requests = trace_arrivals(entries, self.copies, spread=self.spread, seconds=self.trace_seconds)
         return requests, any(entry.blocks for entry in entries)

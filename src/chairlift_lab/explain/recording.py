@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -36,16 +38,7 @@ CPU_TIME: Clock = time.process_time
 
 PUSH = 1e6  # added to a value, so that every row with any weight on it changes
 
-TEXT = (
-    "A chairlift never stops for boarding. Skiers who reach the top step off, others get on at the bottom, and every "
-    "chair that passes can carry somebody. A cable car is different: it waits until it is full, it leaves with all of "
-    "them together, and nobody gets on or off before the end of the ride. Most of the time most of its places are "
-    "empty. A server for language models can work in either of these two ways. It may collect questions until it has "
-    "enough of them and answer them together, so that a short answer waits for the longest one. Or it may look at "
-    "every single step who is done and who is new. The second way keeps the machine busy and lets nobody wait for a "
-    "stranger. The price is book-keeping: whose tokens are these, where are their keys and values, and who may look "
-    "at whom? All pictures of this guide are about that book-keeping, and every one of them is drawn from a run."
-)
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +243,8 @@ class TopicEngines:
             return record(started.engine, requests), notes
 
     def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
-        """The first `num_tokens` tokens of TEXT without its first `skip` words."""
-        text = " ".join(TEXT.split()[skip:])
+        """The first `num_tokens` tokens of a text about chairlifts without its first `skip` words."""
+        text = " ".join(TEXTS["chairlift"].split()[skip:])
         tokens = self.loaded.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) < num_tokens:
             raise InvalidParameter("num_tokens", f"the text has {len(tokens)} tokens, not {num_tokens}")

@@ -13,7 +13,7 @@ from chairlift.core.plan import LimitReason, StepLimits
 from chairlift.engine.engine import Engine
 from chairlift_lab.explain.drawing import HIDDEN, INK, Panel, Sheet, look_of
 from chairlift_lab.explain.guide import Topic
-from chairlift_lab.explain.recording import CPU_TIME, Run, TimedRequest, TopicEngines, record
+from chairlift_lab.explain.recording import CPU_TIME, TEXTS, Run, TimedRequest, TopicEngines, record
 
 MOST = 128  # prompt tokens of a step
 ROOM = 28  # prompt tokens that the target leaves room for, about
@@ -158,18 +158,7 @@ def _draw_predictions(panel: Panel, data: CostData) -> None:
 
 DRAFTS = 4
 # A text that comes again, and code that follows a pattern; and how many tokens of each are made.
-TEXTS = {
-    "a list": (
-        "1. Get in line at the lift.\n2. Sit down on the chair.\n3. Lower the bar.\n\nAgain, step by step:\n"
-        "1. Get in line at",
-        24,
-    ),
-    "code": (
-        "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return a - b\n\n"
-        "def multiply(a, b):\n    return a",
-        20,
-    ),
-}
+DRAFTED: dict[str, tuple[str, int]] = TEXTS["drafted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +188,7 @@ class SpeculationData:
 class Speculation(Topic):
     """Speculative decoding: draft tokens, verified in one step."""
 
-    def run(self, engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
+    def run(self, engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = DRAFTED) -> SpeculationData:
         encode = engines.loaded.tokenizer.encode
         requests = [
             TimedRequest(name, tuple(encode(text, add_special_tokens=False)), new)

@@ -17,7 +17,6 @@ import numba
 import torch
 from torch import Tensor
 
-from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
@@ -238,8 +237,15 @@ class TopicEngines:
             if layer is None or call.layer.index == layer:
                 notes.append(note(call))
 
+        def begin(batch: StepBatch, storage: KVStorage) -> StepAttention:
+            return _ListeningStep(inner(batch, storage), batch.layout, storage, listen)
+
         started = self.start(prefix_caching=False, **options)
-        with patch.object(started.runner, "attention", _Listening(started.runner.attention, listen)):
+        attention = started.runner.attention
+        inner = attention.begin
+        # A stack in one kernel would not call `attend` layer by layer.
+        capabilities = replace(attention.capabilities, has_work=False)
+        with patch.multiple(attention, begin=begin, capabilities=capabilities):
             return record(started.engine, requests), notes
 
     def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
@@ -299,29 +305,14 @@ class AttentionCall:
     attention: StepAttention
 
 
-Listener = Callable[[AttentionCall], None]
-
-
-class _Listening(AttentionBackend):
-    """A backend that reports its calls."""
-
-    def __init__(self, inner: AttentionBackend, listener: Listener) -> None:
-        super().__init__(inner.invariant_for)
-        self.inner = inner
-        self.listener = listener
-        # A stack in one kernel would not call `attend` layer by layer.
-        self.capabilities = replace(inner.capabilities, has_work=False)  # type: ignore[misc]
-
-    def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
-        return _ListeningStep(self.inner.begin(batch, storage), batch.layout, storage, self.listener)
-
-
 @dataclass(frozen=True, slots=True)
 class _ListeningStep(StepAttention):
+    """The attention of a step that reports its calls."""
+
     inner: StepAttention
     layout: RaggedLayout
     storage: KVStorage
-    listener: Listener
+    listener: Callable[[AttentionCall], None]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         output = self.inner.attend(layer, q, k, v, sinks=sinks)

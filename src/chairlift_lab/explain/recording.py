@@ -22,9 +22,10 @@ from chairlift.attention.interface import AttentionLayer, StepAttention
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestAdmitted, RequestQueued, StepDone
-from chairlift.core.executor import Executor, ExecutorCapabilities, FinishedStep
-from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.executor import FinishedStep, PendingStep
+from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model
 from chairlift.errors import ChairliftError, InvalidParameter
@@ -119,58 +120,48 @@ class Run:
         return [chunk.count for chunk in chunks if not chunk.decode]
 
 
-class _Recorder(Executor):
-    """An executor that records every plan and result."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.inner: Executor = engine.executor
-        self.scheduler = engine.scheduler
-        self.turn = 0
-        self.steps: list[StepRecord] = []
-
-    @property
-    def capabilities(self) -> ExecutorCapabilities:
-        return self.inner.capabilities
-
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        blocks = range(scheduler.kv.num_blocks)
-        # Recorded before the step runs: `tables` change as requests finish.
-        step = StepRecord(
-            turn=self.turn,
-            step=plan.step,
-            chunks=tuple(map(ChunkRecord.of, plan.chunks)),
-            idle=tuple(request.id for request in scheduler.idle),
-            waiting=tuple(request.id for request in scheduler.waiting),
-            sampled={},
-            padding=0,
-            tables=scheduler.kv.tables(),
-            references=tuple(map(pool.references, blocks)),
-            cached=tuple(filter(pool.is_cached, blocks)),
-        )
-        result = self.inner.run(plan)
-        tokens = iter(result.tokens)
-        sampled = {
-            chunk.request: tuple(islice(tokens, 1 + (result.accepted.get(chunk.request, 0) if chunk.drafts else 0)))
-            for chunk in step.chunks
-            if chunk.samples
-        }
-        self.steps.append(replace(step, sampled=sampled, padding=result.padding_tokens))
-        return FinishedStep(result)
-
-    def forget(self, request_id: str) -> None:
-        self.inner.forget(request_id)
+def _run_recorded(
+    plan: StepPlan, turn: int, scheduler: Scheduler, launch: Callable[[StepPlan], PendingStep]
+) -> tuple[StepRecord, StepResult]:
+    """Run a step, and return its record with its result."""
+    pool, blocks = scheduler.kv.pool, range(scheduler.kv.num_blocks)
+    # Recorded before the step runs: `tables` change as requests finish.
+    step = StepRecord(
+        turn=turn,
+        step=plan.step,
+        chunks=tuple(map(ChunkRecord.of, plan.chunks)),
+        idle=tuple(request.id for request in scheduler.idle),
+        waiting=tuple(request.id for request in scheduler.waiting),
+        sampled={},
+        padding=0,
+        tables=scheduler.kv.tables(),
+        references=tuple(map(pool.references, blocks)),
+        cached=tuple(filter(pool.is_cached, blocks)),
+    )
+    result = launch(plan).result()
+    tokens = iter(result.tokens)
+    sampled = {
+        chunk.request: tuple(islice(tokens, 1 + (result.accepted.get(chunk.request, 0) if chunk.drafts else 0)))
+        for chunk in step.chunks
+        if chunk.samples
+    }
+    return replace(step, sampled=sampled, padding=result.padding_tokens), result
 
 
 def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int = 10_000) -> Run:
     """Submit `requests` at their turns and run until all are done. Decoding is greedy without early stops, so the same
     requests give the same run."""
-    recorder = _Recorder(engine)
-    engine.executor = recorder
     pending = deque(sorted(requests, key=lambda request: request.turn))
+    steps: list[StepRecord] = []
     events: list[Event] = []
-    turn = 0
-    try:
+    turn, inner = 0, engine.executor.launch
+
+    def launch(plan: StepPlan) -> FinishedStep:
+        step, result = _run_recorded(plan, turn, engine.scheduler, inner)
+        steps.append(step)
+        return FinishedStep(result)
+
+    with patch.object(engine.executor, "launch", launch):
         while pending or engine.has_work:
             while pending and pending[0].turn <= turn:
                 request = pending.popleft()
@@ -178,18 +169,14 @@ def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int =
                 engine.submit(request.prompt, params, request_id=request.name)
             if not pending:
                 engine.expect_no_more()
-            recorder.turn = turn
             # A plan is recorded before it runs: its tables and requests have changed since.
             events += (replace(event, plan=None) if isinstance(event, StepDone) else event for event in engine.step())
             engine.check_alive()
             turn += 1
             if turn > max_turns:
                 raise ChairliftError(f"the run did not end within {max_turns} turns")
-    finally:
-        engine.executor = recorder.inner
-    slots = engine.scheduler.max_batch_requests
-    turns = recorder.steps[-1].turn + 1 if recorder.steps else 0  # the last turn only reports
-    return Run(tuple(requests), tuple(recorder.steps), turns, slots, tuple(events))
+    turns = steps[-1].turn + 1 if steps else 0  # The last turn only reports.
+    return Run(tuple(requests), tuple(steps), turns, engine.scheduler.max_batch_requests, tuple(events))
 
 
 @dataclass(frozen=True, slots=True)

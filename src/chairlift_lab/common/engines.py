@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +269,22 @@ def _single_turns(workload: Workload) -> list[Session]:
     return [Session((request,)) for request in workload.requests]
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A request of a session; times are seconds since the start of the run."""
+
+    session: Session
+    index: int
+    prompt: list[int]
+    came: float
+    answer: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.session.turns)
+
+
 def run_sessions(
     engine: Engine,
     sessions: Sequence[Session],
@@ -281,88 +297,46 @@ def run_sessions(
     if longest > engine.max_model_len:
         problem = f"a request of {longest} tokens, prompt and output, exceeds the {engine.max_model_len}"
         raise InvalidParameter("max_model_len", f"{problem} of this model; use shorter lengths")
-    return _Run(engine, sessions, arrivals or [0.0] * len(sessions), in_flight or len(sessions)).to_end(advance)
+    coming = deque(zip(arrivals or [0.0] * len(sessions), sessions, strict=True))
+    most = in_flight or len(sessions)
+    turns: list[_Turn] = []
+    unfinished: dict[str, _Turn] = {}
+    events: list[Event] = []  # all but those of tokens
 
+    def submit(session: Session, index: int, said: Sequence[int], came: float) -> None:
+        prompt = [*said, *session.turns[index].prompt_ids]
+        (request_id,) = engine.submit(prompt, full_length(session.turns[index].n_out))
+        unfinished[request_id] = _Turn(session, index, prompt, came)
+        turns.append(unfinished[request_id])
 
-@dataclass(slots=True)
-class _Turn:
-    """A request in flight."""
-
-    session: Session
-    index: int
-    prompt: list[int]
-    came: float
-    answer: list[int]
-    token_times: list[float]
-
-    @property
-    def is_last(self) -> bool:
-        return self.index + 1 == len(self.session.turns)
-
-
-class _Run:
-    def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float], in_flight: int) -> None:
-        self._engine = engine
-        self._coming = deque(zip(arrivals, sessions, strict=True))
-        self._in_flight = in_flight
-        self._is_capped = in_flight < len(sessions)
-        self._start_time = 0.0
-        self._open: dict[str, _Turn] = {}
-        self._turns: list[_Turn] = []
-        self._events: list[Event] = []  # all but those of tokens
-
-    def to_end(self, advance: TokenProgress) -> Measurement:
-        advance(0)
-        self._start_time = self._engine.now()
-        while self._coming or self._open:
-            self._let_in()
-            time.sleep(self._pause())
-            self._record(self._engine.step())
-            self._engine.check_alive()
-            advance(sum(len(turn.answer) for turn in self._turns))
-        turns = self._turns
-        return Measurement(
-            seconds=self._now(),
-            input_tokens=sum(len(turn.prompt) for turn in turns),
-            token_times=[turn.token_times for turn in turns],
-            inside=EngineFigures.of(self._events),
-            arrivals=[turn.came for turn in turns],
-        )
-
-    def _now(self) -> float:
-        return self._engine.now() - self._start_time
-
-    def _let_in(self) -> None:
-        while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
-            came, session = self._coming.popleft()
-            self._submit(session, 0, [], self._now() if self._is_capped else came)
-        if not self._coming and all(turn.is_last for turn in self._open.values()):
-            self._engine.expect_no_more()
-
-    def _pause(self) -> float:
-        """Seconds until there is something to compute or a request arrives."""
-        until_next = self._coming[0][0] - self._now() if self._coming else math.inf
-        return max(0.0, min(self._engine.pause(), until_next))
-
-    def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
-        turn = session.turns[index]
-        prompt = [*said, *turn.prompt_ids]
-        (request_id,) = self._engine.submit(prompt, full_length(turn.n_out))
-        self._open[request_id] = _Turn(session, index, prompt, came, [], [])
-        self._turns.append(self._open[request_id])
-
-    def _record(self, events: Iterable[Event]) -> None:
-        for event in events:
+    advance(0)
+    start_time = engine.now()
+    while coming or unfinished:
+        while coming and coming[0][0] <= engine.now() - start_time and len(unfinished) < most:
+            came, session = coming.popleft()
+            submit(session, 0, [], engine.now() - start_time if most < len(sessions) else came)
+        if not coming and all(turn.is_last for turn in unfinished.values()):
+            engine.expect_no_more()
+        until_next = coming[0][0] - (engine.now() - start_time) if coming else math.inf
+        time.sleep(max(0.0, min(engine.pause(), until_next)))
+        for event in engine.step():
             if isinstance(event, TokenProduced):
-                turn = self._open[event.request_id]
-                turn.answer.append(event.token)
-                turn.token_times.append(event.time - self._start_time)
+                unfinished[event.request_id].answer.append(event.token)
+                unfinished[event.request_id].token_times.append(event.time - start_time)
                 continue
-            self._events.append(event)
+            events.append(event)
             if isinstance(event, RequestFinished):
                 if event.ending.reason is not FinishReason.LENGTH:
                     raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
-                turn = self._open.pop(event.request_id)
+                turn = unfinished.pop(event.request_id)
                 if not turn.is_last:
-                    said = turn.prompt + turn.answer
-                    self._submit(turn.session, turn.index + 1, said, event.time - self._start_time)
+                    submit(turn.session, turn.index + 1, turn.prompt + turn.answer, event.time - start_time)
+        engine.check_alive()
+        advance(sum(len(turn.answer) for turn in turns))
+    return Measurement(
+        seconds=engine.now() - start_time,
+        input_tokens=sum(len(turn.prompt) for turn in turns),
+        token_times=[turn.token_times for turn in turns],
+        inside=EngineFigures.of(events),
+        arrivals=[turn.came for turn in turns],
+    )

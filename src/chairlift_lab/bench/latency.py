@@ -16,7 +16,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engines import ServedRequests, serve_at_once
+from chairlift_lab.common.engines import Measurement, serve_at_once
 from chairlift_lab.common.floor import Ceilings, ModelCost, floor_seconds
 from chairlift_lab.common.model_shapes import WARM_UP_TOKENS, ShapeOptions, ceilings_line, model_settings
 from chairlift_lab.report.options import Count, Counts, Settings, number_list
@@ -41,7 +41,7 @@ def measure_latency(
     """A row for each length and batch: medians over the repeats of requests that are sent at once."""
     rng = random.Random(0)
 
-    def serve(batch: int, length: int, output: int) -> ServedRequests:
+    def serve(batch: int, length: int, output: int) -> Measurement:
         prompts = [[rng.randrange(engine.vocab_size) for _ in range(length)] for _ in range(batch)]
         return serve_at_once(engine, prompts, [output] * batch)
 
@@ -60,9 +60,7 @@ def measure_latency(
     return rows
 
 
-def _row(
-    runs: Sequence[ServedRequests], length: int, output: int, cost: ModelCost, ceilings: Ceilings
-) -> dict[str, Any]:
+def _row(runs: Sequence[Measurement], length: int, output: int, cost: ModelCost, ceilings: Ceilings) -> dict[str, Any]:
     batch = len(runs[0].token_times)
     first_floor = floor_seconds([length] * batch, [1] * batch, cost, ceilings)
     whole_floor = floor_seconds([length] * batch, [output] * batch, cost, ceilings)

@@ -19,7 +19,7 @@ from chairlift.progress import Note
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
-from chairlift_lab.common.engines import ServedRequests, serve_at_once, touch_cache
+from chairlift_lab.common.engines import Measurement, serve_at_once, touch_cache
 from chairlift_lab.common.floor import Ceilings, ModelCost
 from chairlift_lab.common.kernel_cases import attention_case, device_seconds
 from chairlift_lab.common.model_shapes import (
@@ -74,7 +74,7 @@ def measure_long_contexts(
     return [_measure(started, ceilings, length, settings.output_tokens, rng, note) for length in settings.lengths]
 
 
-def _serve_one(engine: Engine, length: int, output: int, rng: random.Random) -> ServedRequests:
+def _serve_one(engine: Engine, length: int, output: int, rng: random.Random) -> Measurement:
     return serve_at_once(engine, [[rng.randrange(engine.vocab_size) for _ in range(length)]], [output])
 
 
@@ -85,7 +85,7 @@ def _measure(
     from chairlift_lab.common.floor import model_cost
 
     note(f"{length:,} tokens")
-    runs: list[ServedRequests] = []
+    runs: list[Measurement] = []
     model, storage = started.runner.model, started.runner.storage
     peak = peak_bytes(lambda: runs.append(_serve_one(started.engine, length, output, rng)), model.device)
     (run,) = runs

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
@@ -157,13 +158,21 @@ class Measurement:
     token_times: Sequence[Sequence[float]]  # When each token of each request arrived.
     inside: EngineFigures | None = None
     arrivals: Sequence[float] | None = None  # When each request arrived; None: all at the start.
+    steps: Sequence[StepDone] = ()
+
+    @property
+    def firsts(self) -> list[float]:
+        return [times[0] for times in self.token_times]
+
+    @property
+    def lasts(self) -> list[float]:
+        return [times[-1] for times in self.token_times]
 
     def row(self, name: str) -> dict[str, Any]:
         """The figures, with the keys of docs/bench-json.md."""
         output_tokens = sum(len(times) for times in self.token_times)
         arrivals = self.arrivals or [0.0] * len(self.token_times)
-        pairs = list(zip(self.token_times, arrivals, strict=True))
-        first, whole = ([times[place] - arrival for times, arrival in pairs] for place in (0, -1))
+        first, whole = (list(map(sub, times, arrivals)) for times in (self.firsts, self.lasts))
         gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
         return {
             "name": name,
@@ -212,25 +221,7 @@ class Session:
         return sum(len(turn.prompt_ids) + turn.n_out for turn in self.turns)
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRequests:
-    """Requests that were sent at once and have ended; times are seconds since they were sent."""
-
-    seconds: float
-    token_times: Sequence[Sequence[float]]
-    """When each token of each request came: at the end of its step."""
-    steps: Sequence[StepDone]
-
-    @property
-    def firsts(self) -> list[float]:
-        return [times[0] for times in self.token_times]
-
-    @property
-    def lasts(self) -> list[float]:
-        return [times[-1] for times in self.token_times]
-
-
-def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Iterable[int]) -> ServedRequests:
+def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Iterable[int]) -> Measurement:
     """Send all requests at once, each for exactly so many tokens, and run the engine until it has no work."""
     requests = [(prompt, full_length(count)) for prompt, count in zip(prompts, outputs, strict=True)]
     steps: list[StepDone] = []
@@ -246,7 +237,8 @@ def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Ite
                 token_times[event.request_id].append(now)
     seconds = time.perf_counter() - start_time
     engine.check_alive()
-    return ServedRequests(seconds, list(token_times.values()), steps)
+    num_input = sum(len(prompt) for prompt, _ in requests)
+    return Measurement(seconds, num_input, list(token_times.values()), steps=steps)
 
 
 def measure_engine(

@@ -109,10 +109,8 @@ class LongPrompts:
     """Keeps a fixed number of requests decoding and submits long prompts one by one."""
 
     def __init__(self, engine: Engine, vocabulary: Sequence[int], settings: ChunkingSettings) -> None:
-        for parameter, needed in (
-            ("prompt_len", settings.prompt_len + 1),
-            ("output", settings.start + settings.output),
-        ):
+        longest = {"prompt_len": settings.prompt_len + 1, "output": settings.start + settings.output}
+        for parameter, needed in longest.items():
             if needed > engine.max_model_len:
                 problem = f"{needed} tokens do not fit into the {engine.max_model_len} of this model"
                 raise InvalidParameter(parameter, problem)

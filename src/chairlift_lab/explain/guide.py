@@ -95,8 +95,8 @@ class _Filler(Formatter):
     """Fills figures into a page, with two conversions of its own."""
 
     def convert_field(self, value: Any, conversion: str | None) -> Any:
-        own = {"n": len, "t": sum}.get(conversion or "")
-        return super().convert_field(value, conversion) if own is None else own(value)
+        own: Mapping[str | None, Callable[[Any], Any]] = {"n": len, "t": sum}
+        return own[conversion](value) if conversion in own else super().convert_field(value, conversion)
 
 
 @cache

@@ -70,10 +70,15 @@ class Attention(Topic):
         scores, weights = _scores_and_weights(call, head)
         output = weights @ call.v[:, kv_head]
         hidden = inputs[-len(calls) :][layer.index]  # The first ones are of a warm-up.
-        matrices = (hidden, call.q[:, head], call.k[:, kv_head], call.v[:, kv_head], scores, weights, output)
+        tensors = {"hidden": hidden, "q": call.q[:, head], "k": call.k[:, kv_head], "v": call.v[:, kv_head]}
+        tensors |= {"scores": scores, "weights": weights, "output": output}
+        matrices: dict[str, Any] = {
+            name: tuple(tuple(round(value, 5) for value in row) for row in tensor.tolist())
+            for name, tensor in tensors.items()
+        }
         return AttentionData(
             *(words, layer.index, head, kv_head, layer.num_heads, len(calls), layer.scale),
-            *(tuple(tuple(round(value, 5) for value in row) for row in matrix.tolist()) for matrix in matrices),
+            **matrices,
             difference=float((output - call.output[:, head]).abs().max()),
             asks=asks,
             run=recorded,
@@ -266,7 +271,7 @@ def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> V
     model = engines.loaded.model
     layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]
     where: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-    sizes = {"block_size": BLOCK_SIZE, "max_model_len": BLOCK_SIZE, "max_batch_requests": 1}
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_model_len": BLOCK_SIZE, "max_batch_requests": 1}
     large, small = (
         plan_memory(layers, weight_bytes=0, kv_memory=memory, **where, **sizes).num_blocks
         for memory in (GIB, 64 * 2**20)

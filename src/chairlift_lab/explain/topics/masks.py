@@ -248,8 +248,8 @@ class Kernels(Topic):
         measured = {name: self._measure(engines, name, requests) for name in WAYS}
         outputs = [output for _, output, _ in measured.values()]
         apart = max(float((output - other).abs().max()) for output, other in pairwise(outputs))
-        ways, runs = ({name: each[part] for name, each in measured.items()} for part in (0, 2))
-        return KernelsData(ways, apart, runs)
+        ways = {name: way for name, (way, _, _) in measured.items()}
+        return KernelsData(ways, apart, {name: run for name, (_, _, run) in measured.items()})
 
     def _measure(
         self, engines: TopicEngines, name: str, requests: list[TimedRequest]

@@ -25,8 +25,18 @@ from chairlift_lab.common.kernel_cases import BLOCK_SIZE, plan_of
 from chairlift_lab.common.model_shapes import MachineOptions
 from chairlift_lab.common.timing import best_seconds, in_inference_mode, peak_bytes
 from chairlift_lab.common.workload import SpreadLengths
-from chairlift_lab.report.options import Count, Counts, ReportOptions, Settings, each, number_list, parse_names
-from chairlift_lab.report.plots import Plot, Value, picture
+from chairlift_lab.report.options import (
+    Count,
+    Counts,
+    Plot,
+    ReportOptions,
+    Settings,
+    Value,
+    each,
+    number_list,
+    parse_names,
+    picture,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,7 @@ from chairlift_lab.common.long_prompts import (
     TurnClock,
     engine_for_long_prompts,
 )
-from chairlift_lab.report.options import ReportOptions, number_list
-from chairlift_lab.report.plots import PlotPanel, save_panels
+from chairlift_lab.report.options import PlotPanel, ReportOptions, number_list, save_panels
 
 # A target is met if the median of the inter-token times is inside it and their 99th percentile within this much of it.
 ALLOWANCE = 1.2

@@ -23,8 +23,7 @@ from chairlift_lab.common.floor import ceilings_for
 from chairlift_lab.common.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift_lab.common.verdicts import ClaimsTable, ClaimVerdict
 from chairlift_lab.common.workload import LengthRange, SpreadLengths, full_length, make_workload
-from chairlift_lab.report.options import ReportOptions, number_list, parse_names
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import Plot, ReportOptions, number_list, parse_names, picture
 
 Rows = Sequence[Mapping[str, Any]]
 

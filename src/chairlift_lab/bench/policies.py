@@ -21,8 +21,17 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift_lab.common.engines import EngineMaker, measure_engine
 from chairlift_lab.common.workload import BenchRequest, SpreadLengths, Workload
-from chairlift_lab.report.options import Count, Positive, ReportOptions, Settings, each, number_list, parse_names
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import (
+    Count,
+    Plot,
+    Positive,
+    ReportOptions,
+    Settings,
+    each,
+    number_list,
+    parse_names,
+    picture,
+)
 
 LONGEST = 8  # limit of output lengths, as a multiple of the mean
 AT_ONCE, POISSON = "at-once", "poisson"

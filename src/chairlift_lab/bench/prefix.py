@@ -16,8 +16,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import EngineMaker, Session, run_sessions
 from chairlift_lab.common.workload import BenchRequest, TokenSource
-from chairlift_lab.report.options import Count, ReportOptions, Settings, parse_names
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import Count, Plot, ReportOptions, Settings, parse_names, picture
 
 _chat, _rag, _agents = (partial(typer.Option, rich_help_panel=panel) for panel in ("Chat", "RAG", "Agents"))
 

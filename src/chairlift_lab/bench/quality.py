@@ -25,8 +25,7 @@ from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.timing import in_inference_mode
 from chairlift_lab.common.workload import QUALITY_TEXTS
-from chairlift_lab.report.options import ReportOptions
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import Plot, ReportOptions, picture
 
 if TYPE_CHECKING:
     from torch import Tensor

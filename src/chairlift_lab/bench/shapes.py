@@ -37,8 +37,7 @@ from chairlift_lab.common.model_shapes import (
     warm_up_of,
 )
 from chairlift_lab.peers.peers import CHECK_SECONDS, PeerFailed, PeerProcess, run_ours
-from chairlift_lab.report.options import ReportOptions
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import Plot, ReportOptions, picture
 
 SHAPE_PEERS = {"vllm": "vLLM"}  # Their titles, by name.
 PROGRAM = "shapes.py"

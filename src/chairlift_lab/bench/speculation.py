@@ -23,8 +23,7 @@ from chairlift_lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift_lab.common.engines import EngineMaker, touch_cache
 from chairlift_lab.common.speculation_replay import ablate, earns_its_place
 from chairlift_lab.common.workload import SCENARIOS
-from chairlift_lab.report.options import Count, ReportOptions, Settings, each, number_list
-from chairlift_lab.report.plots import Plot, picture
+from chairlift_lab.report.options import Count, Plot, ReportOptions, Settings, each, number_list, picture
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

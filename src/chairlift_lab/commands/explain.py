@@ -13,7 +13,7 @@ from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.progress import watch
 from chairlift.terminal.console import show_log
 from chairlift_lab.explain.guide import ALL, TOPICS, parse_formats, topic_named, write_guide
-from chairlift_lab.report.plots import require_matplotlib
+from chairlift_lab.report.options import require_matplotlib
 
 
 @app.command(

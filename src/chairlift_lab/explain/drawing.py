@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift_lab.report.plots import require_matplotlib
+from chairlift_lab.report.options import require_matplotlib
 
 GAP = 0.06  # Two cells are this far apart, so that they can be counted by eye.
 DPI = 110

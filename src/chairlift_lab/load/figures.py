@@ -17,8 +17,7 @@ from chairlift.options import above
 from chairlift.terminal.tables import Column, show_table
 from chairlift_lab.common.engines import percentile
 from chairlift_lab.load.client import LoadRecord, LoadRun
-from chairlift_lab.report.options import Settings
-from chairlift_lab.report.plots import PlotPanel, save_panels
+from chairlift_lab.report.options import PlotPanel, Settings, save_panels
 
 
 @dataclass(frozen=True, slots=True)

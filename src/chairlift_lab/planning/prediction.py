@@ -21,7 +21,7 @@ from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift_lab.common.workload import LengthRange
 from chairlift_lab.load.traces import HASHED_TOKENS, Arrivals, TraceEntry
 from chairlift_lab.planning.machine import BLOCK_SIZE
-from chairlift_lab.report.plots import save_panels
+from chairlift_lab.report.options import save_panels
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, Targets, percentile
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler

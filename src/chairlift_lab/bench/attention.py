@@ -92,61 +92,6 @@ class AttentionSettings(AttentionOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """One attention layer, its device and dtype."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def layer(self) -> AttentionLayer:
-        from chairlift.attention.interface import AttentionLayer
-
-        return AttentionLayer(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
-
-    def backends(self) -> dict[str, AttentionBackend]:
-        """The backends that support it, by name; the one that the engine would choose comes first."""
-        from chairlift.attention.backends.base import choose_backend
-
-        backends = {}
-        for name in sorted(BACKENDS.names(), key=lambda name: -BACKENDS.get(name).preference):
-            try:
-                backends[name] = choose_backend(name, [self.layer], self.device, self.dtype)
-            except InvalidParameter:
-                continue
-        return backends
-
-    def random(self, *sizes: int) -> Tensor:
-        import torch
-
-        return torch.randn(*sizes, device=self.device, dtype=self.dtype)
-
-
-def time_modes(shape: AttentionShape, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Seconds per backend for a batch of (start, count): a request with `start` cached tokens that computes `count`."""
-    from chairlift.attention.batch import build_batch
-    from chairlift.attention.storage import KVStorage
-
-    plan, num_blocks = plan_of(spans)
-    keys, values = (shape.random(num_blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim) for _ in range(2))
-    storage = KVStorage([keys], [values])
-
-    def seconds(backend: AttentionBackend) -> float:
-        batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
-        # Planned once for all layers of a model, so planning is not part of a layer's cost.
-        attend = backend.begin(batch, storage)
-        rows = len(batch.tokens)
-        q = shape.random(rows, shape.heads, shape.head_dim)
-        k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))
-        return best_seconds(lambda: attend.attend(shape.layer, q, k, v), shape.device)
-
-    return {name: seconds(backend) for name, backend in shape.backends().items()}
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionRun:
     """What every experiment gets."""
 
@@ -155,14 +100,53 @@ class AttentionRun:
     dtype: torch.dtype
     note: Note
 
-    def shape(self, heads: int, kv_heads: int) -> AttentionShape:
-        return AttentionShape(heads, kv_heads, self.settings.head_dim, self.device, self.dtype)
+    def layer(self, heads: int, kv_heads: int) -> AttentionLayer:
+        from chairlift.attention.interface import AttentionLayer
+
+        size = self.settings.head_dim
+        return AttentionLayer(0, heads, kv_heads, size, size**-0.5)
+
+    def random(self, *sizes: int) -> Tensor:
+        import torch
+
+        return torch.randn(*sizes, device=self.device, dtype=self.dtype)
+
+    def time_modes(self, layer: AttentionLayer, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """Seconds per backend that supports the layer; the one that the engine would choose comes first.
+
+        The batch consists of (start, count): a request with `start` cached tokens that computes `count`.
+        """
+        from chairlift.attention.backends.base import choose_backend
+        from chairlift.attention.batch import build_batch
+        from chairlift.attention.storage import KVStorage
+
+        plan, num_blocks = plan_of(spans)
+        heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        keys, values = (self.random(num_blocks + 1, BLOCK_SIZE, kv_heads, size) for _ in range(2))
+        storage = KVStorage([keys], [values])
+
+        def seconds(backend: AttentionBackend) -> float:
+            batch = build_batch(plan, storage, self.device, rectangular=backend.capabilities.rectangular)
+            # Planned once for all layers of a model, so planning is not part of a layer's cost.
+            attend = backend.begin(batch, storage)
+            rows = len(batch.tokens)
+            q, k, v = (self.random(rows, count, size) for count in (heads, kv_heads, kv_heads))
+            return best_seconds(lambda: attend.attend(layer, q, k, v), self.device)
+
+        times = {}
+        for name in sorted(BACKENDS.names(), key=lambda name: -BACKENDS.get(name).preference):
+            try:
+                backend = choose_backend(name, [layer], self.device, self.dtype)
+            except InvalidParameter:
+                continue
+            times[name] = seconds(backend)
+        return times
 
 
 def compare_modes(run: AttentionRun) -> Iterator[Row]:
     """Decoding batches, and mixed ones in which the last request computes a prompt, in each mode."""
     settings = run.settings
-    shape = run.shape(settings.heads, settings.kv_heads)
+    layer = run.layer(settings.heads, settings.kv_heads)
     for kind in ("decode", "mixed"):
         for variation in settings.variations:
             for batch in settings.batches:
@@ -182,7 +166,7 @@ def compare_modes(run: AttentionRun) -> Iterator[Row]:
                     "padding": batch * max(count for _, count in spans) - tokens,
                     "context": sum(ends),
                     "padded_context": batch * max(ends),
-                    "seconds": time_modes(shape, spans),
+                    "seconds": run.time_modes(layer, spans),
                     "name": f"{kind}, {batch} requests, variation {variation:g}",
                 }
 
@@ -193,11 +177,10 @@ def compare_tiling(run: AttentionRun) -> Iterator[Row]:
 
     from chairlift.runner.memory import free_memory
 
-    heads, device = run.settings.tiling_heads, run.device
-    shape = run.shape(heads, heads)
+    heads, size_of_head, device = run.settings.tiling_heads, run.settings.head_dim, run.device
     for size in run.settings.tiling_sizes:
         run.note(f"tiled and materialised, {size} tokens")
-        q, k, v = (shape.random(1, heads, size, shape.head_dim) for _ in range(3))
+        q, k, v = (run.random(1, heads, size, size_of_head) for _ in range(3))
         tiled = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         full = partial(materialised, q, k, v)
         matrices = 3 * heads * size**2 * run.dtype.itemsize  # scores, masked scores, weights: at most
@@ -230,9 +213,9 @@ def compare_head_sharing(run: AttentionRun) -> Iterator[Row]:
     heads, batch, context = settings.sharing_heads, settings.sharing_batch, settings.context
     for name, kv_heads in (("MHA", heads), ("GQA", heads // settings.sharing_group), ("MQA", 1)):
         run.note(f"{name}, {batch} requests of {context} tokens")
-        shape = run.shape(heads, kv_heads)
+        layer = run.layer(heads, kv_heads)
         memory = plan_memory(
-            [shape.layer],
+            [layer],
             weight_bytes=0,
             kv_memory=KV_MEMORY,
             dtype=run.dtype,
@@ -241,11 +224,11 @@ def compare_head_sharing(run: AttentionRun) -> Iterator[Row]:
             max_model_len=context,
             max_batch_requests=1,
         )
-        first, *_ = time_modes(shape, [(context - 1, 1)] * batch).values()
+        first, *_ = run.time_modes(layer, [(context - 1, 1)] * batch).values()
         yield {
             "name": name,
             "kv_heads": kv_heads,
-            "bytes_per_token": bytes_per_token([shape.layer], run.dtype),  # keys and values of one layer
+            "bytes_per_token": bytes_per_token([layer], run.dtype),  # keys and values of one layer
             "decode_seconds": first,
             "largest_batch": memory.num_blocks // -(-context // BLOCK_SIZE),
         }

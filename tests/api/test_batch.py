@@ -25,8 +25,7 @@ from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.batch import input as batch_input
 from chairlift.server.batch.input import BatchLine, LineSet, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
-from chairlift.server.batch.run import BatchResponse, BatchRun
-from chairlift.server.batch_send import remote_server
+from chairlift.server.batch.run import BatchResponse, BatchRun, remote_server
 from chairlift_lab.load.local_server import MODEL_NAME, local_server
 
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.batch.input import LineSet, read_lines
+from chairlift.server.batch.input import LineSet, plan_shards, read_lines, shard_files, shard_folder
 from chairlift.server.batch.output import BatchCounts, BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun
-from chairlift.server.batch.shards import plan_shards, shard_files, shard_folder
 
 OK = b'{"usage":{"completion_tokens":2}}'
 

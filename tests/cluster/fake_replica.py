@@ -15,8 +15,7 @@ from chairlift.cluster.serving.relay import Relay
 from chairlift.cluster.serving.routing_table import ReplicaInfo, ReplicaLoad, RoutingTable
 from chairlift.server.access import KeyTable
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.listener import listen
+from chairlift.server.http.listener import UvicornServer, listen
 from chairlift.server.metrics import Metrics
 
 KEY = "key-of-the-replica"

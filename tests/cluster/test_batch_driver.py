@@ -12,9 +12,9 @@ import pytest
 from chairlift.cluster import batch as driver
 from chairlift.cluster.batch import MAX_DEATHS, RayBatch, WorkerResources, choose_resources
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
+from chairlift.server.batch.input import Shard, shard_folder
 from chairlift.server.batch.output import BatchCounts
 from chairlift.server.batch.run import BatchResponse, BatchRun
-from chairlift.server.batch.shards import Shard, shard_folder
 from chairlift.server.config import ServerConfig
 from tests.cluster.fake_ray import FakeRay, RayError
 

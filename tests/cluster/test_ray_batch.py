@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.batch.shards import shard_files, shard_folder
+from chairlift.server.batch.input import shard_files, shard_folder
 from tests.cluster.own_ray import OwnRay, own_ray
 from tests.tiny import write_tiny_checkpoint
 

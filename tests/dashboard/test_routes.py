@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from chairlift.server.access import KeySources, KeyTable
-from chairlift.server.http.service import (
+from chairlift.server.http.dashboard import (
     MAX_FRAMES,
     MAX_SUBSCRIBERS,
     MAX_SUBSCRIBERS_OF_KEY,

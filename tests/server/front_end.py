@@ -12,10 +12,9 @@ from typing import Any
 
 from chairlift.core.request import RequestLimits
 from chairlift.server.access import KeySources, KeyTable
-from chairlift.server.app import make_app
-from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.listener import Certificate
-from chairlift.server.http.service import Service
+from chairlift.server.front_end import make_app
+from chairlift.server.http.listener import Certificate, UvicornServer
+from chairlift.server.http.routes import Service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.served_model import ServedModel

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.generation.endpoint import StrictModel
+from chairlift.server.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from chairlift.server.openai.types import ChatRequest, CompletionRequest, TokenizeRequest
-from chairlift.server.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.text.messages import plain_data
 

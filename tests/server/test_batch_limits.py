@@ -12,9 +12,9 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey, KeyLimits, KeyTable, _digest
+from chairlift.server.batch.folder import BatchRecord, FilesFolder
 from chairlift.server.batch.input import scan
-from chairlift.server.files.batch_runner import WAIT_SECONDS
-from chairlift.server.files.folder import BatchRecord, FilesFolder
+from chairlift.server.batch.runner import WAIT_SECONDS
 from chairlift.server.wire.messages import Submit, ToEngine, Update
 from tests.server.front_end import NAME, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for

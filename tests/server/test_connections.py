@@ -19,7 +19,6 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.machine.files import connection_limit, file_limit
-from chairlift.server.front_end import LogLimit
 from chairlift.server.http.connections import (
     Acceptor,
     Connection,
@@ -27,7 +26,7 @@ from chairlift.server.http.connections import (
     Connections,
     _host,
 )
-from chairlift.server.http.listener import Certificate
+from chairlift.server.http.listener import Certificate, LogLimit
 from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
 from tests.server.running_server import wait_for
@@ -40,9 +39,9 @@ import asyncio, socket
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from chairlift.server.front_end import UvicornServer
+from chairlift.server.http.listener import UvicornServer
 from chairlift.server.http.listener import Certificate
-from chairlift.server.front_end import LogLimit
+from chairlift.server.http.listener import LogLimit
 from chairlift.server.wire.limits import Limits
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
@@ -243,7 +242,7 @@ def test_the_limit_leaves_file_descriptors_for_the_rest(monkeypatch: pytest.Monk
 
 def test_the_lines_of_one_statement_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("chairlift.server.front_end.time.monotonic", lambda: now)
+    monkeypatch.setattr("chairlift.server.http.listener.time.monotonic", lambda: now)
     limit, passed = LogLimit(), []
 
     def log(line: int, text: str) -> None:

@@ -16,8 +16,13 @@ import pytest
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
-from chairlift.server.process.engine_handle import make_socket_folder, remove_stale_folders
+from chairlift.server.process.engine_client import (
+    EngineClient,
+    EngineState,
+    Supervision,
+    make_socket_folder,
+    remove_stale_folders,
+)
 from chairlift.server.process.streams import FORGET_SECONDS, MAX_DEATHS, MAX_SUSPECTS, Quarantine, UpdateStream
 from chairlift.server.wire.messages import (
     Cancel,

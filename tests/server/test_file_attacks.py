@@ -19,12 +19,13 @@ import httpx
 import pytest
 
 from chairlift.errors import InvalidParameter, StorageFull
+from chairlift.server.batch import file_store
 from chairlift.server.batch import input as batch_input
+from chairlift.server.batch import runner as batch_runner
+from chairlift.server.batch.file_store import OUTPUT_SECONDS, FileStore, Upload
+from chairlift.server.batch.folder import BatchRecord, BatchStatus, FilesFolder
 from chairlift.server.batch.input import BatchLine
 from chairlift.server.batch.output import BatchOutput
-from chairlift.server.files import batch_runner, file_store
-from chairlift.server.files.file_store import OUTPUT_SECONDS, FileStore, Upload
-from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder
 from chairlift.server.http import bodies
 from chairlift.server.wire.messages import Submit
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent

@@ -19,10 +19,10 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.server.files.batch_runner import _finish
-from chairlift.server.files.file_store import FileStore
-from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder
-from chairlift.server.files.routes import add_file_routes
+from chairlift.server.batch.file_store import FileStore
+from chairlift.server.batch.folder import BatchRecord, BatchStatus, FilesFolder
+from chairlift.server.batch.routes import add_file_routes
+from chairlift.server.batch.runner import _finish
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
 CHAT = "/v1/chat/completions"

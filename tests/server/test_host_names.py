@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.http.guards import HostNames
 from tests.server.front_end import NAME, front_end
 from tests.server.running_server import HTTP

@@ -19,8 +19,7 @@ from starlette.applications import Starlette
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import UvicornServer
-from chairlift.server.http.listener import Certificate, listen
+from chairlift.server.http.listener import Certificate, UvicornServer, listen
 from chairlift.server.lifecycle import serve_forever
 from chairlift.server.served_model import read_chat_template
 from chairlift.server.wire.limits import Limits

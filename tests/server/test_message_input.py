@@ -9,10 +9,9 @@ import anthropic
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.anthropic.context_edits import CLEARED, ContextManagement
 from chairlift.server.anthropic.endpoint import MessagesGeneration, renamed
 from chairlift.server.anthropic.input import MessageInput
-from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
+from chairlift.server.anthropic.types import CLEARED, ContextManagement, CountTokensRequest, MessagesRequest
 from chairlift.server.generation.endpoint import parse_at
 from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer

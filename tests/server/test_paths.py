@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from chairlift.server.access import KeySources, KeyTable
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.http.boundary import endpoint_path
 from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, FrontEnd, front_end

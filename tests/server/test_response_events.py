@@ -16,7 +16,7 @@ from chairlift.core.plan import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
-from chairlift.server.responses.response_builder import ResponseObjectBuilder
+from chairlift.server.responses.endpoint import ResponseObjectBuilder
 from chairlift.server.responses.tools import InputReader
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel

@@ -136,7 +136,8 @@ async def _answer(
     on_progress: ProgressCallback,
 ) -> None:
     from chairlift.client.http import Address, HttpClient
-    from chairlift.server.batch_send import own_engine, remote_server
+    from chairlift.server.batch.run import remote_server
+    from chairlift.server.front_end import own_engine
 
     # Cancel on SIGTERM, as on Ctrl-C, so that the engine exits before this process.
     this = asyncio.current_task()

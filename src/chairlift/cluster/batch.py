@@ -21,11 +21,11 @@ from typing import Any
 from chairlift import __version__
 from chairlift.cluster.ray_runtime import import_ray
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
+from chairlift.server.batch.input import SUFFIX, Shard, plan_shards, shard_folder
 from chairlift.server.batch.output import BatchCounts, BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun, ProgressCallback, Send
-from chairlift.server.batch.shards import SUFFIX, Shard, plan_shards, shard_folder
-from chairlift.server.batch_send import own_engine
 from chairlift.server.config import ServerConfig
+from chairlift.server.front_end import own_engine
 
 Node = Mapping[str, float]
 """Resources of a machine, as Ray names them: CPU, GPU and others."""

@@ -18,9 +18,8 @@ import chairlift
 from chairlift.cluster.serving.routing_table import KnownReplica, RoutingTable
 from chairlift.server.dashboard.page import content_policy, fleet_page
 from chairlift.server.generation.reply import EventStream
-from chairlift.server.http.dashboard import PATH
+from chairlift.server.http.dashboard import PATH, too_many_pages
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.service import too_many_pages
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import unavailable
 

@@ -236,9 +236,8 @@ class _Bucket:
 @dataclass(slots=True)
 class _Account:
     limits: KeyLimits
-    requests: _Bucket | None
-    tokens: _Bucket | None
-    open: int = 0
+    buckets: dict[str, _Bucket]  # The key is what they hold; there is one for each limit per minute.
+    open: int
 
 
 class RateLimiter:
@@ -248,47 +247,44 @@ class RateLimiter:
         self._accounts: dict[str, _Account] = {}
 
     async def begin(self, key: APIKey) -> Allowance:
-        now, account = self._clock(), self._account(key)
-        most = key.limits.concurrent_requests
+        account, most = self._account(key), key.limits.concurrent_requests
         if most is not None and account.open >= most:
             raise self._refusal(key, CONCURRENT, f"{most} concurrent requests", 1.0)
-        if account.requests is not None:
-            if account.requests.level(now) < 1:
-                wait = account.requests.seconds_until(1, now)
-                raise self._refusal(key, REQUESTS, f"{account.requests.limit} requests per minute", wait)
-            account.requests.take(1, now)
+        self._take(key, account, REQUESTS, 1)
         account.open += 1
         return Allowance(self, key, self._headers(account))
 
     async def charge(self, allowance: Allowance, tokens: int) -> None:
-        key = allowance.key
-        now, account = self._clock(), self._account(key)
-        bucket = account.tokens
-        if bucket is not None:
-            if tokens > bucket.limit:
-                problem = f"{bucket.limit} tokens per minute, and this request alone may need {tokens}"
-                raise self._refusal(key, TOKENS, problem, None)
-            if bucket.level(now) < tokens:
-                wait = bucket.seconds_until(tokens, now)
-                raise self._refusal(key, TOKENS, f"{bucket.limit} tokens per minute", wait)
-            bucket.take(tokens, now)
+        account = self._account(allowance.key)
+        self._take(allowance.key, account, TOKENS, tokens)
         allowance.headers = self._headers(account)
+
+    def _take(self, key: APIKey, account: _Account, kind: str, amount: int) -> None:
+        """Take requests or tokens, if they are limited. Raises a 429 error if there are not as many."""
+        now, bucket = self._clock(), account.buckets.get(kind)
+        if bucket is None:
+            return
+        if amount > bucket.limit:
+            problem = f"{bucket.limit} {kind} per minute, and this request alone may need {amount}"
+            raise self._refusal(key, kind, problem, None)
+        if bucket.level(now) < amount:
+            wait = bucket.seconds_until(amount, now)
+            raise self._refusal(key, kind, f"{bucket.limit} {kind} per minute", wait)
+        bucket.take(amount, now)
 
     def end(self, allowance: Allowance, unused: int) -> None:
         account = self._accounts[allowance.key.name]  # its limits may have changed since
         account.open -= 1
-        if account.tokens is not None:
-            account.tokens.take(-unused, self._clock())
+        if TOKENS in account.buckets:
+            account.buckets[TOKENS].take(-unused, self._clock())
 
     def _account(self, key: APIKey) -> _Account:
         """Return the account of the key's name. New limits take effect at once, with full buckets."""
         known = self._accounts.get(key.name)
         if known is None or known.limits != key.limits:
-            now, limits = self._clock(), key.limits
-            requests = None if limits.requests_per_minute is None else _Bucket(limits.requests_per_minute, now)
-            tokens = None if limits.tokens_per_minute is None else _Bucket(limits.tokens_per_minute, now)
-            known = _Account(limits, requests, tokens, known.open if known else 0)
-            self._accounts[key.name] = known
+            most = {REQUESTS: key.limits.requests_per_minute, TOKENS: key.limits.tokens_per_minute}
+            buckets = {kind: _Bucket(limit, self._clock()) for kind, limit in most.items() if limit is not None}
+            known = self._accounts[key.name] = _Account(key.limits, buckets, known.open if known else 0)
         return known
 
     def _refusal(self, key: APIKey, kind: str, limit: str, wait: float | None) -> APIError:
@@ -304,12 +300,11 @@ class RateLimiter:
     def _headers(self, account: _Account) -> Headers:
         """Return OpenAI's headers about the limits of this key."""
         headers: Headers = {}
-        for kind, bucket in ((REQUESTS, account.requests), (TOKENS, account.tokens)):
-            if bucket is not None:
-                now = self._clock()
-                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
-                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level(now))))
-                headers[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.limit, now))
+        for kind, bucket in account.buckets.items():
+            now = self._clock()
+            headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level(now))))
+            headers[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.limit, now))
         return headers
 
 

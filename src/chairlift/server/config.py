@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from chairlift.core.orderings.fair import parse_weights
 from chairlift.errors import InvalidParameter
 from chairlift.options import parse_bytes
 from chairlift.server.access import KeySources
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.http.listener import Certificate
 from chairlift.server.options import ServerOptions
 from chairlift.server.process.engine_client import Supervision
@@ -73,26 +73,18 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     if server.files_dir is not None:
         FilesFolder(server.files_dir, files_quota)  # refuses a folder that cannot be written
+    # Options that the configuration has under the same name.
+    names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
     return ServerConfig(
         model=model,
-        served_names=server.served_model_name or (),
         engine=engine,
-        host=server.host,
-        port=server.port,
-        uds=server.uds,
+        quiet=quiet,
+        served_names=server.served_model_name or (),
         certificate=_certificate(server),
-        access_log=server.access_log,
         traces_endpoint=server.otlp_traces_endpoint,
-        log_level=server.log_level or ("warning" if quiet else "info"),
-        chat_template=server.chat_template,
         keys=keys,
-        isolate_keys=server.isolate_keys,
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
-        files_dir=server.files_dir,
-        files_quota=files_quota,
-        drain_timeout=server.drain_timeout,
-        api_workers=server.api_workers,
         limits=Limits(
             max_waiting=server.max_waiting,
             max_connections=server.max_connections,
@@ -100,12 +92,8 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
             default_timeout=server.request_timeout,
         ),
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
-        unknown_fields="refuse" if server.unknown_fields == "refuse" else "ignore",
-        tool_format=server.tool_format,
-        dashboard=server.dashboard,
-        public_metrics=server.public_metrics,
-        policy_switch=server.policy_switch,
-        quiet=quiet,
+        **{name: getattr(server, name) for name in names}
+        | {"files_quota": files_quota, "log_level": server.log_level or ("warning" if quiet else "info")},
     )
 
 
@@ -127,20 +115,9 @@ def _key_sources(server: ServerOptions) -> KeySources:
 
 
 def encode_config(config: ServerConfig) -> bytes:
-    return msgspec.msgpack.encode(config, enc_hook=_encode_path)
+    """Return the configuration as bytes; of its values, msgpack has no type for paths only."""
+    return msgspec.msgpack.encode(config, enc_hook=str)
 
 
 def decode_config(data: bytes) -> ServerConfig:
-    return msgspec.msgpack.decode(data, type=ServerConfig, dec_hook=_decode_path)
-
-
-def _encode_path(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(type(value))
-
-
-def _decode_path(kind: type, value: Any) -> Any:
-    if issubclass(kind, Path):
-        return Path(value)
-    raise NotImplementedError(kind)
+    return msgspec.msgpack.decode(data, type=ServerConfig, dec_hook=lambda kind, value: kind(value))

@@ -1,56 +1,196 @@
-"""The HTTP front end of one process."""
+"""The HTTP front end of one process: the ASGI application with its middleware, error handlers and routes, and the
+server that runs it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import socket
-import time
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 
-from chairlift.errors import ChairliftError, InvalidParameter
+import chairlift
+from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
-from chairlift.machine.files import connection_limit
 from chairlift.machine.hardware import count_gpus
 from chairlift.server.access import APIKey, KeyTable
-from chairlift.server.app import make_app
+from chairlift.server.batch.folder import FilesFolder
+from chairlift.server.batch.routes import add_file_routes
+from chairlift.server.batch.run import BatchResponse, Send, call
+from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.config import ServerConfig
-from chairlift.server.files.folder import FilesFolder
-from chairlift.server.http.boundary import make_tracer_provider
-from chairlift.server.http.connections import Acceptor, Connections, GuardedProtocol
-from chairlift.server.http.guards import HostNames
-from chairlift.server.http.listener import Certificate
-from chairlift.server.http.service import Service
+from chairlift.server.generation.endpoint import invalid_field
+from chairlift.server.http.bodies import threaded_body_route
+from chairlift.server.http.boundary import (
+    AccessLog,
+    RequestBoundary,
+    Tracing,
+    make_tracer_provider,
+    open_access_log,
+)
+from chairlift.server.http.dashboard import add_dashboard_routes
+from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
+from chairlift.server.http.listener import UvicornServer
+from chairlift.server.http.routes import (
+    ERRORS,
+    Service,
+    add_generation_routes,
+    add_status_routes,
+    add_tokenizer_routes,
+)
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.served_model import ServedModel
-from chairlift.server.wire.limits import Limits
+from chairlift.server.wire.errors import APIError, as_api_error
+from chairlift.server.wire.unknown_fields import HEADER, UnknownFieldsRule
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_RATE_LIMIT_HEADERS = [
+    f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
+]
+# That scripts of other origins may read.
+EXPOSED_HEADERS = ["x-request-id", "request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
+# Codes of the errors that the web framework raises: a body nested too deeply, a path or method without a route.
+_FRAMEWORK_CODES = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
 
 
-def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
-    """Load what a front end needs of the model: the tokenizer."""
-    # The model is downloaded here to show a progress bar.
-    path, names = resolve_model(config.model, progress=not config.quiet), (config.model_name, *config.served_names[1:])
-    return ServedModel.load(path, names, config.engine, tool_format=config.tool_format, chat_template=chat_template)
+# ---- the application -------------------------------------------------------------------------------------------------
 
 
-def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, chat_template: str | None) -> Service:
-    """Build the front end without HTTP. The application's lifespan starts the engine."""
-    return Service.local(
-        load_served_model(config, chat_template),
-        engine,
-        metrics,
-        config.limits,
-        isolate_keys=config.isolate_keys,
-        policy_switch=config.may_switch_policy(),
+def make_app(
+    service: Service,
+    keys: KeyTable | None = None,
+    cors_origins: Sequence[str] = (),
+    *,
+    dashboard: bool = True,
+    hosts: HostNames | None = None,
+    public_metrics: bool = False,
+    access_log: Path | None = None,
+    tracer_provider: TracerProvider | None = None,
+    files: FilesFolder | None = None,
+    unknown_fields: UnknownFieldsRule = "ignore",
+) -> FastAPI:
+    table = KeyTable() if keys is None else keys
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.engine.start()
+        tasks = [asyncio.create_task(_ping(service))]
+        if files is not None:
+            internal = make_internal_app(service, unknown_fields)
+            tasks.append(asyncio.create_task(BatchRunner(files, service, internal, table).run()))
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tracer_provider is not None:
+            await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
+
+    # A redirect for a trailing slash would name the address of this server, which clients of a proxy must not learn.
+    app = FastAPI(
+        title="Chairlift",
+        version=chairlift.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
+    app.add_middleware(
+        RequestGuard,
+        keys=table,
+        hosts=hosts or HostNames(origins=cors_origins),
+        limits=service.limits,
+        metrics=service.metrics,
+        public_metrics=public_metrics,
+        isolate_keys=service.isolate_keys,
+        uploads=files is not None,
+        rate_limits=service.rate_limits,
+        unknown_fields=unknown_fields,
+    )
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    observers: list[AccessLog | Tracing] = []
+    if access_log is not None:
+        observers.append(AccessLog(open_access_log(access_log)))
+    if tracer_provider is not None:
+        observers.append(Tracing(tracer_provider, service.model.name))
+    app.add_middleware(RequestBoundary, observers=observers)
+    _add_generation(app, service)
+    add_tokenizer_routes(app, service)
+    add_status_routes(app, service)
+    add_file_routes(app, files, ERRORS)
+    if dashboard:
+        add_dashboard_routes(app, service.subscribers, policy_switch=service.policy_switch)
+    return app
+
+
+def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> FastAPI:
+    """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
+    keys apply."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.add_middleware(RequestMeter, rate_limits=service.rate_limits, unknown_fields=unknown_fields)
+    app.add_middleware(RequestBoundary)
+    _add_generation(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    """Add the generation routes, and what reads the bodies and turns errors into responses of all routes."""
+    app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
+    app.add_exception_handler(ChairliftError, _chairlift_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    add_generation_routes(app, service)
+
+
+async def _ping(service: Service) -> None:
+    while True:
+        await asyncio.sleep(service.limits.ping_seconds)
+        service.engine.ping_streams()
+
+
+async def _chairlift_error(_: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, APIError):
+        return error.response()
+    code = _FRAMEWORK_CODES.get(error.status_code)
+    return APIError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {})).response()
+
+
+async def _validation_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
+        problem = "send the body as JSON, with the header 'Content-Type: application/json'"
+        return APIError(415, problem, code="unsupported_media_type").response()
+    errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # The first part is "body".
+    if errors[0]["type"] == "json_invalid":
+        return APIError(400, "the body is not valid JSON", code="invalid_json").response()
+    return as_api_error(invalid_field(errors, error.body)).response()
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
 
 
 class HTTPServer:
@@ -110,75 +250,22 @@ class LocalFrontEnd(HTTPServer):
         super().__init__(config, make_service(config, engine, metrics, chat_template), config.keys.read())
 
 
-class UvicornServer(uvicorn.Server):
-    """A server that limits its connections, and leaves signals to its owner."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: Limits,
-        certificate: Certificate | None = None,
-        *,
-        shared: bool = False,
-        files_per_connection: int = 1,
-    ) -> None:
-        """`shared`: whether other processes accept connections from the same socket."""
-        super().__init__(_uvicorn_config(app, limits, certificate))
-        self._limits = limits
-        self._shared = shared
-        self._log_limit = LogLimit()
-        self._connections = Connections(connection_limit(limits.max_connections, files_per_connection))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._log_limit.apply()
-        await self.lifespan.startup()
-        if self.lifespan.should_exit:
-            raise ChairliftError("the HTTP server cannot start; the log says why")
-        make_protocol = partial(
-            GuardedProtocol,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-            limits=self._limits,
-            connections=self._connections,
-        )
-        self.servers: list[Any] = [
-            Acceptor(
-                listener,
-                self._connections,
-                make_protocol,
-                self.config.ssl,
-                handshake_seconds=self._limits.header_seconds,
-                shared=self._shared,
-            )
-            for listener in sockets or ()
-        ]
-        self.started = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        self._log_limit.remove()
-
-    def capture_signals(self) -> Any:
-        """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""
-        return nullcontext()
+def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
+    """Load what a front end needs of the model: the tokenizer."""
+    # The model is downloaded here to show a progress bar.
+    path, names = resolve_model(config.model, progress=not config.quiet), (config.model_name, *config.served_names[1:])
+    return ServedModel.load(path, names, config.engine, tool_format=config.tool_format, chat_template=chat_template)
 
 
-def _uvicorn_config(app: ASGIApp, limits: Limits, certificate: Certificate | None) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        lifespan="on",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
-        timeout_graceful_shutdown=2,
-        h11_max_incomplete_event_size=limits.max_header_bytes,
-        ssl_certfile=None if certificate is None else certificate.certfile,
-        ssl_keyfile=None if certificate is None else certificate.keyfile,
+def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, chat_template: str | None) -> Service:
+    """Build the front end without HTTP. The application's lifespan starts the engine."""
+    return Service.local(
+        load_served_model(config, chat_template),
+        engine,
+        metrics,
+        config.limits,
+        isolate_keys=config.isolate_keys,
+        policy_switch=config.may_switch_policy(),
     )
 
 
@@ -195,6 +282,30 @@ def make_engine(config: ServerConfig, metrics: Metrics) -> EngineClient:
     )
 
 
+@asynccontextmanager
+async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
+    """Start an engine and handle the requests of a batch as the server does, without a network."""
+    metrics = Metrics()
+    engine = make_engine(config, metrics)
+    app = make_app(make_service(config, engine, metrics, chat_template=None))
+
+    async def require_ready() -> None:
+        """Wait until the engine is started or restarted; raise if it failed."""
+        if await engine.wait_until_settled() is not EngineState.READY:
+            raise EngineDead(f"the engine failed: {engine.problem}")
+
+    async def send(path: str, body: bytes) -> BatchResponse:
+        await require_ready()
+        return await call(app, path, body)
+
+    try:
+        async with app.router.lifespan_context(app):
+            await require_ready()
+            yield send
+    finally:
+        await engine.stop()
+
+
 def check_device(device: str) -> None:
     """Raise if `device` is a GPU that this machine does not have."""
     if not device.startswith("cuda"):
@@ -204,35 +315,3 @@ def check_device(device: str) -> None:
         raise InvalidParameter("device", "there is no CUDA device here; choose cpu")
     if index >= count:
         raise InvalidParameter("device", f"{device} does not exist; there are {count} CUDA devices, from cuda:0")
-
-
-LOGGERS = ("asyncio", "chairlift.cluster", "chairlift.server", "python_multipart.multipart", "uvicorn.error")
-MAX_LINES = 10  # One statement of the program may log as many.
-PERIOD_SECONDS = 60.0
-
-
-class LogLimit(logging.Filter):
-    """Passes at most MAX_LINES records of one statement in a period; the next period says how many were left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._periods: dict[tuple[str, int], tuple[float, int]] = {}  # when it began, and the records since then
-
-    def apply(self) -> None:
-        for name in LOGGERS:
-            logging.getLogger(name).addFilter(self)
-
-    def remove(self) -> None:
-        for name in LOGGERS:
-            logging.getLogger(name).removeFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        place, now = (record.pathname, record.lineno), time.monotonic()
-        start, count = self._periods.get(place, (now, 0))
-        if now - start >= PERIOD_SECONDS:
-            if count > MAX_LINES:
-                record.msg = f"{record.getMessage()} ({count - MAX_LINES} more such lines were left out)"
-                record.args = None
-            start, count = now, 0
-        self._periods[place] = start, count + 1
-        return count < MAX_LINES

@@ -7,28 +7,25 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.files import connection_limit, raise_file_limit
 from chairlift.server.access import warn_of_short_keys
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import check_device, make_engine
+from chairlift.server.front_end import LocalFrontEnd, check_device, make_engine
 from chairlift.server.http.boundary import check_traces_endpoint, open_access_log
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.engine_handle import remove_stale_folders
+from chairlift.server.process.engine_client import EngineState, remove_stale_folders
+from chairlift.server.served_model import read_chat_template
+from chairlift.server.workers.hub import WorkerPool
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
-if TYPE_CHECKING:
-    from chairlift.server.front_end import LocalFrontEnd
-    from chairlift.server.workers.hub import WorkerPool
-
 log = logging.getLogger("chairlift.server")
+
+FrontEnd = LocalFrontEnd | WorkerPool
 
 
 async def serve_forever(
@@ -48,7 +45,7 @@ async def serve_forever(
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     HostNames(config.host, config.allowed_hosts)  # raises for invalid names
-    template = _read_template(config.chat_template)
+    template = read_chat_template(config.chat_template)
     if template is not None and config.engine.get("reasoning_parser") is None:
         # The engine only knows the model's own template, which may have other reasoning.
         config = replace(config, engine={**config.engine, "reasoning_parser": recognised_reasoning(template)})
@@ -73,27 +70,13 @@ async def serve_forever(
             config.uds.unlink(missing_ok=True)
 
 
-def _read_template(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    from chairlift.server.served_model import read_chat_template  # imports most of the front end
-
-    return read_chat_template(file)
-
-
-async def _start_front_end(config: ServerConfig, template: str | None) -> LocalFrontEnd | WorkerPool:
-    """Start the engine's process, which imports torch while this one imports and builds its front end."""
+async def _start_front_end(config: ServerConfig, template: str | None) -> FrontEnd:
+    """Start the engine's process, which imports torch while this one builds its front end."""
     metrics = Metrics(config.model_name)
     engine = make_engine(config, metrics)
     await engine.start()
     try:
-        if config.api_workers == 1:
-            from chairlift.server.front_end import LocalFrontEnd
-
-            return LocalFrontEnd(config, template, engine, metrics)
-        from chairlift.server.workers.hub import WorkerPool
-
-        return WorkerPool(config, template, engine, metrics)
+        return (LocalFrontEnd if config.api_workers == 1 else WorkerPool)(config, template, engine, metrics)
     except BaseException:
         await engine.stop(timeout=0.0)
         raise
@@ -101,7 +84,7 @@ async def _start_front_end(config: ServerConfig, template: str | None) -> LocalF
 
 async def _run(
     config: ServerConfig,
-    front_end: LocalFrontEnd | WorkerPool,
+    front_end: FrontEnd,
     serving: asyncio.Task[None],
     signals: _Signals,
     on_ready: Callable[[], None],
@@ -115,10 +98,13 @@ async def _run(
         on_ready()
     while not signalled.done() and not serving.done():
         if front_end.engine.state is EngineState.FAILED:
-            if front_end.engine.loaded is None:
-                raise _cannot_start(front_end.engine)
-            log.error("the engine failed: %s", front_end.engine.problem)
-            return 1
+            engine = front_end.engine
+            if engine.loaded is not None:
+                log.error("the engine failed: %s", engine.problem)
+                return 1
+            if engine.bad_parameter is not None:
+                raise InvalidParameter(engine.bad_parameter, engine.problem)
+            raise EngineDead(f"the engine cannot start: {engine.problem}")
         await asyncio.wait({signalled, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     if not signalled.done():
         return 1
@@ -126,20 +112,14 @@ async def _run(
     return 128 + signals.second if signals.second else 0
 
 
-async def _wait_until_ready(front_end: LocalFrontEnd | WorkerPool) -> EngineState:
+async def _wait_until_ready(front_end: FrontEnd) -> EngineState:
     state = await front_end.engine.wait_until_settled()
     if state is EngineState.READY:
         await front_end.wait_until_listening()
     return state
 
 
-def _cannot_start(engine: EngineClient) -> ChairliftError:
-    if engine.bad_parameter is not None:
-        return InvalidParameter(engine.bad_parameter, engine.problem)
-    return EngineDead(f"the engine cannot start: {engine.problem}")
-
-
-async def _drain(front_end: LocalFrontEnd | WorkerPool, timeout: float, signals: _Signals) -> None:
+async def _drain(front_end: FrontEnd, timeout: float, signals: _Signals) -> None:
     """Refuse new requests and wait for those in flight."""
     front_end.drain()
     deadline = asyncio.get_running_loop().time() + timeout
@@ -162,7 +142,7 @@ class _Signals:
         self.first.set()
 
 
-def _reload_on_hangup(config: ServerConfig, front_end: LocalFrontEnd | WorkerPool) -> None:
+def _reload_on_hangup(config: ServerConfig, front_end: FrontEnd) -> None:
     """Read the key file and the certificate again on SIGHUP. Without them the signal ends the server, as usual."""
 
     def reload() -> None:

@@ -31,8 +31,8 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"chairlift_{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _LATENCIES) -> Histogram:
+            return Histogram(f"chairlift_{name}", text, buckets=buckets, registry=registry)
 
         self._last_wait_reasons: set[str] = set()  # reasons in the last report
         self.running = gauge("requests_running", "Requests in the batch")
@@ -51,14 +51,9 @@ class Metrics:
         self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
         self.step_tokens = counter("step_tokens", "Tokens computed, by kind", ("kind",))
         self.part_seconds = counter("step_part_seconds", "Time the engine spent in parts of steps", ("part",))
-        self.step_requests = Histogram(
-            "chairlift_step_requests", "Requests in a step", buckets=_SIZES, registry=registry
-        )
-        self.prediction_error = Histogram(
-            "chairlift_step_prediction_error_ratio",
-            "|measured - predicted| / measured time of a step",
-            buckets=_RATIOS,
-            registry=registry,
+        self.step_requests = histogram("step_requests", "Requests in a step", _SIZES)
+        self.prediction_error = histogram(
+            "step_prediction_error_ratio", "|measured - predicted| / measured time of a step", _RATIOS
         )
         self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget allows in a step")
         self.decisions = counter("budget_decisions", "Changes of the token budget, by reason", ("reason",))
@@ -78,20 +73,16 @@ class Metrics:
         self.restarts = counter("engine_restarts", "Restarts of the engine process")
         self.worker_restarts = counter("worker_restarts", "Restarts of HTTP processes")
         self.recorder_faults = counter("dashboard_faults", "Failures of the dashboard's recorder")
-        self.first_token = histogram("time_to_first_token", "From the request to its first token")
-        self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
-        self.end_to_end = histogram("end_to_end", "From the request to its end")
+        self.first_token = histogram("time_to_first_token_seconds", "From the request to its first token")
+        self.inter_token = histogram("inter_token_seconds", "Between consecutive tokens of a completion")
+        self.end_to_end = histogram("end_to_end_seconds", "From the request to its end")
         self.phases = {
-            "queue": histogram("request_queue", "From the request to its admission to the batch"),
-            "prefill": histogram("request_prefill", "From the admission to the first token"),
-            "decode": histogram("request_decode", "From the first to the last token"),
+            "queue": histogram("request_queue_seconds", "From the request to its admission to the batch"),
+            "prefill": histogram("request_prefill_seconds", "From the admission to the first token"),
+            "decode": histogram("request_decode_seconds", "From the first to the last token"),
         }
-        self.request_prompt_tokens = Histogram(
-            "chairlift_request_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, registry=registry
-        )
-        self.request_output_tokens = Histogram(
-            "chairlift_request_output_tokens", "Tokens of a finished completion", buckets=_TOKENS, registry=registry
-        )
+        self.request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.request_output_tokens = histogram("request_output_tokens", "Tokens of a finished completion", _TOKENS)
 
     def record_step(self, report: StepReport) -> None:
         self.running.set(report.running)

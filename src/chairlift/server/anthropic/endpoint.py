@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.anthropic.input import MessageInput
-from chairlift.server.anthropic.response_builder import MessageBuilder, MessageForm
+from chairlift.server.anthropic.errors import anthropic_error
+from chairlift.server.anthropic.input import MessageInput, tool_input
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, Tokenized, renamed_parameter
+from chairlift.server.generation.endpoint import GenerationRequest, Tokenized, renamed_parameter
+from chairlift.server.generation.reply import Event, PartsBuilder
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration, ChatPrompt
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.errors import APIError
+from chairlift.server.wire.messages import Update
+from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta, ReasoningDelta
 
 # Prefixes of chat parameters, and this endpoint's names for them.
 _NAMES = {
@@ -24,6 +29,9 @@ _NAMES = {
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\]|tool_choice)\.function": r"\1",
 }
+# Anthropic's signatures prove that thinking came from its server. This server takes any thinking back, but clients drop
+# thinking without a signature.
+SIGNATURE = "unsigned"
 
 
 class MessagesGeneration(GenerationRequest):
@@ -32,29 +40,21 @@ class MessagesGeneration(GenerationRequest):
     body: MessagesRequest
 
     def __init__(self, body: MessagesRequest, model: ServedModel, request_id: str) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._chat = chat_of(body, model)
         super().__init__(body, model, self._chat.params, streams=bool(body.stream), prompt_parameter="messages")
 
     def tokenize(self, max_tokens: int) -> Tokenized:
         """Tokenize the prompt. If the context has no room for `max_tokens` of output, the message may fill it."""
         tokenized = tokenize_messages(self.body, self._chat, max_tokens)
-        prompt, thinking = tokenized.prompt, self.body.thinking
-        wanted, room = self.body.max_tokens, max(max_tokens - len(prompt.tokens), 1)
+        prompt, wanted = tokenized.prompt, self.body.max_tokens
+        room = max(max_tokens - len(prompt.tokens), 1)
+        limit = "model_context_window_exceeded" if wanted > room else "max_tokens"
 
-        def reply(response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-            form = MessageForm(
-                model=self.model.name,
-                message_id=response_id,
-                request_id=self._request_id,
-                limit="model_context_window_exceeded" if wanted > room else "max_tokens",
-                shows_thinking=thinking is None or thinking.display != "omitted",
-                edits=tokenized.edits,
-            )
-            return MessageBuilder(form, prompt.parser(), usage)
+        def reply(response_id: str, completion_ids: list[str], usage: Usage) -> MessageBuilder:
+            return MessageBuilder(self, tokenized, response_id, usage, limit)
 
-        params = prompt.params.clone(max_tokens=min(wanted, room))
-        return Tokenized([prompt.tokens], params, reply, prompt.reasoning)
+        return Tokenized([prompt.tokens], prompt.params.clone(max_tokens=min(wanted, room)), reply, prompt.reasoning)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return renamed(error, self.body)
@@ -131,3 +131,130 @@ def model_info(name: str, created: int, max_model_len: int | None) -> dict[str, 
 def model_page(models: list[dict[str, Any]]) -> dict[str, Any]:
     """Return Anthropic's list of all models."""
     return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+
+
+# ---- responses: content blocks, and events about them ----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    """A block of a response: text, thinking or the use of a tool."""
+
+    start: dict[str, Any]  # The block begins so, without content.
+    delta_type: str
+    delta_field: str
+    pieces: list[str] = field(default_factory=list)
+
+    @classmethod
+    def text(cls) -> ContentBlock:
+        return cls({"type": "text", "text": ""}, "text_delta", "text")
+
+    @classmethod
+    def thinking(cls) -> ContentBlock:
+        return cls({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking")
+
+    @classmethod
+    def tool_use(cls, call: CallBegun) -> ContentBlock:
+        start = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+        return cls(start, "input_json_delta", "partial_json")
+
+    @property
+    def kind(self) -> str:
+        return str(self.start["type"])
+
+    def body(self) -> dict[str, Any]:
+        text = "".join(self.pieces)
+        if self.kind == "tool_use":
+            return self.start | {"input": tool_input(text)}
+        return self.start | {self.delta_field: text} | ({"signature": SIGNATURE} if self.kind == "thinking" else {})
+
+
+class MessageBuilder(PartsBuilder):
+    """Builds one message of content blocks."""
+
+    def __init__(
+        self, request: MessagesGeneration, tokenized: TokenizedMessages, message_id: str, usage: Usage, limit: str
+    ) -> None:
+        """`limit` is the stop_reason of a message that is cut."""
+        super().__init__(tokenized.prompt.parser(), usage)
+        thinking, edits = request.body.thinking, tokenized.edits
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": request.model.name}
+        self._request_id = request.request_id
+        self._limit = limit
+        self._shows_thinking = thinking is None or thinking.display != "omitted"
+        self._edits = {} if edits is None else {"context_management": {"applied_edits": edits}}
+        self._blocks: list[ContentBlock] = []
+        self._ending: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    def body(self) -> dict[str, Any]:
+        return self._message([block.body() for block in self._blocks])
+
+    def end_events(self) -> list[bytes]:
+        delta = {"type": "message_delta", "delta": self._ending, "usage": self._usage(), **self._edits}
+        return [self.encode(delta), self.encode({"type": "message_stop"})]
+
+    def error_events(self, error: APIError) -> list[bytes]:
+        return [self.encode(anthropic_error(error.status_code, error.body, self._request_id))]
+
+    def first_events(self) -> list[Event]:
+        return [{"type": "message_start", "message": self._message([])}]
+
+    def part_events(self, part: AssistantPart) -> Iterator[Event]:
+        match part:
+            case ReasoningDelta(text=text):
+                yield from self._extend("thinking", text)
+            case ContentDelta(text=text):
+                yield from self._extend("text", text)
+            case CallBegun():
+                yield from self._begin(ContentBlock.tool_use(part))
+            case ArgumentsDelta(text=text):
+                yield self._delta(text)
+
+    def last_events(self, update: Update) -> Iterator[Event]:
+        yield from self._close()
+        called = any(block.kind == "tool_use" for block in self._blocks)
+        self._ending["stop_reason"] = "tool_use" if called else "end_turn"
+        if update.finish_reason == "length":
+            self._ending["stop_reason"] = self._limit
+        elif isinstance(update.stop_reason, str):
+            self._ending = {"stop_reason": "stop_sequence", "stop_sequence": update.stop_reason}
+
+    def _extend(self, kind: str, text: str) -> Iterator[Event]:
+        """Add text to the last block, or begin one of this kind."""
+        if not self._blocks or self._blocks[-1].kind != kind:
+            yield from self._begin(ContentBlock.text() if kind == "text" else ContentBlock.thinking())
+        if kind == "text" or self._shows_thinking:
+            yield self._delta(text)
+
+    def _delta(self, text: str) -> Event:
+        block = self._blocks[-1]
+        block.pieces.append(text)
+        delta = {"type": block.delta_type, block.delta_field: text}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _begin(self, block: ContentBlock) -> Iterator[Event]:
+        yield from self._close()
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.start}
+
+    def _close(self) -> Iterator[Event]:
+        if not self._blocks:
+            return
+        index = len(self._blocks) - 1
+        if self._blocks[-1].kind == "thinking":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "content": content, **self._ending, "usage": self._usage(), **self._edits}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts; Anthropic's `input_tokens` are those that were not read from the cache."""
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }

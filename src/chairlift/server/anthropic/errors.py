@@ -47,13 +47,9 @@ def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[
     return {"type": "error", "error": {"type": type_, "message": message, **details}, "request_id": request_id}
 
 
-def converting_send(send: Send) -> Send:
-    """Return a `send` that converts the errors of all layers, and adds the header `request-id` to every response."""
-    return _ConvertingSend(send)
-
-
-class _ConvertingSend:
-    """An ASGI `send` that holds an error response back until it is complete."""
+class ConvertingSend:
+    """An ASGI `send` that converts the errors of all layers, each once it is complete, and adds the header `request-id`
+    to every response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -62,7 +58,10 @@ class _ConvertingSend:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": _with_request_id(message["headers"])}
+            # A server behind an ingress has added the header already.
+            headers = [item for item in message["headers"] if item[0].lower() != b"request-id"]
+            ids = [(b"request-id", value) for name, value in headers if name.lower() == b"x-request-id"]
+            message = {**message, "headers": [*headers, *ids]}
             if message["status"] >= 400:
                 self._start = message
                 return
@@ -83,9 +82,3 @@ class _ConvertingSend:
                 body = msgspec.json.encode(anthropic_error(start["status"], error, request_id))
         await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
-
-
-def _with_request_id(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Add Anthropic's name of the request's id."""
-    kept = [item for item in headers if item[0].lower() != b"request-id"]  # A server behind an ingress has added one.
-    return [*kept, *((b"request-id", value) for name, value in kept if name.lower() == b"x-request-id")]

@@ -1,1 +1,1 @@
-"""Batch files: requests in, responses out, resumable."""
+"""Batch files: requests in, responses out, resumable; and /v1/files and /v1/batches."""

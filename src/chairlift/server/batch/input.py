@@ -139,7 +139,10 @@ def _read_line(file: IO[bytes]) -> bytes:
 def _parse(number: int, data: bytes, paths: Sequence[str]) -> BatchLine:
     if len(data) > MAX_LINE_BYTES:
         return _invalid(number, None, "line_too_long", f"is longer than {MAX_LINE_BYTES} bytes")
-    if _count_values(data) > MAX_LINE_VALUES:
+    counter = ValueCounter()
+    for start in range(0, len(data), PIECE):
+        counter.feed(data[start : start + PIECE])
+    if counter.count > MAX_LINE_VALUES:
         return _invalid(number, None, "too_many_values", f"has more than {MAX_LINE_VALUES} values")
     try:
         fields = _decode_fields(data.removeprefix(BYTE_ORDER_MARK))
@@ -151,13 +154,6 @@ def _parse(number: int, data: bytes, paths: Sequence[str]) -> BatchLine:
     if not custom_id:
         return _invalid(number, None, "invalid_custom_id", "custom_id must be a string that is not empty")
     return _parse_fields(number, custom_id, fields, paths)
-
-
-def _count_values(data: bytes) -> int:
-    counter = ValueCounter()
-    for start in range(0, len(data), PIECE):
-        counter.feed(data[start : start + PIECE])
-    return counter.count
 
 
 def _parse_fields(number: int, custom_id: str, fields: _Fields, paths: Sequence[str]) -> BatchLine:
@@ -197,3 +193,73 @@ def _shown(value: msgspec.Raw | None) -> str:
 
 def _invalid(number: int, custom_id: str | None, code: str, problem: str) -> BatchLine:
     return BatchLine(number, custom_id, problem=f"line {number}: {problem}", code=code)
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+#
+# Shards are parts of the input that several processes answer, each into a file of its own.
+#
+#     answers.jsonl                     responses so far; one process moves finished shards here
+#     answers.jsonl.shards/RUN-3.jsonl  responses of shard 3, while a process writes them
+#
+# A run that ended early leaves the files of its last shards. The next run, with or without shards, first moves their
+# responses to the output; the plan of shards then covers the lines that have none, so it may differ from run to run.
+
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Lines of the input without a response."""
+
+    number: int  # counted from 1
+    ranges: tuple[LineRange, ...]
+
+
+def shard_folder(target: Path) -> Path:
+    """The folder for the files of shards, beside the output."""
+    return target.with_name(f"{target.name}.shards")
+
+
+def shard_files(target: Path) -> list[Path]:
+    """The files of shards that are not in the output yet."""
+    return sorted(shard_folder(target).glob(f"*{SUFFIX}"))
+
+
+def plan_shards(source: Path, done: LineSet, num_lines: int) -> Iterator[Shard]:
+    """Divide the lines that are not in `done` into shards of `num_lines`; reads the input as needed."""
+    planned, number = _ShardPlan(), 0
+    for line, offset in locate_lines(source):
+        if done.has(line.custom_id, line.number):
+            planned.end_range()
+            continue
+        planned.add(line.number, offset)
+        if planned.num_lines == num_lines:
+            number += 1
+            yield Shard(number, planned.ranges())
+            planned = _ShardPlan()
+    if planned.num_lines:
+        yield Shard(number + 1, planned.ranges())
+
+
+class _ShardPlan:
+    """The ranges of a shard while lines are added to it."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self._ranges: list[LineRange] = []
+        self._open: LineRange | None = None
+
+    def add(self, number: int, offset: int) -> None:
+        first = self._open or LineRange(number, offset, 0)
+        self._open = LineRange(first.first, first.offset, number - first.first + 1)  # It includes empty lines.
+        self.num_lines += 1
+
+    def end_range(self) -> None:
+        if self._open is not None:
+            self._ranges.append(self._open)
+            self._open = None
+
+    def ranges(self) -> tuple[LineRange, ...]:
+        self.end_range()
+        return tuple(self._ranges)

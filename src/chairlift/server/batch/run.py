@@ -1,25 +1,39 @@
-"""Runs a batch file, or resumes an earlier run."""
+"""Runs a batch file, or resumes an earlier run, with an application in this process or another server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.batch.input import PATHS, WHOLE_FILE, BatchLine, LineRange, LineSet, read_lines, scan
-from chairlift.server.batch.output import BatchCounts, BatchOutput
-from chairlift.server.batch.shards import shard_files, shard_folder
+from chairlift.server.batch.input import (
+    PATHS,
+    WHOLE_FILE,
+    BatchLine,
+    LineRange,
+    LineSet,
+    read_lines,
+    scan,
+    shard_files,
+    shard_folder,
+)
+from chairlift.server.batch.output import BatchCounts, BatchOutput, output_tokens
 
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
 SHARD_LOCK_SECONDS = 30.0  # Workers of a run that was killed end in this time, too.
 MAX_HELD_BYTES = 64 * 2**20  # requests of a run that are in memory; one more line is read beyond it
+UNREACHABLE_SECONDS = 60.0  # an unreachable server ends the run after this time
+UNREACHABLE_RETRY_SECONDS = 1.0
 MAX_ATTEMPTS = 3  # A request whose engine died may be the cause.
 
 
@@ -201,3 +215,44 @@ async def call(app: ASGIApp, path: str, body: bytes, state: dict[str, Any] | Non
     usage = state.get("usage")  # The handler has counted it.
     tokens = 0 if usage is None else usage.completion_tokens
     return BatchResponse(start["status"], request_id, content, b"retry-after" in headers, tokens)
+
+
+@asynccontextmanager
+async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
+    """Send to a running server; wait while it is temporarily unreachable."""
+
+    async def send(path: str, body: bytes) -> BatchResponse:
+        end = time.monotonic() + UNREACHABLE_SECONDS
+        while True:
+            parts: list[bytes] = []
+            try:
+                response = await http.post(path, body, parts.append)
+                if response.status != 503:
+                    line, tokens = _as_json_line(b"".join(parts))
+                    request_id = response.headers.get("x-request-id", "")
+                    return BatchResponse(response.status, request_id, line, output_tokens=tokens)
+                problem = "it answers with status 503"
+            except (OSError, BadResponse) as error:
+                problem = str(error)
+            if time.monotonic() > end:
+                raise ChairliftError(f"the server at {http.address} is not available: {problem}")
+            await asyncio.sleep(UNREACHABLE_RETRY_SECONDS)
+
+    try:
+        yield send
+    finally:
+        http.close()
+
+
+def _as_json_line(body: bytes) -> tuple[bytes, int]:
+    """Convert a body to one line of JSON for the output file, and count its output tokens. Other servers may send
+    several lines; an HTML page of a proxy becomes an error that quotes it."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {"error": {"message": body[:1000].decode(errors="replace"), "type": "not_json"}}
+    elif b"\n" not in body and b"\r" not in body:
+        return body, output_tokens(fields)
+    return json.dumps(fields).encode(), output_tokens(fields)

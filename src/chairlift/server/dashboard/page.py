@@ -26,7 +26,7 @@ _SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
 
 def dashboard_page(recording: bytes | None = None) -> str:
     """Return the page. With an embedded recording, it plays the recording and needs no server."""
-    page = _page_without_recording()
+    page = _page("index.html", "main")
     if recording is None:
         return page
     data = base64.b64encode(recording).decode()
@@ -39,10 +39,6 @@ def fleet_page() -> str:
 
 
 @cache
-def _page_without_recording() -> str:
-    return _page("index.html", "main")
-
-
 def _page(document: str, entry: str) -> str:
     page = _read(document).replace("/* style */", _read("style.css"), 1)
     return page.replace("/* script */", joined_modules(entry), 1)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,27 +50,23 @@ UNKNOWN = -1  # `num_sent` of a table that did not only grow
 _FREQUENT = frozenset({TokenProduced, TextProduced})  # hundreds per step
 
 
+@dataclass(slots=True, eq=False)
 class _Known:
     """A request that was announced to the page."""
 
-    __slots__ = ("finished", "handle", "num_sent", "request")
-
-    def __init__(self, handle: int, request: Request) -> None:
-        self.handle = handle  # identifies the request in frames
-        self.request = request
-        self.num_sent = 0  # number of blocks of its table sent so far
-        self.finished = request.status is Status.FINISHED
+    handle: int  # identifies the request in frames
+    request: Request
+    finished: bool
+    num_sent: int = 0  # number of blocks of its table sent so far
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """A request that decodes one token in every step."""
 
-    __slots__ = ("first", "handle", "start")
-
-    def __init__(self, handle: int, first: int, start: int) -> None:
-        self.handle = handle
-        self.first = first  # index of the first step in the frame
-        self.start = start  # position of the token in that step
+    handle: int
+    first: int  # index of the first step in the frame
+    start: int  # position of the token in that step
 
 
 class StepRecorder:
@@ -90,7 +87,7 @@ class StepRecorder:
         self._clear()
 
     def _clear(self) -> None:
-        self._lists: dict[str, list[Any]] = {}
+        self._lists: defaultdict[str, list[Any]] = defaultdict(list)
         self._num_steps = 0
 
     def stop(self) -> None:
@@ -124,13 +121,10 @@ class StepRecorder:
         if done is not None and plan is not None:
             self._record_step(done, plan, accepted)
 
-    def _list(self, name: str) -> list[Any]:
-        return self._lists.setdefault(name, [])
-
     def _queue(self, request_id: str, time: float, num_prompt: int) -> None:
         if self._get_known(request_id) is None:  # cancelled before the next step
             self._cancelled[request_id] = self._num_handles
-            self._list("new").append(
+            self._lists["new"].append(
                 [self._num_handles, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0]
             )
             self._num_handles += 1
@@ -138,24 +132,22 @@ class StepRecorder:
     def _add(self, kind: str, request_id: str, *values: Any) -> _Known | None:
         known = self._get_known(request_id)
         if known is not None:
-            self._list(kind).append([known.handle, self._num_steps, *values])
+            self._lists[kind].append([known.handle, self._num_steps, *values])
         return known
 
     def _get_known(self, request_id: str) -> _Known | None:
         """Return the request, announced to the page if it is new; None if the scheduler no longer has it."""
         known = self._known.get(request_id)
         if known is None:
-            request = self._observer.find(request_id) or self._find_in_step(request_id)
+            # A request that was queued and finished within one step is only in its chunks.
+            in_step = (chunk.request for chunk in self._chunks if chunk.request.id == request_id)
+            request = self._observer.find(request_id) or next(in_step, None)
             if request is None:
                 return None
-            known = self._known[request_id] = _Known(self._num_handles, request)
+            known = self._known[request_id] = _Known(self._num_handles, request, request.status is Status.FINISHED)
             self._num_handles += 1
-            self._list("new").append(self._description(known))
+            self._lists["new"].append(self._description(known))
         return known
-
-    def _find_in_step(self, request_id: str) -> Request | None:
-        """Find a request that was queued and finished within one step."""
-        return next((chunk.request for chunk in self._chunks if chunk.request.id == request_id), None)
 
     def _description(self, known: _Known) -> list[Any]:
         request, tenant = known.request, self._tenants.number_of(known.request.tenant)
@@ -164,17 +156,17 @@ class StepRecorder:
 
     def _finish(self, request_id: str, time: float, reason: str) -> None:
         if request_id in self._cancelled:
-            self._list("end").append([self._cancelled.pop(request_id), self._num_steps, time, reason, 0, 0])
+            self._lists["end"].append([self._cancelled.pop(request_id), self._num_steps, time, reason, 0, 0])
         known = self._known.get(request_id)
         if known is not None:
             known.finished = True
             keeps_slot = int(self._observer.keeps_slots)  # A running request keeps it until its batch ends.
             num_output = known.request.num_output
-            self._list("end").append([known.handle, self._num_steps, time, reason, num_output, keeps_slot])
+            self._lists["end"].append([known.handle, self._num_steps, time, reason, num_output, keeps_slot])
 
     def _record_step(self, done: StepDone, plan: StepPlan, accepted: Mapping[str, int]) -> None:
         limits, timing, index = self._limits, done.timing, self._num_steps
-        self._list("steps").append(
+        self._lists["steps"].append(
             [
                 done.step,
                 _seconds(done.time),
@@ -210,7 +202,7 @@ class StepRecorder:
             known = self._get_known(chunk.request.id)
             if known is not None:
                 drafts = (len(chunk.drafts), accepted.get(chunk.request.id, 0)) if chunk.drafts else ()
-                self._list("chunks").append([known.handle, index, chunk.start, chunk.count, *drafts])
+                self._lists["chunks"].append([known.handle, index, chunk.start, chunk.count, *drafts])
 
     def _change_runs(self, chunks: Sequence[Chunk], decoding: list[Request], index: int) -> None:
         """End the runs of requests that no longer decode and start runs for those that began to."""
@@ -218,7 +210,7 @@ class StepRecorder:
         for request in before - now:
             run = self._runs.pop(request.id, None)
             if run is not None and index > run.first:
-                self._list("runs").append([run.handle, run.first, index - run.first, run.start])
+                self._lists["runs"].append([run.handle, run.first, index - run.first, run.start])
         if joined := now - before:
             for chunk in chunks:
                 known = self._get_known(chunk.request.id) if chunk.request in joined else None
@@ -228,7 +220,7 @@ class StepRecorder:
 
     def _cut_runs(self) -> None:
         """Write all open runs to the frame; they continue in the next one."""
-        runs, steps = self._list("runs"), self._num_steps
+        runs, steps = self._lists["runs"], self._num_steps
         for run in self._runs.values():
             count = steps - run.first
             if count:
@@ -306,7 +298,7 @@ class StepRecorder:
                 known.num_sent = UNKNOWN
             if len(table) != known.num_sent:
                 start = known.num_sent if 0 <= known.num_sent < len(table) else 0
-                self._list("tables").append([known.handle, start, list(table[start:])])
+                self._lists["tables"].append([known.handle, start, list(table[start:])])
                 known.num_sent = len(table)
             if known.finished and not table:
                 del self._known[known.request.id]
@@ -414,15 +406,13 @@ class FramePublisher:
             self._stop()
         elif (self._recorder is None or self._keyframe_wanted) and time.monotonic() >= self._next_keyframe:
             self._publish_keyframe()
-        elif self._recorder is not None and time.monotonic() - self._last_frame >= self._frame_interval:
+        elif self._recorder is not None and time.monotonic() - self._last_frame >= (
+            self._interval if self._has_news else IDLE_FRAME_SECONDS
+        ):
             begun = time.thread_time()
             self._publish(self._recorder, self._recorder.frame(self._engine.now()))
             cost = time.thread_time() - begun
             self._interval = min(IDLE_FRAME_SECONDS, max(FRAME_SECONDS, cost / MAX_FRAME_SHARE))
-
-    @property
-    def _frame_interval(self) -> float:
-        return self._interval if self._has_news else IDLE_FRAME_SECONDS
 
     def _publish_keyframe(self) -> None:
         self._keyframe_wanted = False

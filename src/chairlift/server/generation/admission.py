@@ -18,7 +18,6 @@ from functools import partial
 from chairlift.errors import InvalidParameter
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.process.streams import UpdateStream
 from chairlift.server.wire.errors import APIError, too_busy, unavailable
 from chairlift.server.wire.limits import MOST_OVER_LIMIT, Limits, SharedLimit, shares_of
 from chairlift.server.wire.messages import Loaded
@@ -109,7 +108,11 @@ class AdmissionControl(Admission):
     def take(self, num_prompts: int, n: int, tenant: str, on_displaced: Callable[[], None]) -> Reservation:
         """Reserve capacity until `release`; `on_displaced` is called if it is taken away before."""
         count = num_prompts * n
-        loaded = self._check_open()
+        self._check_not_draining()
+        loaded, state = self._engine.loaded, self._engine.state
+        if state is not EngineState.READY or loaded is None:
+            self._metrics.refused.labels("503").inc()
+            raise unavailable(f"the engine is {state.value}")
         capacity = loaded.max_batch_requests + self._limits.max_waiting
         most = min(self._limits.max_completions, capacity)
         if count > most:
@@ -153,22 +156,12 @@ class AdmissionControl(Admission):
         """The number of sequences of each waiting request, and how to end it, by tenant; the newest first."""
         found: defaultdict[str, list[tuple[int, Callable[[], None]]]] = defaultdict(list)
         for one in reversed(self._reservations):
-            found[one.tenant].append((one.count, partial(self._displace_reservation, one)))
+            found[one.tenant].append((one.count, partial(self._displace, one)))
         for stream in self._engine.requests.newest_waiting():
-            found[stream.tenant].append((stream.num_open, partial(self._displace_stream, stream)))
+            end = partial(self._engine.displace, stream, self._displaced)
+            found[stream.tenant].append((stream.num_open, end))
         return found
 
-    def _displace_reservation(self, reservation: Reservation) -> None:
+    def _displace(self, reservation: Reservation) -> None:
         self.release(reservation)
         reservation.on_displaced()
-
-    def _displace_stream(self, stream: UpdateStream) -> None:
-        self._engine.displace(stream, self._displaced())
-
-    def _check_open(self) -> Loaded:
-        self._check_not_draining()
-        loaded, state = self._engine.loaded, self._engine.state
-        if state is not EngineState.READY or loaded is None:
-            self._metrics.refused.labels("503").inc()
-            raise unavailable(f"the engine is {state.value}")
-        return loaded

@@ -68,30 +68,19 @@ class Submitted:
     num_left: int  # prompts that are not submitted yet
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerationHandler:
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: EnginePort,
-        admission: Admission,
-        tokenizer_pool: TokenizerPool,
-        metrics: Metrics,
-        texts: RequestTexts,
-        *,
-        default_timeout: float | None,
-        isolate_keys: bool,
-    ) -> None:
-        self._model = model
-        self._engine = engine
-        self._admission = admission
-        self._tokenizer_pool = tokenizer_pool
-        self._metrics = metrics
-        self._texts = texts  # Open dashboard pages show them.
-        self._default_timeout = default_timeout
-        self._isolate_keys = isolate_keys
+    model: ServedModel
+    engine: EnginePort
+    admission: Admission
+    tokenizer_pool: TokenizerPool
+    metrics: Metrics
+    texts: RequestTexts  # Open dashboard pages show them.
+    default_timeout: float | None
+    isolate_keys: bool
 
     async def handle(self, request: GenerationRequest, http: HTTPRequest) -> Response:
-        self._model.check_name(request.body.model)
+        self.model.check_name(request.body.model)
         try:
             parsed = self._parsed(request, http)
             async with self._admit(parsed) as admitted:
@@ -106,9 +95,9 @@ class GenerationHandler:
         # With keys, the `user` parameter must not change the tenant, which would give a client a larger share.
         tenant = http.state.tenant or body.user or ""
         salt = body.cache_salt or ""
-        if self._isolate_keys and key is not None:
+        if self.isolate_keys and key is not None:
             salt = hashlib.sha256(key + salt.encode("utf-8", "surrogatepass")).hexdigest()
-        timeout = self._default_timeout if body.timeout is None else body.timeout
+        timeout = self.default_timeout if body.timeout is None else body.timeout
         return Parsed(request, http, tenant, salt, request.params.num_sequences, timeout)
 
     @asynccontextmanager
@@ -117,7 +106,7 @@ class GenerationHandler:
         request, state, timeout = parsed.request, parsed.http.state, parsed.timeout
         count = min(request.num_prompts, request.at_once or request.num_prompts)
         await state.parsing.aclose()  # What parsing had reserved; no other task runs before the rest is.
-        async with self._admission.reserve(count, parsed.num_sequences, parsed.tenant) as loaded:
+        async with self.admission.reserve(count, parsed.num_sequences, parsed.tenant) as loaded:
             if timeout is not None and not timeout > 0:
                 raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
             deadline = None if timeout is None else state.arrived + timeout
@@ -127,7 +116,7 @@ class GenerationHandler:
         request, size = admitted.parsed.request, len(await admitted.parsed.http.body())
         async with _until(admitted.deadline):
             work = partial(request.tokenize, admitted.limits.max_model_len)
-            tokenized = await self._tokenizer_pool.run(admitted.parsed.tenant, size, work)
+            tokenized = await self.tokenizer_pool.run(admitted.parsed.tenant, size, work)
         # The engine checks this too, but here a prompt that is too long does not reach its loop.
         longest, prompt_only = max(map(len, tokenized.prompts)), tokenized.params.max_tokens == 0
         admitted.limits.check_lengths(longest, request.max_tokens, request.prompt_parameter, prompt_only=prompt_only)
@@ -159,10 +148,10 @@ class GenerationHandler:
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]
-        state, texts = parsed.http.state, self._texts if self._texts.is_watched else None
+        state, texts = parsed.http.state, self.texts if self.texts.is_watched else None
         for message in messages:
-            self._metrics.request_prompt_tokens.observe(len(message.prompt))
-        updates = self._engine.submit(messages, StreamMetrics(self._metrics, state.arrived, state.timelines, texts))
+            self.metrics.request_prompt_tokens.observe(len(message.prompt))
+        updates = self.engine.submit(messages, StreamMetrics(self.metrics, state.arrived, state.timelines, texts))
         if texts is not None:
             for message in messages:
                 texts.open(completion_ids(message.request_id, params.n), message.prompt, state.key)
@@ -173,7 +162,7 @@ class GenerationHandler:
         new_tracker = None if tokenized.reasoning is None else tokenized.reasoning.tracker
         usage = parsed.http.state.usage = Usage(sum(map(len, tokenized.prompts)), new_tracker=new_tracker)
         try:
-            self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+            self.metrics.prompt_tokens.inc(usage.prompt_tokens)
             prompt_ids = [f"{response_id}-{index}" for index in range(len(tokenized.prompts))]
             ids = [each for prompt_id in prompt_ids for each in completion_ids(prompt_id, tokenized.params.n)]
             builder = tokenized.reply(response_id, ids, usage)
@@ -186,11 +175,11 @@ class GenerationHandler:
                 return Response(await encoded_body(builder, size), media_type="application/json")
             first = await first_updates(updates)
         except BaseException as error:
-            self._engine.cancel(submitted.updates)
+            self.engine.cancel(submitted.updates)
             usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
             raise
         return EventStream(
-            response_events(first, updates, builder), on_end=lambda: self._engine.cancel(submitted.updates)
+            response_events(first, updates, builder), on_end=lambda: self.engine.cancel(submitted.updates)
         )
 
     async def _submit_more(self, submitted: Submitted) -> None:
@@ -200,7 +189,7 @@ class GenerationHandler:
         count = min(submitted.num_left, admitted.num_prompts)
         while True:
             try:
-                async with self._admission.reserve(count, parsed.num_sequences, parsed.tenant):
+                async with self.admission.reserve(count, parsed.num_sequences, parsed.tenant):
                     submitted.updates = self._submit_prompts(admitted, tokenized, submitted.response_id, first, count)
                     submitted.num_left -= count
                     return

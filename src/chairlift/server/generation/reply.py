@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from chairlift.server.generation.endpoint import ResponseBuilder
+from chairlift.server.generation.usage import Usage
 from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
 from chairlift.server.wire.messages import Update
+from chairlift.text.assistant_parts import AssistantParser, AssistantPart
 
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.
 PING = b": waiting\n\n"
@@ -22,7 +25,51 @@ PIECE = 1000  # values that are encoded at a time
 MAX_DEPTH = 5  # Lists down to this depth are encoded in pieces: the log-probabilities in a message of a choice.
 LOGPROB_VALUES = 20  # About as many as one token has.
 
+Event = dict[str, Any]
+
 _encode = msgspec.json.Encoder().encode
+
+
+class PartsBuilder(ResponseBuilder):
+    """Builds a response from the parts of one completion, by named events. A whole response is built from the events of
+    a stream, which are discarded."""
+
+    def __init__(self, parser: AssistantParser, usage: Usage) -> None:
+        self.usage = usage
+        self.num_encoded = 0
+        self._parser = parser
+
+    @abstractmethod
+    def first_events(self) -> list[Event]:
+        """Return the events that begin a stream."""
+
+    @abstractmethod
+    def part_events(self, part: AssistantPart) -> Iterator[Event]:
+        """Add a part, and yield the events about it."""
+
+    @abstractmethod
+    def last_events(self, update: Update) -> Iterator[Event]:
+        """Yield the events after all parts of a completion, of which this is the last update."""
+
+    def update_events(self, update: Update) -> Iterator[Event]:
+        for part in self._parser.push(update.text):
+            yield from self.part_events(part)
+        if update.finish_reason is not None:
+            for part in self._parser.close():
+                yield from self.part_events(part)
+            yield from self.last_events(update)
+
+    def add(self, update: Update) -> None:
+        for _ in self.update_events(update):
+            pass
+
+    def events(self, update: Update) -> list[bytes]:
+        first = [] if self.num_encoded else self.first_events()
+        return [self.encode(event) for event in (*first, *self.update_events(update))]
+
+    def encode(self, event: Event) -> bytes:
+        self.num_encoded += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
 
 
 async def collect(updates: AsyncIterator[list[Update]], builder: ResponseBuilder) -> int:

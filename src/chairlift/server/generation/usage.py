@@ -127,7 +127,11 @@ class StreamMetrics:
             self._count_tokens(line, len(update.tokens), now)
         if update.finish_reason is not None:
             line.finish_reason = update.finish_reason
-            self._record_end(line, now)
+            self._metrics.end_to_end.observe(now - self._arrived)
+            self._metrics.requests.labels(line.finish_reason).inc()
+            self._metrics.request_output_tokens.observe(line.num_tokens)
+            for phase, (start, end) in line.phases().items():
+                self._metrics.phases[phase].observe(end - start)
 
     def _count_tokens(self, line: Timeline, count: int, now: float) -> None:
         if line.first_token is None:
@@ -138,13 +142,6 @@ class StreamMetrics:
         line.last_token = now
         line.num_tokens += count
         self._metrics.output_tokens.inc(count)
-
-    def _record_end(self, line: Timeline, now: float) -> None:
-        self._metrics.end_to_end.observe(now - self._arrived)
-        self._metrics.requests.labels(line.finish_reason).inc()
-        self._metrics.request_output_tokens.observe(line.num_tokens)
-        for phase, (start, end) in line.phases().items():
-            self._metrics.phases[phase].observe(end - start)
 
     def on_cut_short(self, reason: str, count: int) -> None:
         self._metrics.requests.labels(reason).inc(count)

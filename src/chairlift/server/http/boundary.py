@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import chairlift
 from chairlift.errors import InvalidParameter, is_full
-from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, converting_send
+from chairlift.server.anthropic.errors import ConvertingSend, is_anthropic_client, is_messages_path
 from chairlift.server.generation.usage import Timeline
 from chairlift.server.wire.errors import as_api_error
 
@@ -100,7 +100,9 @@ class RequestBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _client_request_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
+        request_id = dict(scope["headers"]).get(b"x-request-id", b"").decode("ascii", "ignore")
+        if not 0 < len(request_id) <= 128 or not request_id.isprintable():
+            request_id = f"req-{uuid.uuid4().hex}"
         scope = {**scope, "path": endpoint_path(scope["path"])}
         scope.setdefault("state", {})["request_id"] = request_id
         sent = SentResponse(send)
@@ -112,8 +114,8 @@ class RequestBoundary:
                 end(sent)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        speaks_anthropic = MESSAGES_PATH.match(scope["path"]) or VERSION_HEADER in dict(scope["headers"])
-        outgoing = converting_send(send) if speaks_anthropic else send
+        speaks_anthropic = is_messages_path(scope["path"]) or is_anthropic_client(scope)
+        outgoing = ConvertingSend(send) if speaks_anthropic else send
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -137,14 +139,7 @@ class RequestBoundary:
                 await as_api_error(error).response()(scope, receive, send_with_id)
 
 
-def _client_request_id(headers: dict[bytes, bytes]) -> str | None:
-    given = headers.get(b"x-request-id", b"").decode("ascii", "ignore")
-    return given if 0 < len(given) <= 128 and given.isprintable() else None
-
-
 STANDARD_OUTPUT = Path("-")
-
-_encoder = msgspec.json.Encoder()
 
 
 class AccessLog:
@@ -159,13 +154,10 @@ class AccessLog:
         def end(sent: SentResponse) -> None:
             line = _line(scope, sent)
             line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - start}
-            self._write(line)
+            text = msgspec.json.encode(line).decode()
+            self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
 
         return end
-
-    def _write(self, line: dict[str, Any]) -> None:
-        text = _encoder.encode(line).decode()
-        self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
 
 
 class _AccessLogHandler(logging.Handler):
@@ -257,9 +249,12 @@ class Tracing:
         if scope["method"] != "POST":
             return lambda sent: None
         from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         name = f"{scope['method']} {scope['path']}"
-        span = self._tracer.start_span(name, _client_context(scope), kind=SpanKind.SERVER)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        context = TraceContextTextMapPropagator().extract(headers)  # what the client sends in W3C's headers
+        span = self._tracer.start_span(name, context, kind=SpanKind.SERVER)
         scope["state"]["trace_id"] = f"{span.get_span_context().trace_id:032x}"
 
         def end(sent: SentResponse) -> None:
@@ -284,14 +279,6 @@ class Tracing:
                 if timeline.finish_reason is not None:
                     span.set_attribute("gen_ai.response.finish_reasons", [timeline.finish_reason])
             span.end(offset + int(end * 1e9))
-
-
-def _client_context(scope: Scope) -> Any:
-    """Return the context that the client sends in W3C's headers."""
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return TraceContextTextMapPropagator().extract(headers)
 
 
 def _attributes(scope: Scope, model: str, status: int) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ import ssl
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -51,19 +52,19 @@ class ConnectionPhase(IntEnum):
     BUSY = 3  # a response
 
 
+@dataclass(eq=False)
 class Connection:
     """An accepted connection."""
 
-    def __init__(self, address: str, on_phase: Callable[[Connection, ConnectionPhase], None]) -> None:
-        self.address = address
-        self.is_open = True
-        self.phase = ConnectionPhase.BUSY  # It stays so until `abort` is known.
-        self.abort: Callable[[], object] = lambda: None
-        self._on_phase = on_phase
+    address: str
+    on_phase: Callable[[Connection, ConnectionPhase], None]
+    abort: Callable[[], object] = lambda: None
+    phase: ConnectionPhase = ConnectionPhase.BUSY  # It stays so until `abort` is known.
+    is_open: bool = True
 
     def enter(self, phase: ConnectionPhase) -> None:
         if phase is not self.phase:
-            self._on_phase(self, phase)
+            self.on_phase(self, phase)
 
 
 class _Group:
@@ -100,9 +101,9 @@ class Connections:
         """Add a new connection of an address, which is empty for Unix sockets. At a limit, another connection is closed
         for it; return None if none can be."""
         if self._has_its_share(address):
-            has_room = self._close_oldest(self._by_address[address])
+            has_room = self.close_oldest(self._by_address[address])
         else:
-            has_room = self._all.size < self.limit or self._close_oldest(self._all)
+            has_room = self._all.size < self.limit or self.close_oldest()
         if not has_room:
             return None
         connection = Connection(address, self._move)
@@ -118,10 +119,6 @@ class Connections:
         group = self._by_address.get(address)
         return group is not None and address != "" and group.size >= self.limit_per_address
 
-    def close_oldest(self) -> bool:
-        """Close the connection that has waited longest; return whether there is one."""
-        return self._close_oldest(self._all)
-
     def remove(self, connection: Connection) -> None:
         """Forget a connection that is closed; a second time has no effect."""
         if not connection.is_open:
@@ -134,8 +131,9 @@ class Connections:
         if not group.size:
             del self._by_address[connection.address]
 
-    def _close_oldest(self, group: _Group) -> bool:
-        oldest = group.oldest()
+    def close_oldest(self, group: _Group | None = None) -> bool:
+        """Close the connection that has waited longest, in a group or of all; return whether there is one."""
+        oldest = (group or self._all).oldest()
         if oldest is None:
             return False
         log.warning("the limit of connections is reached: closing those that are idle; see --max-connections")

@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 from starlette.datastructures import State
@@ -46,26 +47,21 @@ CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-cli
 CLOSE = {"Connection": "close"}  # Where a request ends is not certain.
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestMeter:
     """Counts what requests use, which the guards have let pass: it applies the limits of their keys, reports tokens to
     proxies, and says in the response which fields of the request were ignored."""
 
-    def __init__(
-        self, app: ASGIApp, *, rate_limits: RateLimits | None = None, unknown_fields: UnknownFieldsRule = "ignore"
-    ) -> None:
-        self._app = app
-        self._rate_limits = rate_limits
-        self._unknown_fields = unknown_fields
-        self._ignored_fields = IgnoredFieldsLog()
-        self._reports = UsageReports()
+    app: ASGIApp = field(kw_only=False)
+    rate_limits: RateLimits | None = None
+    unknown_fields: UnknownFieldsRule = "ignore"
+    _ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog, init=False)
+    _reports: UsageReports = field(default_factory=UsageReports, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        else:
-            await self._count(scope, receive, send)
+        await (self._answer if scope["type"] == "http" else self.app)(scope, receive, send)
 
-    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count the tokens of a request for the proxy that has sent it, if it asks for them."""
         state = scope["state"]
         report_id = ""
@@ -88,11 +84,11 @@ class RequestMeter:
         state = scope["state"]
         state["allowance"] = None
         key: APIKey | None = state["api_key"]
-        if key is None or not key.limits or scope["method"] != "POST" or self._rate_limits is None:
+        if key is None or not key.limits or scope["method"] != "POST" or self.rate_limits is None:
             await self._read(scope, receive, send)
             return
         try:
-            allowance = await self._rate_limits.begin(key)
+            allowance = await self.rate_limits.begin(key)
         except APIError as refusal:
             await refusal.response()(scope, receive, send)
             return
@@ -118,9 +114,9 @@ class RequestMeter:
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep what the readers of a body ignore, and say it in the response and in the log."""
         if scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        fields = UnknownFields(self._unknown_fields)
+        fields = UnknownFields(self.unknown_fields)
 
         async def send_with_ignored(message: Message) -> None:
             if message["type"] == "http.response.start" and (names := fields.header()):
@@ -130,7 +126,7 @@ class RequestMeter:
 
         token = ignored_fields.set(fields)
         try:
-            await self._app(scope, receive, send_with_ignored)
+            await self.app(scope, receive, send_with_ignored)
         finally:
             ignored_fields.reset(token)
 
@@ -144,57 +140,41 @@ def _client_name(scope: Scope) -> str:
     return str(scope["client"][0]) if scope["client"] else "of a Unix socket"
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestGuard(RequestMeter):
     """Authenticates requests and enforces the limits on headers and bodies, before it counts them."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: KeyTable,
-        hosts: HostNames,
-        limits: Limits,
-        metrics: Metrics,
-        public_metrics: bool = False,
-        uploads: bool = False,
-        isolate_keys: bool = False,
-        rate_limits: RateLimits | None = None,
-        unknown_fields: UnknownFieldsRule = "ignore",
-    ) -> None:
-        """`uploads`: whether `app` keeps files, whose bodies are longer and are not held in memory. `isolate_keys`:
-        whether only administrators see what concerns all keys."""
-        super().__init__(app, rate_limits=rate_limits, unknown_fields=unknown_fields)
-        self._isolate_keys = isolate_keys
-        self._uploads = uploads
-        self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
+    keys: KeyTable
+    hosts: HostNames
+    limits: Limits
+    metrics: Metrics
+    public_metrics: bool = False
+    uploads: bool = False  # whether `app` keeps files, whose bodies are longer and are not held in memory
+    isolate_keys: bool = False  # whether only administrators see what concerns all keys
+
+    def __post_init__(self) -> None:
+        self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if self.public_metrics else set())
         # The page asks for the key; "/" only says that there is a server, before a client sends its key.
         self._keyless_paths = self._any_host_paths | {"/dashboard", "/"}
-        self._keys = keys
-        self._hosts = hosts
-        self._limits = limits
-        self._held = SharedLimit(limits.max_held_bytes, limits.tenant_weights)
-        self._metrics = metrics
+        self._held = SharedLimit(self.limits.max_held_bytes, self.limits.tenant_weights)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state["arrived"], state["timelines"] = time.monotonic(), {}
         state["is_proxied"] = False
-        key = state["api_key"] = None if self._keys.is_empty else self._key(scope)
+        key = state["api_key"] = None if self.keys.is_empty else self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         is_admin = key is not None and (key.is_admin or key.is_proxy)
-        state["sees_all"] = is_admin or not self._isolate_keys or scope["path"] in self._any_host_paths
+        state["sees_all"] = is_admin or not self.isolate_keys or scope["path"] in self._any_host_paths
         if refusal := self._refusal(scope, dict(scope["headers"])):
             await refusal.response()(scope, receive, send)
             return
-        is_upload, limits, loop = self._is_upload(scope), self._limits, asyncio.get_running_loop()
+        is_upload, limits, loop = self._is_upload(scope), self.limits, asyncio.get_running_loop()
         deadline = loop.time() + (limits.file_seconds if is_upload else limits.body_seconds)
         limited = LimitedUpload if is_upload else LimitedBody
-        body = limited(receive, limits, self._held, self._metrics, state, state["tenant"] or "", deadline)
+        body = limited(receive, limits, self._held, self.metrics, state, state["tenant"] or "", deadline)
         try:
-            await self._count(scope, body, send)
+            await super()._answer(scope, body, send)
         finally:
             body.release()
 
@@ -202,19 +182,21 @@ class RequestGuard(RequestMeter):
         """Return the client's API key, or None if it is missing or wrong."""
         headers = dict(scope["headers"])
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
-        key = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
-        key = key or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
+        key = self.keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
+        key = key or self.keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
         if key is None or not key.is_proxy:
             return key
         scope["state"]["is_proxied"] = True
-        return client_key(key, headers)
+        # The key that the proxy has authenticated, or its own, which names no tenant.
+        name, digest = headers.get(CLIENT_NAME_HEADER, b""), headers.get(CLIENT_KEY_HEADER, b"")
+        return APIKey(unquote(name.decode("ascii")), digest) if name else key
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
         return (
             _bad_target(scope)
             or self._too_many_headers(scope)
             or _ambiguity(scope["headers"])
-            or (self._other_sender(scope, headers) if self._keys.is_empty else self._missing_key(scope))
+            or (self._other_sender(scope, headers) if self.keys.is_empty else self._missing_key(scope))
             or _packed_body(headers)
             or self._too_large_body(scope, headers)
         )
@@ -223,9 +205,9 @@ class RequestGuard(RequestMeter):
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in headers)
-        if len(headers) <= self._limits.max_headers and size <= self._limits.max_header_bytes:
+        if len(headers) <= self.limits.max_headers and size <= self.limits.max_header_bytes:
             return None
-        problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
+        problem = f"more than {self.limits.max_headers} headers or {self.limits.max_header_bytes} bytes of them"
         return APIError(431, problem, code="headers_too_large")
 
     def _missing_key(self, scope: Scope) -> APIError | None:
@@ -238,22 +220,22 @@ class RequestGuard(RequestMeter):
         """Return the refusal of another host name or of a page of another origin, which a server without keys gives."""
         if scope["path"] not in self._any_host_paths:
             host = headers.get(b"host", b"").decode("latin-1")
-            if not self._hosts.allow(host):
+            if not self.hosts.allow(host):
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
-        if scope["method"] not in SAFE_METHODS and not self._hosts.allow_page(headers):
+        if scope["method"] not in SAFE_METHODS and not self.hosts.allow_page(headers):
             problem = "this server has no API keys and takes nothing from web pages of other origins"
             return APIError(403, f"{problem}; start it with --cors-origin ORIGIN", code="origin_not_allowed")
         return None
 
     def _too_large_body(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
         length = headers.get(b"content-length", b"0")
-        most = self._limits.max_file_bytes if self._is_upload(scope) else self._limits.max_body_bytes
+        most = self.limits.max_file_bytes if self._is_upload(scope) else self.limits.max_body_bytes
         return too_large(most) if length.isdigit() and int(length) > most else None
 
     def _is_upload(self, scope: Scope) -> bool:
-        return bool(self._uploads and scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
+        return bool(self.uploads and scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
 
 
 def check_sees_all(state: State) -> None:
@@ -261,12 +243,6 @@ def check_sees_all(state: State) -> None:
     if not state.sees_all:
         problem = "this server isolates its keys (--isolate-keys), and this is only for those with 'admin: true'"
         raise APIError(403, problem, code="not_allowed")
-
-
-def client_key(proxy: APIKey, headers: Mapping[bytes, bytes]) -> APIKey:
-    """Return the key that a proxy has authenticated, or its own, which names no tenant."""
-    name, digest = headers.get(CLIENT_NAME_HEADER, b""), headers.get(CLIENT_KEY_HEADER, b"")
-    return APIKey(unquote(name.decode("ascii")), digest) if name else proxy
 
 
 def client_headers(key: APIKey) -> dict[str, str]:
@@ -331,7 +307,9 @@ class HostNames:
 
     def allow(self, host: str) -> bool:
         """Return whether a Host header is allowed. An empty one is, since browsers never send it."""
-        name = without_port(host.strip().lower()).removesuffix(".")
+        host = host.strip().lower()
+        # An IPv6 address is in brackets.
+        name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).removesuffix(".")
         return self._any or not name or name in self._names or name.endswith(".localhost") or _is_address(name)
 
     def allow_page(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -343,12 +321,6 @@ class HostNames:
             return site is None
         host = headers.get(b"host", b"").decode("latin-1")
         return origin.partition("://")[2].lower() == host.strip().lower() != ""
-
-
-def without_port(host: str) -> str:
-    if host.startswith("["):  # an IPv6 address
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def _is_address(name: str) -> bool:

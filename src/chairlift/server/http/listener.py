@@ -1,15 +1,27 @@
-"""The socket that the server listens on, and its certificate."""
+"""The socket that the server listens on, its certificate, and the HTTP server on it."""
 
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import socket
 import ssl
 import stat
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from chairlift.errors import InvalidParameter
+import uvicorn
+from starlette.types import ASGIApp
+
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.machine.files import connection_limit
+from chairlift.server.http.connections import Acceptor, Connections, GuardedProtocol
+from chairlift.server.wire.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +106,107 @@ def listening_address(listener: socket.socket, host: str, *, secure: bool) -> st
         return f"unix:{listener.getsockname()}"
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if secure else 'http'}://{shown}:{listener.getsockname()[1]}"
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class UvicornServer(uvicorn.Server):
+    """A server that limits its connections, and leaves signals to its owner."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        certificate: Certificate | None = None,
+        *,
+        shared: bool = False,
+        files_per_connection: int = 1,
+    ) -> None:
+        """`shared`: whether other processes accept connections from the same socket."""
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            ssl_certfile=None if certificate is None else certificate.certfile,
+            ssl_keyfile=None if certificate is None else certificate.keyfile,
+        )
+        super().__init__(config)
+        self._limits = limits
+        self._shared = shared
+        self._log_limit = LogLimit()
+        self._connections = Connections(connection_limit(limits.max_connections, files_per_connection))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._log_limit.apply()
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise ChairliftError("the HTTP server cannot start; the log says why")
+        make_protocol = partial(
+            GuardedProtocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            limits=self._limits,
+            connections=self._connections,
+        )
+        self.servers: list[Any] = [
+            Acceptor(
+                listener,
+                self._connections,
+                make_protocol,
+                self.config.ssl,
+                handshake_seconds=self._limits.header_seconds,
+                shared=self._shared,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._log_limit.remove()
+
+    def capture_signals(self) -> Any:
+        """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""
+        return nullcontext()
+
+
+LOGGERS = ("asyncio", "chairlift.cluster", "chairlift.server", "python_multipart.multipart", "uvicorn.error")
+MAX_LINES = 10  # One statement of the program may log as many.
+PERIOD_SECONDS = 60.0
+
+
+class LogLimit(logging.Filter):
+    """Passes at most MAX_LINES records of one statement in a period; the next period says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._periods: dict[tuple[str, int], tuple[float, int]] = {}  # when it began, and the records since then
+
+    def apply(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def remove(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place, now = (record.pathname, record.lineno), time.monotonic()
+        start, count = self._periods.get(place, (now, 0))
+        if now - start >= PERIOD_SECONDS:
+            if count > MAX_LINES:
+                record.msg = f"{record.getMessage()} ({count - MAX_LINES} more such lines were left out)"
+                record.args = None
+            start, count = now, 0
+        self._periods[place] = start, count + 1
+        return count < MAX_LINES

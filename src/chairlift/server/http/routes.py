@@ -1,8 +1,9 @@
-"""The routes of the API."""
+"""The routes of the API, and the components of the HTTP front end, which they share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import InvalidParameter
+from chairlift.server.access import RateLimiter, RateLimits
 from chairlift.server.anthropic.endpoint import (
     MessagesGeneration,
     chat_of,
@@ -22,11 +24,23 @@ from chairlift.server.anthropic.endpoint import (
 )
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
+from chairlift.server.generation.admission import Admission, AdmissionControl
+from chairlift.server.generation.handler import GenerationHandler
 from chairlift.server.generation.reply import PIECE, json_pieces
-from chairlift.server.generation.usage import Usage
+from chairlift.server.generation.tokenizer_pool import TokenizerPool
+from chairlift.server.generation.usage import RequestTexts, Usage
+from chairlift.server.http.dashboard import Subscribers
 from chairlift.server.http.guards import check_sees_all
-from chairlift.server.http.service import Service
+from chairlift.server.metrics import Metrics
 from chairlift.server.openai.chat import ChatGeneration, TextGeneration, encode_messages
+from chairlift.server.openai.pooling import (
+    EmbeddingGeneration,
+    EmbeddingRequest,
+    RerankGeneration,
+    RerankRequest,
+    ScoreGeneration,
+    ScoreRequest,
+)
 from chairlift.server.openai.types import (
     ChatRequest,
     CompletionRequest,
@@ -34,13 +48,12 @@ from chairlift.server.openai.types import (
     TokenizeRequest,
     check_token_ids,
 )
-from chairlift.server.pooling.endpoints import EmbeddingGeneration, RerankGeneration, ScoreGeneration
-from chairlift.server.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
-from chairlift.server.process.engine_client import EngineState
+from chairlift.server.process.engine_client import EngineClient, EnginePort, EngineState
 from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError, unavailable
+from chairlift.server.wire.limits import Limits
 
 MAX_COUNTED_TOKENS = 2**31  # The limit of a prompt while the engine is loading and its own is unknown.
 
@@ -52,6 +65,61 @@ _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/
 ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 507), _ERROR
 )
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """What the routes of one process share."""
+
+    model: ServedModel
+    engine: EnginePort
+    metrics: Metrics
+    limits: Limits
+    admission: Admission
+    rate_limits: RateLimits
+    isolate_keys: bool = False  # whether only administrators see what concerns all keys
+    policy_switch: bool = False  # whether clients may change the policy of the running engine
+    tokenizer_pool: TokenizerPool = field(init=False)
+    subscribers: Subscribers = field(init=False)
+    generation: GenerationHandler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer_pool = TokenizerPool(self.limits.tenant_weights)
+        texts = RequestTexts(self.model.tokenizer)
+        self.subscribers = Subscribers(self.engine, self.metrics, texts, greeting=self._greeting)
+        self.generation = GenerationHandler(
+            self.model,
+            self.engine,
+            self.admission,
+            self.tokenizer_pool,
+            self.metrics,
+            texts,
+            self.limits.default_timeout,
+            self.isolate_keys,
+        )
+
+    @classmethod
+    def local(
+        cls, model: ServedModel, engine: EngineClient, metrics: Metrics, limits: Limits, **options: Any
+    ) -> Service:
+        """Build a front end that alone decides what its engine gets."""
+        metrics.watch_engine(engine)
+        admission, rate_limits = AdmissionControl(engine, metrics, limits), RateLimiter(metrics)
+        return cls(model, engine, metrics, limits, admission, rate_limits, **options)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest sequence of the loaded model; None until it is loaded."""
+        return self.engine.loaded.limits.max_model_len if self.engine.loaded else None
+
+    def _greeting(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "version": chairlift.__version__,
+            "has_chat": self.model.tokenizer.chat_template is not None,
+            "policy_switch": self.policy_switch,
+            "max_model_len": self.max_model_len,
+        }
 
 
 def add_generation_routes(app: FastAPI, service: Service) -> None:

@@ -12,7 +12,15 @@ from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import EngineBody, Entries, Integer, RequestBody, StrictModel, max_entries
+from chairlift.server.generation.endpoint import (
+    EngineBody,
+    Entries,
+    Integer,
+    RequestBody,
+    StrictModel,
+    max_entries,
+    parse_at,
+)
 from chairlift.server.served_model import ServedModel
 
 Schema = dict[str, Any] | bool
@@ -58,6 +66,14 @@ class JSONSchemaFormat(StrictModel):
 ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
 
 
+_STRUCTURED_OUTPUTS: dict[str, Callable[[Any, str], Structure]] = {
+    "json_": Structure.json,
+    "regex": Structure.regex,
+    "choice": Structure.choice,
+    "grammar": Structure.grammar,
+}
+
+
 class StructuredOutputs(StrictModel):
     """vLLM's parameter: exactly one of the fields."""
 
@@ -70,20 +86,15 @@ class StructuredOutputs(StrictModel):
     def structure(self) -> Structure:
         name = "structured_outputs"
         found = [
-            *as_structure(Structure.json, self.json_, f"{name}.json"),
-            *as_structure(Structure.regex, self.regex, f"{name}.regex"),
-            *as_structure(Structure.choice, self.choice, f"{name}.choice"),
-            *as_structure(Structure.grammar, self.grammar, f"{name}.grammar"),
-            *([Structure.json_object(f"{name}.json_object")] if self.json_object else []),
+            make(value, f"{name}.{kind.rstrip('_')}")
+            for kind, make in _STRUCTURED_OUTPUTS.items()
+            if (value := getattr(self, kind)) is not None
         ]
+        if self.json_object:
+            found.append(Structure.json_object(f"{name}.json_object"))
         if len(found) != 1:
             raise InvalidParameter(name, "give exactly one of json, regex, choice, grammar and json_object")
         return found[0]
-
-
-def as_structure(make: Callable[[Any, str], Structure], value: Any, parameter: str) -> list[Structure]:
-    """Return the structure that a parameter requests, or an empty list if it is absent."""
-    return [] if value is None else [make(value, parameter)]
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -171,7 +182,6 @@ class GenerationBody(EngineBody):
         return {*super().known_fields(), *extra_parameter_names()}
 
     def structure(self) -> Structure | None:
-        """Return the requested structure."""
         found = self.structures()
         if len(found) > 1:
             first, second = (structure.parameter for structure in found[:2])
@@ -185,6 +195,13 @@ class GenerationBody(EngineBody):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         check_unicode("stop", given)
         return [text for text in given if text]
+
+    def chat_request(self, **parameters: Any) -> ChatRequest:
+        """Return a chat completion request with these parameters and those that all generation endpoints share. Its
+        messages are added after admission."""
+        shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        messages = [{"role": "user", "content": ""}]
+        return parse_at("", ChatRequest, shared | self._extra_args | {"messages": messages} | parameters)
 
     def structures(self) -> list[Structure]:
         return [

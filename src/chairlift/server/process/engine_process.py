@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import zmq
 
 from chairlift.core.events import (
@@ -111,7 +110,9 @@ class EngineProcess:
     def _turn(self) -> None:
         """Receive messages, then run a step, which excludes requests cancelled before it."""
         self.turn_began = time.monotonic()
-        prepared = self._is_quiet() and self.engine.prepare()
+        # What is prepared in the pause between two requests of a client delays the second.
+        is_quiet = math.isinf(self.engine.pause()) and not self.inbox.poll(QUIET_MS)
+        prepared = is_quiet and self.engine.prepare()
         self._receive_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
         if self.engine.has_work:
             events = self.engine.step()
@@ -119,11 +120,6 @@ class EngineProcess:
                 self._send(message)
             self.frames.record(events)
         self.frames.publish_if_due()
-
-    def _is_quiet(self) -> bool:
-        """Whether there is nothing to do and no message arrives for a moment: what is prepared in the pause between two
-        requests of a client delays the second."""
-        return math.isinf(self.engine.pause()) and not self.inbox.poll(QUIET_MS)
 
     def _load(self) -> None:
         from chairlift.config import EngineConfig
@@ -273,51 +269,56 @@ CLIENT_EVENTS = (*OUTPUT_EVENTS, PromptScored, PromptPooled, RequestAdmitted, Re
 
 
 def step_messages(events: Sequence[Event], scheduler: Scheduler) -> list[Refused | StepReport]:
-    """Return the messages about one step, in the order of sending."""
+    """Return the messages about one step, in the order of sending: refusals of requests that failed because of a
+    parameter or may be retried, and the report."""
     others = [event for event in events if not isinstance(event, OUTPUT_EVENTS)]
-    return [*_refusals(others), _step_report(events, others, scheduler)]
-
-
-def _refusals(events: Sequence[Event]) -> list[Refused]:
-    """Return refusals of requests that failed because of a parameter or may be retried."""
-    endings = [(event.request_id, event.ending) for event in events if isinstance(event, RequestFinished)]
-    return [
+    endings = [(event.request_id, event.ending) for event in others if isinstance(event, RequestFinished)]
+    refusals = [
         Refused(request_id, ending.parameter, str(ending.detail))
         for request_id, ending in endings
         if ending.parameter is not None or ending.temporary
     ]
+    return [*refusals, _step_report(events, others, scheduler)]
 
 
 def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Scheduler) -> StepReport:
     """Build the report; `others` are the events except OUTPUT_EVENTS."""
-    report = StepReport(
+    admitted = [event for event in others if isinstance(event, RequestAdmitted)]
+    more: dict[str, Any] = {}
+    for event in others:
+        if isinstance(event, StepDone):
+            timing = event.timing
+            more |= {
+                "decode_tokens": event.decode_tokens,
+                "prefill_tokens": event.prefill_tokens,
+                "requests": event.requests,
+                "seconds": event.seconds,
+                "part_seconds": {
+                    "schedule": event.schedule_seconds,
+                    "build": timing.build,
+                    "forward": timing.forward,
+                    "sample": timing.sample,
+                    "apply": event.apply_seconds,
+                },
+                "predicted_seconds": event.predicted_seconds,
+                "speedup": event.speedup,
+                **_drafts(others),
+            }
+        elif isinstance(event, BudgetDecided):
+            limits = event.limits
+            more |= {"prefill_limit": limits.prefill_tokens, "limit_reason": limits.reason.name.lower()}
+    return StepReport(
         updates=collect_updates(events),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         wait_reasons={reason.label: count for reason, count in scheduler.waiting.reasons().items()},
-        lookups=_lookups(others),
+        lookups=dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted)),
         used_blocks=scheduler.kv.pool.num_used,
         total_blocks=scheduler.kv.pool.num_blocks,
         states=None if scheduler.kv.states is None else scheduler.kv.states.usage,
         preemptions=sum(isinstance(event, RequestPreempted) for event in others),
+        **more,
     )
-    for event in others:
-        if isinstance(event, StepDone):
-            report = msgspec.structs.replace(
-                report,
-                decode_tokens=event.decode_tokens,
-                prefill_tokens=event.prefill_tokens,
-                requests=event.requests,
-                seconds=event.seconds,
-                part_seconds=_parts(event),
-                predicted_seconds=event.predicted_seconds,
-                speedup=event.speedup,
-                **_drafts(others),
-            )
-        elif isinstance(event, BudgetDecided):
-            limit, reason = event.limits.prefill_tokens, event.limits.reason.name.lower()
-            report = msgspec.structs.replace(report, prefill_limit=limit, limit_reason=reason)
-    return report
 
 
 def _drafts(events: Sequence[Event]) -> dict[str, Any]:
@@ -330,23 +331,6 @@ def _drafts(events: Sequence[Event]) -> dict[str, Any]:
         "proposed_at": [sum(event.proposed > position for event in verified) for position in positions],
         "accepted_at": [sum(event.accepted > position for event in verified) for position in positions],
     }
-
-
-def _parts(done: StepDone) -> dict[str, float]:
-    timing = done.timing
-    return {
-        "schedule": done.schedule_seconds,
-        "build": timing.build,
-        "forward": timing.forward,
-        "sample": timing.sample,
-        "apply": done.apply_seconds,
-    }
-
-
-def _lookups(events: Sequence[Event]) -> dict[str, int]:
-    """Count prefix cache lookups by result: "all_found", or the reason of the miss."""
-    admitted = [event for event in events if isinstance(event, RequestAdmitted)]
-    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted))
 
 
 def collect_updates(events: Sequence[Event]) -> list[Update]:

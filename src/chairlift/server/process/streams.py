@@ -76,9 +76,6 @@ class UpdateStream:
         """Number of sequences that the engine has for open completions."""
         return sum(self.sequences[completion] for completion in self._open)
 
-    def open_fingerprints(self) -> list[bytes]:
-        return [digest for completion, digest in self.fingerprints.items() if completion in self._open]
-
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
         """End all open completions for this reason and return their ids. The reader gets the unread updates, then the
         error."""
@@ -180,7 +177,7 @@ class OpenRequests:
 
     def record_death(self) -> None:
         """Remember the requests in flight. A step that raised has ended them in its last report."""
-        in_flight = [each for stream in self.streams() for each in stream.open_fingerprints()]
+        in_flight = [stream.fingerprints[one] for one, stream in self._streams.items() if one in stream.fingerprints]
         self.quarantine.record_death([*in_flight, *self._just_failed])
         self._just_failed = []
 

@@ -271,7 +271,7 @@ class InputReader:
         if not self._over and (half := self._HIGH_SURROGATE.search(text)):
             text, after = text[: half.start()], half[0] + after
         self._rest = after
-        return _unescaped(text)
+        return str(json.loads(f'"{text}"', strict=False)).encode("utf-8", "replace").decode("utf-8")
 
     def close(self) -> str:
         """Return the remaining text."""
@@ -281,7 +281,3 @@ class InputReader:
             return "" if json.loads(self._rest) == {} else self._rest
         except (ValueError, RecursionError):
             return "" if self._rest.lstrip().startswith("{") else self._rest
-
-
-def _unescaped(text: str) -> str:
-    return str(json.loads(f'"{text}"', strict=False)).encode("utf-8", "replace").decode("utf-8")

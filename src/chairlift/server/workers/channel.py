@@ -179,8 +179,11 @@ class Channel:
 
     async def serve(self, receiver: object, declared: type) -> None:
         """Run the methods of the receiver that `declared` has, as they are called, until the other process exits."""
-        methods = {name: method for name, method in vars(declared).items() if not name.startswith("_")}
-        arguments = {name: msgspec.msgpack.Decoder(_argument_types(method)) for name, method in methods.items()}
+        arguments: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+        for method, called in vars(declared).items():
+            if not method.startswith("_"):
+                types = tuple(kind for name, kind in get_type_hints(called).items() if name != "return")
+                arguments[method] = msgspec.msgpack.Decoder(tuple[types])  # type: ignore[valid-type]
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
@@ -222,8 +225,3 @@ class Channel:
         data = _encode(message)
         if not self._writer.is_closing():
             self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
-
-
-def _argument_types(method: Callable[..., Any]) -> Any:
-    """Return the type of a method's arguments."""
-    return tuple[tuple(kind for name, kind in get_type_hints(method).items() if name != "return")]  # type: ignore[misc]

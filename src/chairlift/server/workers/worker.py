@@ -22,7 +22,7 @@ from chairlift.server.access import Allowance, APIKey
 from chairlift.server.config import decode_config
 from chairlift.server.front_end import HTTPServer, load_served_model
 from chairlift.server.generation.admission import Admission
-from chairlift.server.http.service import Service
+from chairlift.server.http.routes import Service
 from chairlift.server.metrics import Metrics, MetricSample
 from chairlift.server.process.engine_client import EngineState
 from chairlift.server.process.streams import UpdateObserver, UpdateStream

@@ -16,8 +16,13 @@ from typing import IO, Any
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.files.file_store import LEFTOVER_SECONDS, OUTPUT_SECONDS, FileStore
-from chairlift.server.files.records import RecordFolder, report_once
+from chairlift.server.batch.file_store import (
+    LEFTOVER_SECONDS,
+    OUTPUT_SECONDS,
+    FileStore,
+    RecordFolder,
+    report_once,
+)
 
 
 class BatchStatus(StrEnum):
@@ -131,12 +136,10 @@ class OwnerFolder:
         """Cancel a batch by a file of its own: the process that runs the batch writes its record."""
         self._cancellation(batch_id).touch()
 
-    def is_cancelled(self, batch_id: str) -> bool:
-        return self._cancellation(batch_id).exists()
-
     def _with_cancellation(self, batch: BatchRecord) -> BatchRecord:
-        if not batch.status.is_final and batch.status is not BatchStatus.CANCELLING and self.is_cancelled(batch.id):
-            batch.enter(BatchStatus.CANCELLING, self._cancellation(batch.id).stat().st_mtime)
+        cancellation = self._cancellation(batch.id)
+        if not batch.status.is_final and batch.status is not BatchStatus.CANCELLING and cancellation.exists():
+            batch.enter(BatchStatus.CANCELLING, cancellation.stat().st_mtime)
         return batch
 
     def _cancellation(self, batch_id: str) -> Path:

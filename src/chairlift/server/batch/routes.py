@@ -18,10 +18,9 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from chairlift.errors import InvalidParameter
+from chairlift.server.batch.file_store import OUTPUT_SECONDS, PURPOSES, STEP, StoredFile, Upload, locked
+from chairlift.server.batch.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
 from chairlift.server.batch.input import PATHS
-from chairlift.server.files.file_store import OUTPUT_SECONDS, PURPOSES, STEP, StoredFile, Upload
-from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
-from chairlift.server.files.records import locked
 from chairlift.server.generation.endpoint import RequestBody, StrictModel
 from chairlift.server.wire.errors import APIError, too_busy
 

@@ -21,11 +21,11 @@ from fastapi import FastAPI
 
 from chairlift.errors import ChairliftError, StorageFull, is_full
 from chairlift.server.access import KeyTable
+from chairlift.server.batch.file_store import OUTPUT_PURPOSE
+from chairlift.server.batch.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
 from chairlift.server.batch.output import is_answered
 from chairlift.server.batch.run import BatchResponse, BatchRun, call
-from chairlift.server.files.file_store import OUTPUT_PURPOSE
-from chairlift.server.files.folder import BatchRecord, BatchStatus, FilesFolder, OwnerFolder
-from chairlift.server.http.service import Service
+from chairlift.server.http.routes import Service
 from chairlift.server.process.engine_client import EngineState
 
 log = logging.getLogger("chairlift.server")

@@ -1,1 +1,0 @@
-"""Uploaded files and batches of requests, kept in a folder."""

@@ -93,7 +93,14 @@ class KeySources:
             keys += found
         if self.proxy:
             keys.append(APIKey("", _digest(_checked(self.proxy, "proxy_key")), is_proxy=True))
-        _check_unambiguous(keys)
+        limits: dict[str, KeyLimits] = {}
+        digests: set[bytes] = set()
+        for key in keys:
+            if key.digest in digests:
+                raise InvalidParameter("api_key", f"the key of {key.name!r} is given twice")
+            if limits.setdefault(key.name, key.limits) != key.limits:
+                raise InvalidParameter(FILE_PARAMETER, f"{key.name!r} has keys with different limits")
+            digests.add(key.digest)
         return keys
 
 
@@ -149,17 +156,6 @@ def warn_of_short_keys(keys: Iterable[APIKey]) -> None:
         if key.is_short:
             problem = f"has fewer than {SAFE_LENGTH} characters and may be guessed"
             log.warning("the API key of %r %s; 'openssl rand -hex 24' makes a better one", key.name, problem)
-
-
-def _check_unambiguous(keys: Sequence[APIKey]) -> None:
-    limits: dict[str, KeyLimits] = {}
-    digests: set[bytes] = set()
-    for key in keys:
-        if key.digest in digests:
-            raise InvalidParameter("api_key", f"the key of {key.name!r} is given twice")
-        if limits.setdefault(key.name, key.limits) != key.limits:
-            raise InvalidParameter(FILE_PARAMETER, f"{key.name!r} has keys with different limits")
-        digests.add(key.digest)
 
 
 def _checked(secret: str, parameter: str) -> str:

@@ -29,23 +29,11 @@ from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.config import ServerConfig
 from chairlift.server.generation.endpoint import invalid_field
 from chairlift.server.http.bodies import threaded_body_route
-from chairlift.server.http.boundary import (
-    AccessLog,
-    RequestBoundary,
-    Tracing,
-    make_tracer_provider,
-    open_access_log,
-)
+from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, make_tracer_provider, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
 from chairlift.server.http.listener import UvicornServer
-from chairlift.server.http.routes import (
-    ERRORS,
-    Service,
-    add_generation_routes,
-    add_status_routes,
-    add_tokenizer_routes,
-)
+from chairlift.server.http.routes import ERRORS, Service, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.this_process import freeze_loaded_objects

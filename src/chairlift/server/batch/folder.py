@@ -16,13 +16,7 @@ from typing import IO, Any
 import msgspec
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.batch.file_store import (
-    LEFTOVER_SECONDS,
-    OUTPUT_SECONDS,
-    FileStore,
-    RecordFolder,
-    report_once,
-)
+from chairlift.server.batch.file_store import LEFTOVER_SECONDS, OUTPUT_SECONDS, FileStore, RecordFolder, report_once
 
 
 class BatchStatus(StrEnum):
@@ -82,13 +76,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         counts = {name: fields.pop(name) for name in ("total", "completed", "failed")}
         for name in ("key", "tenant", "output_seconds"):
             del fields[name]
-        problem = fields.pop("problem")
-        errors = None if problem is None else {"object": "list", "data": [_error(problem)]}
+        error = {"code": "invalid_file", "message": fields.pop("problem"), "param": "input_file_id", "line": None}
+        errors = None if self.problem is None else {"object": "list", "data": [error]}
         return {"object": "batch", **fields, "errors": errors, "request_counts": counts}
-
-
-def _error(problem: str) -> dict[str, Any]:
-    return {"code": "invalid_file", "message": problem, "param": "input_file_id", "line": None}
 
 
 PUBLIC = "public"  # the owner of what clients without a key create

@@ -83,10 +83,7 @@ def _fingerprint(custom_id: str) -> int:
 
 
 def scan(
-    path: Path,
-    paths: Sequence[str] = PATHS,
-    max_lines: int | None = None,
-    ranges: Sequence[LineRange] = WHOLE_FILE,
+    path: Path, paths: Sequence[str] = PATHS, max_lines: int | None = None, ranges: Sequence[LineRange] = WHOLE_FILE
 ) -> LineSet:
     """Read the file once and return its lines; raises if a custom_id is used twice or if there are too many lines."""
     lines = LineSet()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -161,7 +162,9 @@ class BatchRunner:
             raise StorageFull("no responses can be written")  # This is noticed before any are computed.
         if owner.files.used() > owner.quota:  # output may exceed it, but then no further batch begins
             raise ChairliftError(f"all files exceed the limit of {owner.quota} bytes; delete some")
-        run = await asyncio.to_thread(self._open, source, target, await self._most_lines(), batch.endpoint)
+        most = await self._most_lines()
+        options: dict[str, Any] = {"concurrency": most, "paths": (batch.endpoint,), "max_lines": MAX_LINES}
+        run = await asyncio.to_thread(BatchRun, source, target, **options)
         batch.total = run.total
         before = await asyncio.to_thread(_count, target)
         batch.enter(BatchStatus.IN_PROGRESS, batch.in_progress_at or time.time())
@@ -178,10 +181,6 @@ class BatchRunner:
         finally:
             saving.cancel()
             await asyncio.wait([saving])
-
-    @staticmethod
-    def _open(source: Path, target: Path, concurrency: int, endpoint: str) -> BatchRun:
-        return BatchRun(source, target, concurrency=concurrency, paths=(endpoint,), max_lines=MAX_LINES)
 
     async def _most_lines(self) -> int:
         """Wait for the engine; return how many lines of all batches it may have at once."""

@@ -36,10 +36,7 @@ Entry = TypeVar("Entry")
 Entries = Annotated[list[Entry], Field(fail_fast=True)]
 
 # OpenAI's codes by pydantic's kinds of errors.
-_CODES = {
-    "missing": "missing_required_parameter",
-    "union_tag_not_found": "missing_required_parameter",
-}
+_CODES = {"missing": "missing_required_parameter", "union_tag_not_found": "missing_required_parameter"}
 
 
 def max_entries(limit: int) -> BeforeValidator:
@@ -56,7 +53,12 @@ def _check_count(data: Any, limit: int, what: str) -> Any:
 def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidParameter:
     """Convert pydantic's errors about the first invalid field of `data`. The name is the path of the field, such as
     `stop[2]` or `response_format.json_schema.name`; an error of the whole body has no name."""
-    error = _best_match([each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]], data)
+
+    def resemblance(error: Mapping[str, Any]) -> tuple[bool, int]:
+        return _code(error["type"]) != "invalid_type", len(list(_steps_in_data(error["loc"], data)))
+
+    # The error of the alternative that the value resembles most: of the right type, or wrong deep inside.
+    error = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=resemblance)
     if isinstance(refusal := error.get("ctx", {}).get("error"), InvalidParameter):
         return refusal
     kind, steps = error["type"], list(_steps_in_data(error["loc"], data))
@@ -66,15 +68,6 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidPara
         steps.append(error["ctx"]["discriminator"].strip("'"))
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return InvalidParameter(path[1:][:MAX_PATH], str(error["msg"]), _code(kind))
-
-
-def _best_match(errors: Sequence[Mapping[str, Any]], data: Any) -> Mapping[str, Any]:
-    """Choose the error of the alternative that the value resembles most: of the right type, or wrong deep inside."""
-
-    def resemblance(error: Mapping[str, Any]) -> tuple[bool, int]:
-        return _code(error["type"]) != "invalid_type", len(list(_steps_in_data(error["loc"], data)))
-
-    return max(errors, key=resemblance)
 
 
 def _steps_in_data(location: Sequence[int | str], data: Any) -> Iterator[int | str]:

@@ -152,8 +152,21 @@ class AccessLog:
         start, time_of_day = time.monotonic(), datetime.now(UTC)
 
         def end(sent: SentResponse) -> None:
-            line = _line(scope, sent)
-            line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - start}
+            state, client = scope["state"], scope.get("client")
+            headers, usage = dict(sent.head.get("headers", ())), state.get("usage")
+            line = {
+                "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+                "client": client[0] if client else None,
+                "trace_id": state.get("trace_id"),
+                "tenant": state.get("tenant"),
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": sent.status,  # null: the client disconnected before there was a response
+                "complete": sent.is_complete,  # whether all of the response was sent
+                **({} if usage is None else usage.counts()),
+                "time": time_of_day.isoformat(timespec="milliseconds"),
+                "seconds": time.monotonic() - start,
+            }
             text = msgspec.json.encode(line).decode()
             self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
 
@@ -183,23 +196,6 @@ def open_access_log(file: Path) -> logging.Handler:
         return _FileHandler(file, encoding="utf-8")
     except OSError as error:
         raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
-
-
-def _line(scope: Scope, sent: SentResponse) -> dict[str, Any]:
-    state, client = scope["state"], scope.get("client")
-    headers = dict(sent.head.get("headers", ()))
-    line = {
-        "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
-        "client": client[0] if client else None,
-        "trace_id": state.get("trace_id"),
-        "tenant": state.get("tenant"),
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": sent.status,  # null: the client disconnected before there was a response
-        "complete": sent.is_complete,  # whether all of the response was sent
-    }
-    usage = state.get("usage")
-    return line if usage is None else line | usage.counts()
 
 
 OPTION = "otlp_traces_endpoint"

@@ -128,12 +128,7 @@ class Subscriber:
 
 class Subscribers:
     def __init__(
-        self,
-        engine: EnginePort,
-        metrics: Metrics,
-        texts: RequestTexts,
-        *,
-        greeting: Callable[[], dict[str, Any]],
+        self, engine: EnginePort, metrics: Metrics, texts: RequestTexts, *, greeting: Callable[[], dict[str, Any]]
     ) -> None:
         self.engine = engine
         self._metrics = metrics

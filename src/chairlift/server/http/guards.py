@@ -19,13 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey, KeyTable, RateLimits
-from chairlift.server.generation.usage import (
-    REPORT_HEADER,
-    REPORTS_PATH,
-    UsageReport,
-    UsageReports,
-    send_with_reports,
-)
+from chairlift.server.generation.usage import REPORT_HEADER, REPORTS_PATH, UsageReport, UsageReports, send_with_reports
 from chairlift.server.http.bodies import LimitedBody, LimitedUpload, too_large
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError

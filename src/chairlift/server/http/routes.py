@@ -15,13 +15,7 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import RateLimiter, RateLimits
-from chairlift.server.anthropic.endpoint import (
-    MessagesGeneration,
-    chat_of,
-    model_info,
-    model_page,
-    tokenize_messages,
-)
+from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, model_info, model_page, tokenize_messages
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import Admission, AdmissionControl

@@ -219,11 +219,7 @@ class GenerationBody(EngineBody):
             given |= {"top_p": 1.0, "top_k": 1}
         check_unicode("user", [self.user or ""])
         return SamplingParams.with_defaults(
-            defaults,
-            **given,
-            structure=self.structure(),
-            extra_args=self._extra_args,
-            **more,
+            defaults, **given, structure=self.structure(), extra_args=self._extra_args, **more
         )
 
 

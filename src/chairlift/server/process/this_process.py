@@ -100,7 +100,9 @@ def engine_process_ahead() -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with suppress(OSError):  # no memory or file descriptors: it is started when it is needed
-        _waiting.append(_start())
+        command = [sys.executable, "-m", ENGINE_MODULE, FROM_INPUT, str(os.getpid())]
+        begun = time.monotonic()
+        _waiting.append(EarlyProcess(subprocess.Popen(command, stdin=subprocess.PIPE), begun))
     try:
         yield
     finally:
@@ -109,12 +111,6 @@ def engine_process_ahead() -> Iterator[None]:
             early.process.kill()
             early.process.communicate()
         signal.signal(signal.SIGTERM, before)
-
-
-def _start() -> EarlyProcess:
-    begun = time.monotonic()
-    command = [sys.executable, "-m", ENGINE_MODULE, FROM_INPUT, str(os.getpid())]
-    return EarlyProcess(subprocess.Popen(command, stdin=subprocess.PIPE), begun)
 
 
 def take_early_process() -> EarlyProcess | None:

@@ -19,14 +19,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey
 from chairlift.server.metrics import MetricSample
 from chairlift.server.wire.errors import APIError, as_api_error
-from chairlift.server.wire.messages import (
-    DashboardFrame,
-    EngineCommand,
-    Loaded,
-    RecorderFault,
-    Submit,
-    Update,
-)
+from chairlift.server.wire.messages import DashboardFrame, EngineCommand, Loaded, RecorderFault, Submit, Update
 
 Text = dict[str, str | bool]  # What the dashboard shows of a request.
 

@@ -8,10 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from chairlift.server.access import Allowance, APIKey, RateLimiter
@@ -43,7 +43,7 @@ class Hub:
         self._retired: list[MetricSample] = []  # the sums of workers that have exited
         self._watching = False  # whether any worker has an open dashboard page
         metrics.watch_engine(engine)
-        metrics.other_samples = self._worker_samples
+        metrics.other_samples = lambda: chain(self._retired, *(link.samples for link in self.links))
         engine.on_state = self._announce_state
         engine.on_frame = self._pass_on
 
@@ -61,11 +61,6 @@ class Hub:
         self.links.discard(link)
         self._retired = sum_samples([*self._retired, *link.samples])
         link.release_all()
-
-    def _worker_samples(self) -> Iterable[MetricSample]:
-        yield from self._retired
-        for link in self.links:
-            yield from link.samples
 
     async def collect_samples(self) -> None:
         """Ask all workers for their metrics."""

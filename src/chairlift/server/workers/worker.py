@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Concatenate, TypeVar
 
 from chairlift.core.request import completion_ids
@@ -202,7 +203,7 @@ class Worker(ForWorker):
             policy_switch=settings.may_switch_policy(),
         )
         self._pages = service.subscribers
-        self._pages.find_elsewhere = self._find_elsewhere
+        self._pages.find_elsewhere = partial(self._channel.ask, ForHub.find_text)
         self._http = HTTPServer(settings, service, keys, shared=True)
         self._serving = asyncio.create_task(self._http.serve(self._listener))
         self._serving.add_done_callback(lambda _: self._channel.close())
@@ -211,10 +212,6 @@ class Worker(ForWorker):
     async def _announce(self) -> None:
         await self._http.wait_until_listening()
         self._channel.tell(ForHub.listening)
-
-    async def _find_elsewhere(self, request_id: str, key: bytes | None) -> Text | None:
-        """Return the texts of a request of another worker."""
-        return await self._channel.ask(ForHub.find_text, request_id, key)
 
     # ---- calls of the hub ------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ import math
 import random
 from collections.abc import Sequence
 
+from chairlift.core.events import completion_ids
 from chairlift.core.plan import Candidates, StepPlan, StepResult
-from chairlift.core.request import Request, completion_ids
+from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from tests.core.driving import deterministic_token

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.request import completion_ids
+from chairlift.core.events import completion_ids
 from chairlift.server.http.bodies import ValueCounter
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Submit, Update

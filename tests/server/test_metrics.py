@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from chairlift.core.events import completion_ids
 from chairlift.core.kv.state_slots import StateUsage
-from chairlift.core.request import completion_ids
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.messages import Cancel, StepReport, Submit, ToEngine, Update
 from tests.server.front_end import NAME as SCRIPTED

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.core.request import completion_ids
+from chairlift.core.events import completion_ids
 from chairlift.server.wire.limits import Limits, SharedLimit
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent

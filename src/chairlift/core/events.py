@@ -10,6 +10,11 @@ from chairlift.core.plan import StepLimits, StepPlan, StepTiming, TokenLogprobs
 from chairlift.core.request import Ending
 
 
+def completion_ids(request_id: str, n: int) -> list[str]:
+    """The ids of the `n` completions of one prompt; the first is the prompt's own id."""
+    return [request_id, *(f"{request_id}#{index}" for index in range(1, n))]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestQueued:
     time: float

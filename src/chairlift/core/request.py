@@ -38,11 +38,6 @@ class Ending:
     temporary: bool = False  # the same request may succeed later
 
 
-def completion_ids(request_id: str, n: int) -> list[str]:
-    """The ids of the `n` completions of one prompt; the first is the prompt's own id."""
-    return [request_id, *(f"{request_id}#{index}" for index in range(1, n))]
-
-
 class RequestGroup(ABC):
     """Requests that are admitted, preempted and finished together, such as the beams of one search."""
 

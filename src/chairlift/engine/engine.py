@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from chairlift.core.cost_model import CostModel
-from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
+from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced, completion_ids
 from chairlift.core.executor import Executor
 from chairlift.core.plan import BAD_LOGITS, StepPlan
 from chairlift.core.policies.base import Policy
-from chairlift.core.request import Ending, FinishReason, Request, RequestLimits, completion_ids
+from chairlift.core.request import Ending, FinishReason, Request, RequestLimits
 from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed
 from chairlift.core.sampling.structure import Structure

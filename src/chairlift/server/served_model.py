@@ -17,7 +17,6 @@ from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_c
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.options import read_text
-from chairlift.server.wire.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
@@ -88,13 +87,6 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
-
-    def check_name(self, name: str | None) -> None:
-        """Raise a 404 error if a request names another model."""
-        if name is not None and name not in self.names:
-            known = ", ".join(map(repr, self.names))
-            problem = f"the model {name[:200]!r} does not exist; this server has {known}"
-            raise APIError(404, problem, param="model", code="model_not_found")
 
 
 def _fingerprint(name: str, template: str, engine: Mapping[str, Any], sampling: Mapping[str, float]) -> str:

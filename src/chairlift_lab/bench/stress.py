@@ -25,10 +25,11 @@ from chairlift.core.events import (
     RequestFinished,
     RequestPreempted,
     TokenProduced,
+    completion_ids,
 )
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
 from chairlift.core.plan import StepPlan
-from chairlift.core.request import FinishReason, completion_ids
+from chairlift.core.request import FinishReason
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options import option_of

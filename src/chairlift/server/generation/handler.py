@@ -18,7 +18,8 @@ from functools import partial
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from chairlift.core.request import RequestLimits, completion_ids
+from chairlift.core.events import completion_ids
+from chairlift.core.request import RequestLimits
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
@@ -80,7 +81,7 @@ class GenerationHandler:
     isolate_keys: bool
 
     async def handle(self, request: GenerationRequest, http: HTTPRequest) -> Response:
-        self.model.check_name(request.body.model)
+        check_model_name(self.model, request.body.model)
         try:
             parsed = self._parsed(request, http)
             async with self._admit(parsed) as admitted:
@@ -198,6 +199,14 @@ class GenerationHandler:
                     raise
             async with _until(admitted.deadline):
                 await asyncio.sleep(RETRY_SECONDS)
+
+
+def check_model_name(model: ServedModel, name: str | None) -> None:
+    """Raise a 404 error if a request names another model."""
+    if name is not None and name not in model.names:
+        known = ", ".join(map(repr, model.names))
+        problem = f"the model {name[:200]!r} does not exist; this server has {known}"
+        raise APIError(404, problem, param="model", code="model_not_found")
 
 
 def _seconds_left(deadline: float | None) -> float | None:

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import chairlift
 from chairlift.errors import InvalidParameter, is_full
-from chairlift.server.anthropic.errors import ConvertingSend, is_anthropic_client, is_messages_path
+from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, ConvertingSend
 from chairlift.server.generation.usage import Timeline
 from chairlift.server.wire.errors import as_api_error
 
@@ -114,7 +114,7 @@ class RequestBoundary:
                 end(sent)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        speaks_anthropic = is_messages_path(scope["path"]) or is_anthropic_client(scope)
+        speaks_anthropic = MESSAGES_PATH.match(scope["path"]) or VERSION_HEADER in dict(scope["headers"])
         outgoing = ConvertingSend(send) if speaks_anthropic else send
         started = False
 

@@ -19,7 +19,7 @@ from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, mod
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import Admission, AdmissionControl
-from chairlift.server.generation.handler import GenerationHandler
+from chairlift.server.generation.handler import GenerationHandler, check_model_name
 from chairlift.server.generation.reply import PIECE, json_pieces
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import RequestTexts, Usage
@@ -157,7 +157,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
     async def model(model: str, http: Request) -> dict[str, Any]:
-        service.model.check_name(model)
+        check_model_name(service.model, model)
         return _model_card(service, model, http)
 
 
@@ -177,19 +177,19 @@ def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-        service.model.check_name(body.model)
+        check_model_name(service.model, body.model)
         work = partial(_tokenize, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
-        service.model.check_name(body.model)
+        check_model_name(service.model, body.model)
         work = partial(_count_tokens, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/responses/input_tokens", responses=ERRORS)
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
-        service.model.check_name(body.model)
+        check_model_name(service.model, body.model)
         work = partial(_input_tokens, ResponsesGeneration(body, service.model), service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
@@ -200,7 +200,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
-        service.model.check_name(body.model)
+        check_model_name(service.model, body.model)
         return await _run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from chairlift.core.request import completion_ids
+from chairlift.core.events import completion_ids
 from chairlift.errors import InvalidParameter
 from chairlift.server.wire.messages import Submit, Update, encode
 

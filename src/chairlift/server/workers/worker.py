@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Concatenate, TypeVar
 
-from chairlift.core.request import completion_ids
+from chairlift.core.events import completion_ids
 from chairlift.errors import EngineDead
 from chairlift.server.access import Allowance, APIKey
 from chairlift.server.config import decode_config

@@ -55,14 +55,14 @@ class KeyTable:
         self.replace(keys)
 
     def __bool__(self) -> bool:
-        return not self.is_empty
+        """Whether there are any; without, the server is open to all."""
+        return bool(self._keys)
 
     def __iter__(self) -> Iterator[APIKey]:
         return iter(self._keys.values())
 
     def replace(self, keys: Iterable[APIKey]) -> None:
         self._keys = {key.digest: key for key in keys}
-        self.is_empty = not self._keys  # the server is open to all
 
     def get(self, digest: bytes) -> APIKey | None:
         """Return the key with this digest; None if there is none, or none any more."""

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request as HTTPRequest
@@ -31,6 +31,7 @@ from chairlift.server.process.engine_client import EnginePort
 from chairlift.server.process.streams import UpdateStream
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
+from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Submit
 
 RETRY_SECONDS = 0.05  # The rest of a request is submitted again after this while the queue is full.
@@ -69,16 +70,18 @@ class Submitted:
     num_left: int  # prompts that are not submitted yet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class GenerationHandler:
     model: ServedModel
     engine: EnginePort
-    admission: Admission
-    tokenizer_pool: TokenizerPool
     metrics: Metrics
-    texts: RequestTexts  # Open dashboard pages show them.
-    default_timeout: float | None
-    isolate_keys: bool
+    limits: Limits
+    admission: Admission
+    isolate_keys: bool = field(default=False, kw_only=True)  # whether only administrators see what concerns all keys
+
+    def __post_init__(self) -> None:
+        self.tokenizer_pool = TokenizerPool(self.limits.tenant_weights)
+        self.texts = RequestTexts(self.model.tokenizer)  # Open dashboard pages show them.
 
     async def handle(self, request: GenerationRequest, http: HTTPRequest) -> Response:
         check_model_name(self.model, request.body.model)
@@ -98,7 +101,7 @@ class GenerationHandler:
         salt = body.cache_salt or ""
         if self.isolate_keys and key is not None:
             salt = hashlib.sha256(key + salt.encode("utf-8", "surrogatepass")).hexdigest()
-        timeout = self.default_timeout if body.timeout is None else body.timeout
+        timeout = self.limits.default_timeout if body.timeout is None else body.timeout
         return Parsed(request, http, tenant, salt, request.params.num_sequences, timeout)
 
     @asynccontextmanager

@@ -18,11 +18,10 @@ from chairlift.server.access import RateLimiter, RateLimits
 from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, model_info, model_page, tokenize_messages
 from chairlift.server.anthropic.errors import is_anthropic_client
 from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
-from chairlift.server.generation.admission import Admission, AdmissionControl
+from chairlift.server.generation.admission import AdmissionControl
 from chairlift.server.generation.handler import GenerationHandler, check_model_name
 from chairlift.server.generation.reply import PIECE, json_pieces
-from chairlift.server.generation.tokenizer_pool import TokenizerPool
-from chairlift.server.generation.usage import RequestTexts, Usage
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.dashboard import Subscribers
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.metrics import Metrics
@@ -42,7 +41,7 @@ from chairlift.server.openai.types import (
     TokenizeRequest,
     check_token_ids,
 )
-from chairlift.server.process.engine_client import EngineClient, EnginePort, EngineState
+from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
@@ -61,36 +60,16 @@ ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 )
 
 
-@dataclass(slots=True, eq=False)
-class Service:
+@dataclass(eq=False)
+class Service(GenerationHandler):
     """What the routes of one process share."""
 
-    model: ServedModel
-    engine: EnginePort
-    metrics: Metrics
-    limits: Limits
-    admission: Admission
-    rate_limits: RateLimits
-    isolate_keys: bool = False  # whether only administrators see what concerns all keys
-    policy_switch: bool = False  # whether clients may change the policy of the running engine
-    tokenizer_pool: TokenizerPool = field(init=False)
-    subscribers: Subscribers = field(init=False)
-    generation: GenerationHandler = field(init=False)
+    rate_limits: RateLimits = field(kw_only=True)
+    policy_switch: bool = field(default=False, kw_only=True)  # whether clients may change the running engine's policy
 
     def __post_init__(self) -> None:
-        self.tokenizer_pool = TokenizerPool(self.limits.tenant_weights)
-        texts = RequestTexts(self.model.tokenizer)
-        self.subscribers = Subscribers(self.engine, self.metrics, texts, greeting=self._greeting)
-        self.generation = GenerationHandler(
-            self.model,
-            self.engine,
-            self.admission,
-            self.tokenizer_pool,
-            self.metrics,
-            texts,
-            self.limits.default_timeout,
-            self.isolate_keys,
-        )
+        super().__post_init__()
+        self.subscribers = Subscribers(self.engine, self.metrics, self.texts, greeting=self._greeting)
 
     @classmethod
     def local(
@@ -98,8 +77,8 @@ class Service:
     ) -> Service:
         """Build a front end that alone decides what its engine gets."""
         metrics.watch_engine(engine)
-        admission, rate_limits = AdmissionControl(engine, metrics, limits), RateLimiter(metrics)
-        return cls(model, engine, metrics, limits, admission, rate_limits, **options)
+        admission = AdmissionControl(engine, metrics, limits)
+        return cls(model, engine, metrics, limits, admission, rate_limits=RateLimiter(metrics), **options)
 
     @property
     def max_model_len(self) -> int | None:
@@ -119,36 +98,36 @@ class Service:
 def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        return await service.generation.handle(TextGeneration(body, service.model), http)
+        return await service.handle(TextGeneration(body, service.model), http)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         params = body.params(service.model)
         request = ChatGeneration(body, service.model, params, params.max_tokens, streams=bool(body.stream))
-        return await service.generation.handle(request, http)
+        return await service.handle(request, http)
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
-        return await service.generation.handle(ResponsesGeneration(body, service.model), http)
+        return await service.handle(ResponsesGeneration(body, service.model), http)
 
     @app.post("/v1/messages", responses=ERRORS)
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        return await service.generation.handle(MessagesGeneration(body, service.model, http.state.request_id), http)
+        return await service.handle(MessagesGeneration(body, service.model, http.state.request_id), http)
 
     @app.post("/v1/embeddings", responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
-        return await service.generation.handle(EmbeddingGeneration(body, service.model), http)
+        return await service.handle(EmbeddingGeneration(body, service.model), http)
 
     @app.post("/v1/score", responses=ERRORS)
     @app.post("/score", include_in_schema=False)
     async def score(body: ScoreRequest, http: Request) -> Response:
-        return await service.generation.handle(ScoreGeneration(body, service.model), http)
+        return await service.handle(ScoreGeneration(body, service.model), http)
 
     @app.post("/v1/rerank", responses=ERRORS)
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, http: Request) -> Response:
-        return await service.generation.handle(RerankGeneration(body, service.model), http)
+        return await service.handle(RerankGeneration(body, service.model), http)
 
     @app.get("/v1/models", responses=ERRORS)
     async def models(http: Request) -> dict[str, Any]:

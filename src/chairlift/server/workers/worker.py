@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, Concatenate, TypeVar
 
 from chairlift.core.events import completion_ids
@@ -197,13 +196,13 @@ class Worker(ForWorker):
             self._engine,
             self._metrics,
             settings.limits,
-            admission=self._admission,
+            self._admission,
             rate_limits=RemoteRateLimits(grants),
             isolate_keys=settings.isolate_keys,
             policy_switch=settings.may_switch_policy(),
         )
         self._pages = service.subscribers
-        self._pages.find_elsewhere = partial(self._channel.ask, ForHub.find_text)
+        self._pages.find_elsewhere = lambda request_id, key: self._channel.ask(ForHub.find_text, request_id, key)
         self._http = HTTPServer(settings, service, keys, shared=True)
         self._serving = asyncio.create_task(self._http.serve(self._listener))
         self._serving.add_done_callback(lambda _: self._channel.close())

@@ -213,5 +213,5 @@ if __name__ == "__main__":
             sys.exit(_serve(*arguments))
         case ["read", job]:
             print(json.dumps(asyncio.run(read_streams(*json.loads(job)))))
-        case [*_, settings]:
-            StubEngine(json.loads(settings)).run()
+        case ["-", _]:  # It is started as an engine.
+            StubEngine(json.loads(sys.stdin.readline())).run()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ import zmq.asyncio
 
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.streams import OpenRequests, UpdateObserver, UpdateStream
-from chairlift.server.process.this_process import ENGINE_MODULE, EarlyProcess, take_early_process
+from chairlift.server.process.this_process import ENGINE_MODULE, WaitingProcess, take_early_process
 from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,
@@ -226,7 +225,7 @@ class EngineClient:
 
     async def _run_process(self) -> bool:
         """Start the process and receive its messages until it exits or hangs. Returns whether it was healthy."""
-        handle = self._handle = await spawn(
+        handle = self._handle = spawn(
             self._context, self._model, self._options, log_level=self._log_level, module=self._module
         )
         self._spawned.set()
@@ -334,11 +333,11 @@ class EnginePort(Protocol):
 # ---- the process and its sockets -------------------------------------------------------------------------------------
 
 
-class AdoptedProcess:
-    """A process that was started before the event loop."""
+class ChildProcess:
+    """A process whose end the event loop can wait for."""
 
-    def __init__(self, early: EarlyProcess) -> None:
-        self._process = early.process
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
         self._exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -368,7 +367,7 @@ class AdoptedProcess:
 class EngineHandle:
     """One engine process with its own sockets, so that no message reaches its successor."""
 
-    process: asyncio.subprocess.Process | AdoptedProcess
+    process: ChildProcess
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
     close: Callable[[], None]  # closes the sockets and removes their folder
@@ -377,10 +376,11 @@ class EngineHandle:
     ready_at: float | None = None
 
 
-async def spawn(
+def spawn(
     context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, log_level: str, module: str = ENGINE_MODULE
 ) -> EngineHandle:
-    with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
+    """Start a process, or take one that was started ahead, and send it its settings."""
+    with ExitStack() as opened:  # closed again if the process cannot be started
         folder = make_socket_folder(opened)
         commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, name in ((commands, "commands"), (reports, "reports")):
@@ -388,6 +388,9 @@ async def spawn(
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(f"ipc://{folder / name}")
+        waiting = take_early_process() if module == ENGINE_MODULE else None
+        if waiting is None or waiting.process.poll() is not None:
+            waiting = WaitingProcess.start(module)
         settings = {
             "model": model,
             "engine": options,
@@ -396,18 +399,8 @@ async def spawn(
             "commands": f"ipc://{folder / 'commands'}",
             "reports": f"ipc://{folder / 'reports'}",
         }
-        process = await _start(module, settings)
-        return EngineHandle(process, commands, reports, opened.pop_all().close)
-
-
-async def _start(module: str, settings: dict[str, Any]) -> asyncio.subprocess.Process | AdoptedProcess:
-    """Start the process, or send the settings to one that was started ahead."""
-    early = take_early_process() if module == ENGINE_MODULE else None
-    if early is not None and early.process.poll() is None:
-        early.send(settings | {"begun": early.begun})
-        return AdoptedProcess(early)
-    text = json.dumps(settings | {"begun": time.monotonic()})
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", module, text)
+        waiting.send(settings)
+        return EngineHandle(ChildProcess(waiting.process), commands, reports, opened.pop_all().close)
 
 
 SOCKET_NAMES = frozenset({"commands", "reports"})

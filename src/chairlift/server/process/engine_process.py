@@ -1,8 +1,8 @@
 """The engine process: receives requests from a socket, runs steps and reports their results.
 
-The front end starts it as `python -m chairlift.server.process.engine_process` with its settings as JSON in the first
-argument. With `- PID` instead (the process id of its parent), it imports torch first and reads the settings from its
-standard input (`this_process.py`). It exits on a Shutdown message or when its parent process has exited.
+The front end starts it as `python -m chairlift.server.process.engine_process - PID`, with the process id of its parent
+(`this_process.py`). It imports torch and reads its settings from its standard input, as JSON. It exits on a Shutdown
+message or when its parent process has exited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from chairlift.machine.files import raise_file_limit
 from chairlift.machine.hardware import create_context
 from chairlift.server.dashboard.recorder import FramePublisher
 from chairlift.server.process.this_process import (
-    FROM_INPUT,
     collection_paused,
     die_with_parent,
     exit_if_orphaned,
@@ -203,14 +202,9 @@ def _failure(error: Exception) -> FailedToLoad:
     return FailedToLoad(f"{type(error).__name__}: {error}")
 
 
-def _read_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """The settings of the first argument, or of the standard input; what loading needs is imported meanwhile."""
-    if arguments[0] != FROM_INPUT:
-        settings = _received(arguments[0])
-        die_with_parent(settings["parent"])
-        _import_engine([settings])
-        return settings
-    die_with_parent(int(arguments[1]))
+def _read_settings(parent: int) -> dict[str, Any]:
+    """Read the settings from the standard input; what loading needs is imported meanwhile."""
+    die_with_parent(parent)
     found: list[dict[str, Any]] = []
     reader = threading.Thread(target=lambda: found.extend(map(_received, sys.stdin.buffer)), daemon=True)
     reader.start()
@@ -243,7 +237,7 @@ def _start_libraries(device: str, dtype: str) -> None:
     start_libraries(chosen, torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 
 
-def _received(text: str | bytes) -> dict[str, Any]:
+def _received(text: bytes) -> dict[str, Any]:
     """Decode the settings. A GPU's context is created in a thread meanwhile, which takes a part of a second."""
     settings: dict[str, Any] = json.loads(text)
     device = settings["engine"].get("device", "auto")
@@ -254,7 +248,7 @@ def _received(text: str | bytes) -> dict[str, Any]:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
     raise_file_limit()
-    settings = _read_settings(sys.argv[1:])
+    settings = _read_settings(int(sys.argv[2]))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(settings["log_level"].upper())
     process = EngineProcess(settings)

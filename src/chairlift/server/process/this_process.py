@@ -72,24 +72,30 @@ def exit_if_orphaned(parent: int) -> None:
 
 
 ENGINE_MODULE = "chairlift.server.process.engine_process"
-FROM_INPUT = "-"  # Stands for the settings, which are then a line of the process's standard input.
+FROM_INPUT = "-"  # Stands for the settings, which are a line of the process's standard input.
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyProcess:
+class WaitingProcess:
     """An engine process that waits for its settings."""
 
     process: subprocess.Popen[bytes]
     begun: float  # when it was started, by `time.monotonic`
 
+    @classmethod
+    def start(cls, module: str = ENGINE_MODULE) -> WaitingProcess:
+        begun = time.monotonic()
+        command = [sys.executable, "-m", module, FROM_INPUT, str(os.getpid())]
+        return cls(subprocess.Popen(command, stdin=subprocess.PIPE), begun)
+
     def send(self, settings: Mapping[str, Any]) -> None:
         """Send the settings; a process that has ended is noticed by its exit status."""
         assert self.process.stdin is not None
         with suppress(OSError), self.process.stdin as pipe:
-            pipe.write(json.dumps(settings).encode() + b"\n")
+            pipe.write(json.dumps({**settings, "begun": self.begun}).encode() + b"\n")
 
 
-_waiting: list[EarlyProcess] = []
+_waiting: list[WaitingProcess] = []
 
 
 @contextmanager
@@ -100,9 +106,7 @@ def engine_process_ahead() -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with suppress(OSError):  # no memory or file descriptors: it is started when it is needed
-        command = [sys.executable, "-m", ENGINE_MODULE, FROM_INPUT, str(os.getpid())]
-        begun = time.monotonic()
-        _waiting.append(EarlyProcess(subprocess.Popen(command, stdin=subprocess.PIPE), begun))
+        _waiting.append(WaitingProcess.start())
     try:
         yield
     finally:
@@ -113,6 +117,6 @@ def engine_process_ahead() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def take_early_process() -> EarlyProcess | None:
+def take_early_process() -> WaitingProcess | None:
     """The process that was started ahead, once."""
     return _waiting.pop() if _waiting else None

@@ -73,8 +73,9 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     if server.files_dir is not None:
         FilesFolder(server.files_dir, files_quota)  # refuses a folder that cannot be written
-    # Options that the configuration has under the same name.
     names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
+    shared = {name: getattr(server, name) for name in names}  # options that the configuration has under the same name
+    shared |= {"files_quota": files_quota, "log_level": server.log_level or ("warning" if quiet else "info")}
     return ServerConfig(
         model=model,
         engine=engine,
@@ -92,8 +93,7 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
             default_timeout=server.request_timeout,
         ),
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
-        **{name: getattr(server, name) for name in names}
-        | {"files_quota": files_quota, "log_level": server.log_level or ("warning" if quiet else "info")},
+        **shared,
     )
 
 

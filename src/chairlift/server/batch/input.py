@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -225,38 +225,17 @@ def shard_files(target: Path) -> list[Path]:
 
 def plan_shards(source: Path, done: LineSet, num_lines: int) -> Iterator[Shard]:
     """Divide the lines that are not in `done` into shards of `num_lines`; reads the input as needed."""
-    planned, number = _ShardPlan(), 0
+    number, count, ranges, is_open = 1, 0, list[LineRange](), False
     for line, offset in locate_lines(source):
         if done.has(line.custom_id, line.number):
-            planned.end_range()
+            is_open = False
             continue
-        planned.add(line.number, offset)
-        if planned.num_lines == num_lines:
-            number += 1
-            yield Shard(number, planned.ranges())
-            planned = _ShardPlan()
-    if planned.num_lines:
-        yield Shard(number + 1, planned.ranges())
-
-
-class _ShardPlan:
-    """The ranges of a shard while lines are added to it."""
-
-    def __init__(self) -> None:
-        self.num_lines = 0
-        self._ranges: list[LineRange] = []
-        self._open: LineRange | None = None
-
-    def add(self, number: int, offset: int) -> None:
-        first = self._open or LineRange(number, offset, 0)
-        self._open = LineRange(first.first, first.offset, number - first.first + 1)  # It includes empty lines.
-        self.num_lines += 1
-
-    def end_range(self) -> None:
-        if self._open is not None:
-            self._ranges.append(self._open)
-            self._open = None
-
-    def ranges(self) -> tuple[LineRange, ...]:
-        self.end_range()
-        return tuple(self._ranges)
+        if not is_open:
+            ranges.append(LineRange(line.number, offset))
+        ranges[-1] = replace(ranges[-1], count=line.number - ranges[-1].first + 1)  # It includes empty lines.
+        count, is_open = count + 1, True
+        if count == num_lines:
+            yield Shard(number, tuple(ranges))
+            number, count, ranges, is_open = number + 1, 0, [], False
+    if ranges:
+        yield Shard(number, tuple(ranges))

@@ -361,20 +361,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _settings(request: ResponsesRequest, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
     """Return the request's settings, with defaults, for the response."""
 
-    def given(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
     verbosity = request.verbosity if "verbosity" in model.tokenizer.template_reads else None
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_logprobs": given(request.top_logprobs, 0),
-        "text": {"format": request.text_format, "verbosity": given(verbosity, "medium")},
+        "top_logprobs": request.top_logprobs or 0,
+        "text": {"format": request.text_format, "verbosity": verbosity or "medium"},
         "tools": request.offered_tools.echo,
-        "tool_choice": given(request.tool_choice, "auto"),
-        "parallel_tool_calls": given(request.parallel_tool_calls, True),
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.effort, "summary": None},
         "metadata": request.metadata or {},
         "user": request.user,
@@ -385,6 +382,6 @@ def _settings(request: ResponsesRequest, params: SamplingParams, model: ServedMo
         "previous_response_id": None,
         "background": False,
         "store": False,
-        "truncation": given(request.truncation, "disabled"),
+        "truncation": request.truncation or "disabled",
         "service_tier": "default",
     }

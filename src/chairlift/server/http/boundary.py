@@ -173,29 +173,20 @@ class AccessLog:
         return end
 
 
-class _AccessLogHandler(logging.Handler):
-    """Says that a line cannot be written, instead of printing a traceback."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
-        log.error("cannot write the access log: %s", sys.exc_info()[1])
-
-
-class _FileHandler(_AccessLogHandler, WatchedFileHandler):
-    """Writes to a file, which is opened anew if it was moved by logrotate."""
-
-
-class _OutputHandler(_AccessLogHandler, logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard output."""
-
-
 def open_access_log(file: Path) -> logging.Handler:
-    """Open the log; raise if it cannot be written."""
-    if file == STANDARD_OUTPUT:
-        return _OutputHandler(sys.stdout)
+    """Open the log; raise if it cannot be written. A file is opened anew if it was moved by logrotate."""
     try:
-        return _FileHandler(file, encoding="utf-8")
+        to_output = file == STANDARD_OUTPUT
+        handler = logging.StreamHandler(sys.stdout) if to_output else WatchedFileHandler(file, encoding="utf-8")
     except OSError as error:
         raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
+    handler.handleError = _report_unwritable  # type: ignore[method-assign]
+    return handler
+
+
+def _report_unwritable(record: logging.LogRecord) -> None:
+    """Say that a line cannot be written, instead of printing a traceback."""
+    log.error("cannot write the access log: %s", sys.exc_info()[1])
 
 
 OPTION = "otlp_traces_endpoint"

@@ -173,7 +173,7 @@ class EngineClient:
         if self._handle is not None and ready:
             self._send(encode(Shutdown()))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._handle.process.wait(), timeout)
+                await asyncio.wait_for(self._handle.exited.wait(), timeout)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
@@ -230,7 +230,7 @@ class EngineClient:
         )
         self._spawned.set()
         receiver = asyncio.create_task(self._receive(handle))
-        exited = asyncio.create_task(handle.process.wait())
+        exited = asyncio.create_task(handle.exited.wait())
         try:
             while not exited.done():
                 await self._wait_for_change(handle, {exited, receiver})
@@ -246,7 +246,7 @@ class EngineClient:
             receiver.cancel()
             if handle.process.returncode is None:
                 handle.process.kill()
-                await handle.process.wait()
+                await handle.exited.wait()
             self._handle = None
             handle.close()
 
@@ -333,47 +333,26 @@ class EnginePort(Protocol):
 # ---- the process and its sockets -------------------------------------------------------------------------------------
 
 
-class ChildProcess:
-    """A process whose end the event loop can wait for."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._exited = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        self._process.wait()
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._exited.set)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode if self._exited.is_set() else None
-
-    async def wait(self) -> int:
-        await self._exited.wait()
-        return self._process.returncode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
 @dataclass(slots=True)
 class EngineHandle:
     """One engine process with its own sockets, so that no message reaches its successor."""
 
-    process: ChildProcess
+    process: subprocess.Popen[bytes]
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
     close: Callable[[], None]  # closes the sockets and removes their folder
     last_message: float = field(default_factory=time.monotonic)
     turn_seconds: float = 0.0  # The last heartbeat said so.
     ready_at: float | None = None
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._watch, args=[asyncio.get_running_loop()], daemon=True).start()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.process.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self.exited.set)
 
 
 def spawn(
@@ -400,7 +379,7 @@ def spawn(
             "reports": f"ipc://{folder / 'reports'}",
         }
         waiting.send(settings)
-        return EngineHandle(ChildProcess(waiting.process), commands, reports, opened.pop_all().close)
+        return EngineHandle(waiting.process, commands, reports, opened.pop_all().close)
 
 
 SOCKET_NAMES = frozenset({"commands", "reports"})

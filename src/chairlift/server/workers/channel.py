@@ -108,11 +108,8 @@ class ForHub(Protocol):
 
     async def charge(self, number: int, tokens: int) -> dict[str, str]: ...
 
-    def end(self, number: int, unused: int) -> None:
-        """End a request of a key."""
-
-    def release(self, number: int) -> None:
-        """Undo `reserve` or `begin`."""
+    def release(self, number: int, unused: int) -> None:
+        """End what `reserve` or `begin` has granted; `unused` are tokens that were charged and not used."""
 
     async def exposition(self) -> bytes:
         """Return the metrics of the whole server as text."""

@@ -106,8 +106,7 @@ class WorkerLink(ForHub):
         self.samples: list[MetricSample] = []
         self._hub = hub
         self._streams: dict[str, UpdateStream] = {}  # The key is the first request of each.
-        self._reservations: dict[int, Reservation] = {}
-        self._allowances: dict[int, Allowance] = {}
+        self._grants: dict[int, Reservation | Allowance] = {}
         self._unsent: list[Update] = []
         self._watching_until = float("-inf")
 
@@ -148,8 +147,8 @@ class WorkerLink(ForHub):
         """End all that a worker held that has exited."""
         for stream in list(self._streams.values()):
             self._hub.engine.cancel(stream)
-        for number in [*self._reservations, *self._allowances]:
-            self.release(number)
+        for number in list(self._grants):
+            self.release(number, 0)
 
     # ---- calls of the worker ---------------------------------------------------------------------------------------
 
@@ -175,29 +174,28 @@ class WorkerLink(ForHub):
 
     async def reserve(self, number: int, num_prompts: int, n: int, tenant: str) -> None:
         on_displaced = partial(self._displace, number)
-        self._reservations[number] = self._hub.admission.take(num_prompts, n, tenant, on_displaced)
+        self._grants[number] = self._hub.admission.take(num_prompts, n, tenant, on_displaced)
 
     def _displace(self, number: int) -> None:
-        del self._reservations[number]
+        del self._grants[number]
         self.channel.tell(ForWorker.displace, number)
 
     async def begin(self, number: int, key: APIKey) -> dict[str, str]:
-        self._allowances[number] = allowance = await self._hub.rate_limits.begin(key)
+        self._grants[number] = allowance = await self._hub.rate_limits.begin(key)
         return allowance.headers
 
     async def charge(self, number: int, tokens: int) -> dict[str, str]:
-        allowance = self._allowances[number]
+        allowance = self._grants[number]
+        assert isinstance(allowance, Allowance)
         await self._hub.rate_limits.charge(allowance, tokens)
         return allowance.headers
 
-    def end(self, number: int, unused: int) -> None:
-        if (allowance := self._allowances.pop(number, None)) is not None:
-            self._hub.rate_limits.end(allowance, unused)
-
-    def release(self, number: int) -> None:
-        if (reservation := self._reservations.pop(number, None)) is not None:
-            self._hub.admission.release(reservation)
-        self.end(number, 0)
+    def release(self, number: int, unused: int) -> None:
+        grant = self._grants.pop(number, None)
+        if isinstance(grant, Reservation):
+            self._hub.admission.release(grant)
+        elif grant is not None:
+            self._hub.rate_limits.end(grant, unused)
 
     async def exposition(self) -> bytes:
         await self._hub.collect_samples()

@@ -92,10 +92,10 @@ class RemoteEngine:
 
 
 class Grants:
-    """What the hub grants to the requests of this worker, by numbers."""
+    """What the hub grants to the requests of this worker, by numbers: reservations, and requests of limited keys."""
 
     def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+        self._channel = channel
         self._numbers = itertools.count()
 
     async def ask(
@@ -103,15 +103,25 @@ class Grants:
     ) -> tuple[int, Result]:
         """Return the number of what is granted, and the answer. It is released if the request ends meanwhile."""
         number = next(self._numbers)
-        asking = asyncio.ensure_future(self.channel.ask(method, number, *arguments))
+        asking = asyncio.ensure_future(self._channel.ask(method, number, *arguments))
         try:
             return number, await asyncio.shield(asking)
         except asyncio.CancelledError:
             asking.add_done_callback(lambda _: self.release(number))
             raise
 
-    def release(self, number: int) -> None:
-        self.channel.tell(ForHub.release, number)
+    def release(self, number: int, unused: int = 0) -> None:
+        self._channel.tell(ForHub.release, number, unused)
+
+    async def begin(self, key: APIKey) -> Allowance:
+        number, headers = await self.ask(ForHub.begin, key)
+        return Allowance(self, key, headers, number)
+
+    async def charge(self, allowance: Allowance, tokens: int) -> None:
+        allowance.headers = await self._channel.ask(ForHub.charge, allowance.number, tokens)
+
+    def end(self, allowance: Allowance, unused: int) -> None:
+        self.release(allowance.number, unused)
 
 
 class RemoteAdmission(Admission):
@@ -140,23 +150,6 @@ class RemoteAdmission(Admission):
     def displace(self, number: int) -> None:
         if (scope := self._scopes.get(number)) is not None:
             scope.reschedule(0.0)
-
-
-class RemoteRateLimits:
-    """Asks the hub, which counts the requests of all workers."""
-
-    def __init__(self, grants: Grants) -> None:
-        self._grants = grants
-
-    async def begin(self, key: APIKey) -> Allowance:
-        number, headers = await self._grants.ask(ForHub.begin, key)
-        return Allowance(self, key, headers, number)
-
-    async def charge(self, allowance: Allowance, tokens: int) -> None:
-        allowance.headers = await self._grants.channel.ask(ForHub.charge, allowance.number, tokens)
-
-    def end(self, allowance: Allowance, unused: int) -> None:
-        self._grants.channel.tell(ForHub.end, allowance.number, unused)
 
 
 class WorkerMetrics(Metrics):
@@ -197,7 +190,7 @@ class Worker(ForWorker):
             self._metrics,
             settings.limits,
             self._admission,
-            rate_limits=RemoteRateLimits(grants),
+            rate_limits=grants,
             isolate_keys=settings.isolate_keys,
             policy_switch=settings.may_switch_policy(),
         )

@@ -108,7 +108,10 @@ async def _run(
         await asyncio.wait({signalled, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     if not signalled.done():
         return 1
-    await _drain(front_end, config.drain_timeout, signals)
+    front_end.drain()  # refuses new requests, while those in flight may finish
+    deadline = asyncio.get_running_loop().time() + config.drain_timeout
+    while not front_end.is_idle and not signals.second and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
     return 128 + signals.second if signals.second else 0
 
 
@@ -117,14 +120,6 @@ async def _wait_until_ready(front_end: FrontEnd) -> EngineState:
     if state is EngineState.READY:
         await front_end.wait_until_listening()
     return state
-
-
-async def _drain(front_end: FrontEnd, timeout: float, signals: _Signals) -> None:
-    """Refuse new requests and wait for those in flight."""
-    front_end.drain()
-    deadline = asyncio.get_running_loop().time() + timeout
-    while not front_end.is_idle and not signals.second and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(0.05)
 
 
 class _Signals:

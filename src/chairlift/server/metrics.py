@@ -265,21 +265,17 @@ def vllm_aliases(families: Iterable[Metric], model: str) -> Iterator[Metric]:
     for own, alias in SUMS.items():
         total = sum(one.value for one in found[own].samples if one.name == f"{own}_total")
         yield _metric(alias, found[own], [(f"{alias}_total", {}, total)], labels)
-    yield from _usage(found, labels)
+    used, total = (found[f"chairlift_kv_blocks_{name}"].samples[0].value for name in ("used", "total"))
+    for alias in USAGE:
+        metric = Metric(alias, "Share of the KV blocks that requests hold, from 0 to 1", "gauge")
+        metric.samples.append(_sample(alias, labels, used / total if total else 0.0))
+        yield metric
     finished = [
         (f"{SUCCESS}_total", {"finished_reason": FINISH_REASONS[one.labels["reason"]]}, one.value)
         for one in found["chairlift_requests"].samples
         if one.name.endswith("_total") and one.labels["reason"] in FINISH_REASONS
     ]
     yield _metric(SUCCESS, found["chairlift_requests"], finished, labels)
-
-
-def _usage(found: Mapping[str, Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
-    used, total = (found[f"chairlift_kv_blocks_{name}"].samples[0].value for name in ("used", "total"))
-    for alias in USAGE:
-        metric = Metric(alias, "Share of the KV blocks that requests hold, from 0 to 1", "gauge")
-        metric.samples.append(_sample(alias, labels, used / total if total else 0.0))
-        yield metric
 
 
 def _metric(

@@ -50,11 +50,13 @@ class ServedModel:
         """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
         template = tokenizer.chat_template or ""
         tools = choose_format(template, tool_format)
+        options, defaults = sorted((engine or {}).items()), sorted((sampling or {}).items())
+        backend = repr((chairlift.__version__, name, template, options, defaults))
         return cls(
             (name, *aliases),
             tokenizer,
             tools,
-            _fingerprint(name, template, engine or {}, sampling or {}),
+            "fp_" + hashlib.sha256(backend.encode("utf-8", "replace")).hexdigest()[:12],
             choose_reasoning(template, reasoning_parser),
             embedding or EmbeddingConfig(),
             sampling or {},
@@ -87,11 +89,6 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
-
-
-def _fingerprint(name: str, template: str, engine: Mapping[str, Any], sampling: Mapping[str, float]) -> str:
-    backend = repr((chairlift.__version__, name, template, sorted(engine.items()), sorted(sampling.items())))
-    return "fp_" + hashlib.sha256(backend.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def read_chat_template(file: Path | None) -> str | None:

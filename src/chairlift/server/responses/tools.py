@@ -43,11 +43,6 @@ class OfferedTool:
     chat_function: dict[str, Any]
     echo: dict[str, Any]  # The response repeats it.
 
-    def choices(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield what a tool_choice may call this tool: its kind, name and namespace, which may be left out."""
-        kind = "custom" if self.custom else "function"
-        yield from ((kind, self.name, namespace) for namespace in (None, self.namespace))
-
 
 class OfferedTools:
     """The tools of one request that its model may call."""
@@ -61,8 +56,11 @@ class OfferedTools:
         self._tools = _with_unique_names(offered)
         check_encodable("tools", self.echo)
         check_encodable("tool_choice", choice)
+        # A tool_choice names a tool by its kind, its name and its namespace, which may be left out.
         self._by_choice: dict[tuple[Any, str, str | None], OfferedTool] = {
-            named: tool for tool in reversed(self._tools) for named in tool.choices()
+            ("custom" if tool.custom else "function", tool.name, namespace): tool
+            for tool in reversed(self._tools)
+            for namespace in (None, tool.namespace)
         }
         self._choice = choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":

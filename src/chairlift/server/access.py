@@ -54,15 +54,12 @@ class KeyTable:
     def __init__(self, keys: Iterable[APIKey] = ()) -> None:
         self.replace(keys)
 
-    def __bool__(self) -> bool:
-        """Whether there are any; without, the server is open to all."""
-        return bool(self._keys)
-
     def __iter__(self) -> Iterator[APIKey]:
         return iter(self._keys.values())
 
     def replace(self, keys: Iterable[APIKey]) -> None:
         self._keys = {key.digest: key for key in keys}
+        self.is_empty = not self._keys  # the server is open to all
 
     def get(self, digest: bytes) -> APIKey | None:
         """Return the key with this digest; None if there is none, or none any more."""

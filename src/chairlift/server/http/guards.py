@@ -156,7 +156,7 @@ class RequestGuard(RequestMeter):
         state = scope.setdefault("state", {})
         state["arrived"], state["timelines"] = time.monotonic(), {}
         state["is_proxied"] = False
-        key = state["api_key"] = self._key(scope) if self.keys else None
+        key = state["api_key"] = None if self.keys.is_empty else self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         is_admin = key is not None and (key.is_admin or key.is_proxy)
         state["sees_all"] = is_admin or not self.isolate_keys or scope["path"] in self._any_host_paths
@@ -190,7 +190,7 @@ class RequestGuard(RequestMeter):
             _bad_target(scope)
             or self._too_many_headers(scope)
             or _ambiguity(scope["headers"])
-            or (self._missing_key(scope) if self.keys else self._other_sender(scope, headers))
+            or (self._other_sender(scope, headers) if self.keys.is_empty else self._missing_key(scope))
             or _packed_body(headers)
             or self._too_large_body(scope, headers)
         )

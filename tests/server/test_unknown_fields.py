@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.server.files.folder import FilesFolder
+from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.wire.unknown_fields import HEADER, MAX_HEADER, MAX_IGNORED, UnknownFields, resembling
 from chairlift.text.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ LINES = {
     "": 1_999,
     "attention": 1_743,
     "chairlift_lab": 19_940,
-    "cli": 1_381,
+    "cli": 1_382,
     "client": 405,
     "cluster": 2_904,
     "core": 5_352,

@@ -10,10 +10,10 @@ from tests import house
 LINES = {
     "": 1_999,
     "attention": 1_743,
-    "chairlift_lab": 19_940,
+    "chairlift_lab": 19_262,
     "cli": 1_382,
     "client": 405,
-    "cluster": 2_904,
+    "cluster": 2_902,
     "core": 5_352,
     "engine": 2_255,
     "kernels": 15_511,
@@ -23,15 +23,15 @@ LINES = {
     "models": 4_817,
     "runner": 1_362,
     "sampling": 888,
-    "server": 13_520,
+    "server": 12_960,
     "speculation": 2_527,
     "structured": 836,
     "terminal": 789,
     "text": 4_185,
 }
-MOST_FILES = 527
-MOST_SMALL_FILES = 89
-IMPORT_SHARE = 0.1
+MOST_FILES = 495
+MOST_SMALL_FILES = 86
+IMPORT_SHARE = 0.099
 MID_SENTENCE_COMMENTS = 0
 SEAM_QUESTIONS = 0
 # A tool format declares its syntax: twelve of its members are values, most of which have a default.
@@ -41,7 +41,7 @@ FAN_OUT = {"chairlift.engine.startup": 17, "chairlift.runner.gpu.runner": 15}
 DECODER_LINES = 124
 MOST_IMPORTS = 23
 REQUEST_FILES = 23
-REQUEST_REENTRIES = 1
+REQUEST_REENTRIES = 0
 STEP_FILES = 48
 
 

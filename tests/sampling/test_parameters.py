@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -39,10 +39,15 @@ def test_a_request_needs_the_host_for_any_parameter_without_device_support(
 
 
 def test_every_field_declares_itself_and_has_an_implementation_if_it_needs_one() -> None:
-    assert [*PARAMETERS] == [field.name for field in fields(SamplingParams) if field.init]
+    assert [*PARAMETERS] == [field.name for field in fields(SamplingParams)]
     for name, parameter in PARAMETERS.items():
         if parameter.stage in (Stage.LOGITS, Stage.FILTER):
             assert SAMPLING_PARAMETERS.get(parameter.implementation or name).declaration is None
+
+
+def test_parameters_can_be_made_from_their_fields() -> None:
+    params = SamplingParams(n=2, best_of=3, max_tokens=4)
+    assert SamplingParams(**asdict(params)) == params
 
 
 def test_the_implementations_of_a_stage() -> None:

@@ -52,7 +52,7 @@ class Decoder(Part):
         build = Build(dtype, device, format)
         self.embedding = empty_embedding(config.vocab_size, config.hidden_size, scale, build)
         self.layers = [DecoderLayer(config, layer, build) for layer in config.layers]
-        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
         self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}
         self.per_layer: PerLayerEmbedding | None = None
         if config.per_layer_input_size:

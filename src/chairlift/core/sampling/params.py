@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -129,8 +129,6 @@ class SamplingParams:
     early_stopping: bool | str = declared(False, boolean_or("never"), Stage.REQUEST, with_beams=True)
     # Values of plugins' parameters by name.
     extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
-    # The number of completions that are generated to return `n` of them.
-    num_sequences: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -146,7 +144,11 @@ class SamplingParams:
                 object.__setattr__(self, "best_of", None)  # all completions are returned, so there is nothing to rank
         self._check_beams()
         self._check_pooling()
-        object.__setattr__(self, "num_sequences", self.beam_width or self.best_of or self.n)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of completions that are generated to return `n` of them."""
+        return self.beam_width or self.best_of or self.n
 
     @classmethod
     def with_defaults(cls, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:

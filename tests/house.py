@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import http.client
+import inspect
 import io
 import json
 import re
@@ -176,6 +177,11 @@ def interfaces() -> dict[str, int]:
     return found
 
 
+def _is_property(frame: FrameType) -> bool:
+    owner = type(frame.f_locals.get("self"))
+    return isinstance(inspect.getattr_static(owner, frame.f_code.co_name, None), property)
+
+
 @dataclass
 class Trace:
     """The source files that one thread or several enter, in order."""
@@ -193,7 +199,8 @@ class Trace:
             return
         self._seen.add(id(frame))  # A coroutine that resumes is not entered again.
         self._frames.append(frame)  # The frame is kept, so that no other frame has its id.
-        self.calls.append((file, self._caller(frame)))
+        # Reading a property of a value does not count as an entry into its file.
+        self.calls.append((file, file if _is_property(frame) else self._caller(frame)))
 
     @staticmethod
     def _caller(frame: FrameType) -> str:

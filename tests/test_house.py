@@ -14,7 +14,7 @@ LINES = {
     "cli": 1_382,
     "client": 405,
     "cluster": 2_902,
-    "core": 5_352,
+    "core": 5_354,
     "engine": 2_255,
     "kernels": 15_511,
     "layers": 3_490,

@@ -110,6 +110,20 @@ def test_help_does_not_import_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_benches_of_the_engine_need_no_package_of_the_server() -> None:
+    """A machine with a GPU may have only what the engine needs."""
+    program = (
+        "import sys\n"
+        "for name in ('fastapi', 'h11', 'httpx', 'llguidance', 'msgspec', 'starlette', 'uvicorn'):\n"
+        "    sys.modules[name] = None\n"
+        "import chairlift.cli.main\n"
+        "chairlift.cli.main.main()\n"
+    )
+    arguments = [sys.executable, "-c", program, "bench", "shapes", "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_option_groups_equal_the_config_and_the_sampling_params() -> None:
     def defaults(group: Any) -> dict[str, Any]:
         return {field.name: field.default for field in fields(group)}

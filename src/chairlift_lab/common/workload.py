@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
@@ -26,13 +23,13 @@ MAX_WORKLOAD_MIB = 256  # some ten million tokens
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    prompt_ids: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
-    n_out: Annotated[int, Meta(ge=1)]  # exactly this many tokens are generated, past any end-of-sequence token
+    prompt_ids: tuple[int, ...]
+    n_out: int  # exactly this many tokens are generated, past any end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    requests: Annotated[tuple[BenchRequest, ...], Meta(min_length=1)]
+    requests: tuple[BenchRequest, ...]
 
     @property
     def input_tokens(self) -> int:
@@ -180,11 +177,27 @@ def load_workload(path: Path) -> Workload:
     """Read JSON of the form {"requests": [{"prompt_ids": [1, 2, 3], "n_out": 4}, …]}; other keys are ignored."""
     text = read_text(path, "workload", MAX_WORKLOAD_MIB)
     try:
-        return msgspec.json.decode(text, type=Workload)
-    except msgspec.ValidationError as error:
-        raise InvalidParameter("workload", f"{str(path)!r} is no workload ({error})") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidParameter("workload", f"cannot read {str(path)!r} as JSON ({error})") from None
+    entries = content.get("requests") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise InvalidParameter("workload", f'{str(path)!r} has no list "requests" with something in it')
+    return Workload(tuple(_parse_request(index, entry) for index, entry in enumerate(entries)))
+
+
+def _parse_request(index: int, entry: Any) -> BenchRequest:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    prompt_ids, n_out = fields.get("prompt_ids"), fields.get("n_out")
+    if not isinstance(prompt_ids, list) or not prompt_ids or not all(_is_count(token) for token in prompt_ids):
+        raise InvalidParameter("workload", f"request {index}: prompt_ids must be a list of token ids")
+    if not _is_count(n_out) or not n_out:
+        raise InvalidParameter("workload", f"request {index}: n_out must be an integer of at least 1, got {n_out!r}")
+    return BenchRequest(tuple(prompt_ids), n_out)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 # What speculation is measured on, and what lossy options are judged on.

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import empty_rows
-from chairlift.layers.formats.base import ALONE, Fusion, Part, Product, WeightFormat
+from chairlift.layers.formats.base import ALONE, Fusion, FusionPart, Product, WeightFormat
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Build, Linear
@@ -69,7 +69,7 @@ def _load_nvrtc() -> None:
 class CuBLASWeight(PlainWeight):
     """Norms, gates and additions are kernels of their own."""
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         return False
 
 
@@ -86,14 +86,14 @@ class DeepGEMMWeight(CuBLASWeight):
 class OursOrDeepGEMMWeight(DeepGEMMWeight):
     """DeepGEMM only where we have cuBLAS."""
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         return PlainWeight.fuses(self, part, rows)
 
 
 class CuBLASFP8Weight(FP8Weight):
     """As with more than 256 rows: `torch._scaled_mm`."""
 
-    def fuses(self, part: Part, rows: int) -> bool:
+    def fuses(self, part: FusionPart, rows: int) -> bool:
         return False
 
 

@@ -148,7 +148,7 @@ def test_the_stall_of_a_long_prompt_shrinks_with_the_chunk(monkeypatch: pytest.M
             return compute(plan)
 
         monkeypatch.setattr(engine.executor, "launch", counting)
-        monkeypatch.setattr(engine, "_clock", lambda: computed)
+        monkeypatch.setattr(engine, "clock", lambda: computed)
         return run_long_prompts(engine, *arguments, **options)
 
     monkeypatch.setattr(claims, "run_long_prompts", run)

@@ -26,6 +26,7 @@ from chairlift_lab.common.timing import children
 from chairlift_lab.load.local_server import LocalServer
 from chairlift_lab.load.soak_traffic import KINDS, QUESTIONS, SoakRequest, SoakTraffic, answer_text, expect_ok
 from tests.cluster.own_ray import own_ray
+from tests.server.running_server import wait_for
 from tests.tiny import write_tiny_checkpoint
 
 MIB = 2**20
@@ -177,7 +178,7 @@ def test_a_terminated_bench_stops_its_server(tmp_path: Path) -> None:
             time.sleep(0.05)
         bench.terminate()
         assert bench.wait(60) == 128 + signal.SIGTERM
-    assert not [pid for pid in servers if Path(f"/proc/{pid}").exists()]
+    wait_for(lambda: not [pid for pid in servers if Path(f"/proc/{pid}").exists()], "the server to stop")
 
 
 @pytest.mark.slow

@@ -113,7 +113,8 @@ def load_row(name: str, runs: Sequence[LoadRun], limits: LatencyLimits) -> dict[
     for latency, values in latencies(completed).items():
         row[f"{latency}_mean_ms"] = sum(values) / len(values) * 1e3 if values else None
         row |= {f"{latency}_p{percent}_ms": _percentile_ms(values, percent) for percent in (50, 95, 99)}
-    return row | {"cpu_seconds": dict(sum((Counter(run.cpu_seconds) for run in runs), Counter[str]()))}
+    roles = dict.fromkeys(role for run in runs for role in run.cpu_seconds)
+    return row | {"cpu_seconds": {role: sum(run.cpu_seconds.get(role, 0.0) for run in runs) for role in roles}}
 
 
 def _percentile_ms(seconds: list[float], percent: float) -> float | None:

@@ -201,7 +201,7 @@ RUN = LoadRun(
         record(1.0, [2.0], 3.0, error="HTTP 500 server_error"),
         record(2.0, [], 2.5, error="timeout"),
     ],
-    {"client": 0.5},
+    {"client": 0.5, "front_end": 0.0},
 )
 
 
@@ -244,7 +244,7 @@ def test_several_runs_are_taken_together() -> None:
     same = ("output_tokens_per_s", "ttft_p50_ms", "peak_concurrency", "goodput_share")
     assert [one[name] for name in same] == [two[name] for name in same]
     assert two["seconds"] == 8.0
-    assert two["cpu_seconds"] == {"client": 1.0}
+    assert two["cpu_seconds"] == {"client": 1.0, "front_end": 0.0}
     assert (one["runs"], two["runs"]) == (1, 2)
 
 

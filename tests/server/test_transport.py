@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.server.openai.response_builder import CompletionResponseBuilder
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
@@ -358,6 +359,22 @@ def test_an_internal_error_has_an_id_and_reveals_nothing_of_the_request(
         assert answer.headers["x-request-id"] in caplog.text
         assert "RuntimeError" in caplog.text
         assert "secret" not in caplog.text + answer.text
+
+
+def test_an_internal_error_in_a_stream_is_logged_and_ends_it_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "my secret prompt"
+
+    def fail(self: CompletionResponseBuilder) -> list[bytes]:
+        raise RuntimeError(prompt)
+
+    monkeypatch.setattr(CompletionResponseBuilder, "end_events", fail)
+    with front_end() as front:
+        answer = HTTP.post(front.url + TEXT, json={"model": NAME, "prompt": prompt, "stream": True})
+    assert answer.text.count('{"error":') == answer.text.count("[DONE]") == 1
+    assert f"RuntimeError in the request {answer.headers['x-request-id']}" in caplog.text
+    assert "secret" not in caplog.text + answer.text
 
 
 def test_a_stream_without_output_sends_pings() -> None:

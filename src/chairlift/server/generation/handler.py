@@ -182,9 +182,8 @@ class GenerationHandler:
             self.engine.cancel(submitted.updates)
             usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
             raise
-        return EventStream(
-            response_events(first, updates, builder), on_end=lambda: self.engine.cancel(submitted.updates)
-        )
+        events = response_events(first, updates, builder, parsed.http.state.request_id)
+        return EventStream(events, on_end=lambda: self.engine.cancel(submitted.updates))
 
     async def _submit_more(self, submitted: Submitted) -> None:
         """Submit further prompts of a request, once there is room for them."""

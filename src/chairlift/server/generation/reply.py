@@ -11,9 +11,10 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from chairlift.errors import ChairliftError
 from chairlift.server.generation.endpoint import ResponseBuilder
 from chairlift.server.generation.usage import Usage
-from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
+from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, log_unexpected, timed_out
 from chairlift.server.wire.messages import Update
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart
 
@@ -121,7 +122,7 @@ async def first_updates(updates: AsyncIterator[list[Update]]) -> list[Update]:
 
 
 async def response_events(
-    first: list[Update], updates: AsyncIterator[list[Update]], builder: ResponseBuilder
+    first: list[Update], updates: AsyncIterator[list[Update]], builder: ResponseBuilder, request_id: str
 ) -> AsyncIterator[bytes]:
     """Yield the events of a streamed response. Errors become events, because the status was already sent."""
     try:
@@ -132,6 +133,8 @@ async def response_events(
                 yield data
         yield b"".join(builder.end_events())
     except Exception as error:
+        if not isinstance(error, APIError | ChairliftError):
+            log_unexpected(error, request_id)
         shown = as_api_error(error)
         builder.usage.engine_died = shown.code == ENGINE_DIED
         for event in builder.error_events(shown):

@@ -12,7 +12,6 @@ import logging
 import re
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -26,10 +25,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import chairlift
-from chairlift.errors import InvalidParameter, is_full
+from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, ConvertingSend
 from chairlift.server.generation.usage import Timeline
-from chairlift.server.wire.errors import as_api_error
+from chairlift.server.wire.errors import as_api_error, log_unexpected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -132,9 +131,7 @@ class RequestBoundary:
         except ClientDisconnect:  # while its body was read, so it reads no answer
             pass
         except Exception as error:
-            # Log the traceback without the error's message, which may quote a prompt.
-            frames = "" if is_full(error) else "\n" + "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s in the request %s%s", type(error).__name__, request_id, frames)
+            log_unexpected(error, request_id)
             if not started:  # otherwise the response ends early and uvicorn closes the connection
                 await as_api_error(error).response()(scope, receive, send_with_id)
 

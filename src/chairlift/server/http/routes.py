@@ -258,9 +258,8 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> TextJobResult:
     text = model.tokenizer.decode(check_token_ids("tokens", body.tokens))
-    names = (
-        ("prompt", "content") if body.model is None else ("prompt",)
-    )  # vLLM's, and llama.cpp's, which names no model
+    # vLLM has the first name; llama.cpp, whose clients name no model, has the second.
+    names = ("prompt", "content") if body.model is None else ("prompt",)
     return msgspec.json.encode(dict.fromkeys(names, text)), len(body.tokens)
 
 

@@ -127,13 +127,8 @@ _CALL_FIELDS = ("id", "type", "index", "function")
 _CALLED_FIELDS = ("name", "arguments", "parsed_arguments")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _RESERVED_VARIABLES = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-    "max_tokens",
+    *("messages", "tools", "chat_template", "tokenize", "max_tokens"),
+    *("add_generation_prompt", "continue_final_message"),
 )
 _REFUSED_FIELDS = {
     "function_call": "is not supported: it has given way to tool_calls",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from chairlift.errors import EngineDead, EngineDied, InvalidParameter, TemporaryFailure, UnsupportedModel, is_full
+
+log = logging.getLogger("chairlift.server")
 
 ENGINE_DIED = "engine_died"  # code of the error of requests that were in flight
 
@@ -54,6 +58,12 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again shortly")
     return APIError(500, "internal error", type_="server_error")
+
+
+def log_unexpected(error: Exception, request_id: str) -> None:
+    """Log an error of the server's own, with its traceback and without its message, which may quote a prompt."""
+    frames = "" if is_full(error) else "\n" + "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s in the request %s%s", type(error).__name__, request_id, frames)
 
 
 def unavailable(message: str, code: str | None = None) -> APIError:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import FastAPI, Response
+from pydantic import BaseModel
+from starlette.types import Message
 
 from chairlift.server.http import bodies
 from chairlift.server.process.engine_client import EngineState
@@ -115,3 +119,44 @@ def test_refusals_do_not_wait_for_long_texts(monkeypatch: pytest.MonkeyPatch) ->
             go_on.set()
         assert statuses == [200] * 3
         assert post_prompt(front, "short") == 200
+
+
+class Anything(BaseModel):
+    """A body with any fields."""
+
+
+def test_a_client_that_disconnects_as_its_answer_is_ready_leaves_no_error() -> None:
+    """The answer and the disconnect come in the same turn of the event loop."""
+    app, now, problems = FastAPI(), asyncio.Event(), list[Any]()
+    app.router.route_class = bodies.threaded_body_route(cast(Any, None))
+    waiting, messages, sent = asyncio.Event(), [{"type": "http.request", "body": b"{}"}], list[Message]()
+
+    @app.post("/")
+    async def answer(body: Anything) -> Response:
+        await asyncio.sleep(0)  # Until the watch for the disconnect has begun.
+        waiting.set()
+        await now.wait()
+        return Response()
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await now.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers}
+        request = asyncio.create_task(app(scope, receive, send))
+        await waiting.wait()
+        now.set()
+        await request
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 200
+    assert problems == []

@@ -54,10 +54,10 @@ def threaded_body_route(admission: Admission, weights: Mapping[str, float] | Non
             async def handle_body(request: Request) -> Response:
                 body = _Body(request, body_type, admission, threads)
                 try:
-                    async with body.present, AsyncExitStack() as request.state.parsing:
+                    async with body.until_disconnect, AsyncExitStack() as request.state.parsing:
                         return await handle(body)
                 except TimeoutError:
-                    if not body.present.expired():
+                    if not body.until_disconnect.expired():
                         raise
                     raise APIError(499, "the client closed the connection", type_="client_closed") from None
                 finally:
@@ -79,26 +79,26 @@ class _Body(Request):
         self._body_type = body_type
         self._admission = admission
         self._threads = threads
-        self.present = asyncio.timeout(None)  # expires when the client disconnects
+        self.until_disconnect = asyncio.timeout(None)
         self._watch: asyncio.Future[Message] | None = None
 
     async def json(self) -> Any:
         body = await self.body()
         self._watch = asyncio.ensure_future(self.receive())  # After a whole body, only the disconnect is received.
-        self._watch.add_done_callback(self._end)
+        self._watch.add_done_callback(self._on_disconnect)
         if len(body) < LARGE_BODY:
             return await super().json()
         await self._reserve()
         return await self._threads.run(self.state.tenant or "", len(body), partial(_parse, self._body_type, body))
 
-    def _end(self, watch: asyncio.Future[Message]) -> None:
-        if not watch.cancelled():
-            self.present.reschedule(0.0)
+    def _on_disconnect(self, watch: asyncio.Future[Message]) -> None:
+        if self._watch is not None and not watch.cancelled():
+            self.until_disconnect.reschedule(0.0)
 
     def stop_watching(self) -> None:
         if self._watch is not None:
-            self._watch.remove_done_callback(self._end)
             self._watch.cancel()
+            self._watch = None  # A disconnect may have been received already; it has no effect from now on.
 
     async def _reserve(self) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known

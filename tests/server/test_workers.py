@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey, KeySources
@@ -25,8 +26,9 @@ from chairlift.server.metrics import Metrics, add_samples
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Loaded, Submit, Update
-from chairlift.server.workers.channel import Channel, ForWorker, WireError
+from chairlift.server.workers.channel import Channel, ForHub, ForWorker, WireError
 from chairlift.server.workers.hub import Hub, WorkerLink, WorkerPool
+from chairlift.server.workers.worker import Grants, RemoteAdmission, RemoteEngine
 from tests.server.front_end import ScriptedEngine, stay_silent
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
@@ -377,6 +379,27 @@ class StoppableProcess:
 
     async def wait(self) -> None:
         await self._exit
+
+
+def test_a_reservation_that_is_displaced_as_it_is_granted_is_given_up() -> None:
+    """A busy worker reads the grant and the displacement in one go."""
+
+    class GrantAndDisplace(RecordedCalls):
+        async def ask(self, method: Any, number: int, *arguments: Any) -> None:
+            admission.displace(number)
+
+    channel = GrantAndDisplace()
+    engine = RemoteEngine(cast(Any, channel))
+    engine.loaded = Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8)
+    admission = RemoteAdmission(Grants(cast(Any, channel)), engine, Metrics(), Limits())
+
+    async def prepare() -> None:
+        async with admission.reserve(1, 1, "alice"):
+            await asyncio.sleep(60)
+
+    with pytest.raises(APIError, match="the queue is full"):
+        asyncio.run(prepare())
+    assert (ForHub.release, 0, 0) in channel.calls
 
 
 def test_a_worker_that_starts_while_the_server_stops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,16 +96,15 @@ class Grants:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
 
     async def ask(
-        self, method: Callable[Concatenate[Any, int, ...], Coroutine[Any, Any, Result]], *arguments: Any
-    ) -> tuple[int, Result]:
-        """Return the number of what is granted, and the answer. It is released if the request ends meanwhile."""
-        number = next(self._numbers)
+        self, method: Callable[Concatenate[Any, int, ...], Coroutine[Any, Any, Result]], number: int, *arguments: Any
+    ) -> Result:
+        """Ask for what is then granted by this number. It is released if the request ends meanwhile."""
         asking = asyncio.ensure_future(self._channel.ask(method, number, *arguments))
         try:
-            return number, await asyncio.shield(asking)
+            return await asyncio.shield(asking)
         except asyncio.CancelledError:
             asking.add_done_callback(lambda _: self.release(number))
             raise
@@ -114,8 +113,8 @@ class Grants:
         self._channel.tell(ForHub.release, number, unused)
 
     async def begin(self, key: APIKey) -> Allowance:
-        number, headers = await self.ask(ForHub.begin, key)
-        return Allowance(self, key, headers, number)
+        number = next(self.numbers)
+        return Allowance(self, key, await self.ask(ForHub.begin, number, key), number)
 
     async def charge(self, allowance: Allowance, tokens: int) -> None:
         allowance.headers = await self._channel.ask(ForHub.charge, allowance.number, tokens)
@@ -136,12 +135,13 @@ class RemoteAdmission(Admission):
     @asynccontextmanager
     async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:
         self._check_not_draining()
-        number, _ = await self._grants.ask(ForHub.reserve, num_prompts, n, tenant)
+        number = next(self._grants.numbers)
         scope = self._scopes[number] = asyncio.timeout(None)
         try:
-            if self._engine.loaded is None:
-                raise EngineDead("the engine is starting")
-            async with self._until_displaced(scope):
+            async with self._until_displaced(scope):  # The hub may displace it as soon as it has granted it.
+                await self._grants.ask(ForHub.reserve, number, num_prompts, n, tenant)
+                if self._engine.loaded is None:
+                    raise EngineDead("the engine is starting")
                 yield self._engine.loaded
         finally:
             del self._scopes[number]

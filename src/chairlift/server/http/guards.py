@@ -65,21 +65,21 @@ class RequestMeter:
                 await self._reports.answer(scope["path"].removeprefix(REPORTS_PATH))(scope, receive, send)
                 return
         if not report_id:
-            await self._charge(scope, receive, send)
+            await self._limit_rate(scope, receive, send)
             return
         self._reports.begin(report_id, state)
         try:
-            await self._charge(scope, receive, send_with_reports(send, state))
+            await self._limit_rate(scope, receive, send_with_reports(send, state))
         finally:
             self._reports.end(report_id, state)
 
-    async def _charge(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _limit_rate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request of a key with limits, and add OpenAI's rate limit headers to its response."""
         state = scope["state"]
         state["allowance"] = None
         key: APIKey | None = state["api_key"]
         if key is None or not key.limits or scope["method"] != "POST" or self.rate_limits is None:
-            await self._read(scope, receive, send)
+            await self._name_ignored(scope, receive, send)
             return
         try:
             allowance = await self.rate_limits.begin(key)
@@ -99,14 +99,14 @@ class RequestMeter:
             await send(message)
 
         try:
-            await self._read(scope, receive, send_with_limits)
+            await self._name_ignored(scope, receive, send_with_limits)
         finally:
             report = UsageReport.of_request(state)
             used = None if report is None else report.prompt_tokens + report.completion_tokens
             allowance.settle(0 if report is None and status >= 400 else used)
 
-    async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep what the readers of a body ignore, and say it in the response and in the log."""
+    async def _name_ignored(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Name the fields that the readers of the body ignore, in the response and in the log."""
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return

@@ -31,9 +31,6 @@ class WaitReason(StrEnum):
     GRAMMAR = "the grammar of its structured output is being compiled"
     PREFIX = "a running request is computing the prefix they share"
 
-    SEATS = SLOTS  # the earlier names of two reasons
-    COURTESY = ISOLATION
-
     @property
     def label(self) -> str:
         """Its label in metrics and on the dashboard, where the earlier names stay."""

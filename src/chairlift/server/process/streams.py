@@ -164,8 +164,7 @@ class OpenRequests:
         if update.finish_reason is None:
             return
         self._close(update.request_id)
-        if (digest := stream.fingerprints.get(update.request_id)) is None:
-            return
+        digest = stream.fingerprints[update.request_id]
         if update.finish_reason == "error":
             self._just_failed.append(digest)
         else:
@@ -177,7 +176,7 @@ class OpenRequests:
 
     def record_death(self) -> None:
         """Remember the requests in flight. A step that raised has ended them in its last report."""
-        in_flight = [stream.fingerprints[one] for one, stream in self._streams.items() if one in stream.fingerprints]
+        in_flight = [stream.fingerprints[completion] for completion, stream in self._streams.items()]
         self.quarantine.record_death([*in_flight, *self._just_failed])
         self._just_failed = []
 

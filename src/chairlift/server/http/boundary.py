@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
-
 log = logging.getLogger("chairlift.server")
 
 # Clients join a base URL and a path in every way: without /v1, or with two slashes. The guards, the limits, the routes

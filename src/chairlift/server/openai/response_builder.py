@@ -12,7 +12,7 @@ import msgspec
 
 from chairlift.core.plan import TokenLogprobs
 from chairlift.server.generation.usage import Usage
-from chairlift.server.openai.types import ChatRequest, CompletionBody
+from chairlift.server.openai.types import ChatRequest, CompletionBody, StreamOptions
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
@@ -265,9 +265,9 @@ class CompletionResponseBuilder:
         self._prompt_logprobs = body.prompt_logprobs
         self._format = choice_format
         self._tokenizer = model.tokenizer
-        options = body.stream_options
-        self._include_usage = options is not None and bool(options.include_usage)
-        self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+        options = body.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._continuous_usage = self._include_usage and bool(options.continuous_usage_stats)
         self._head = {
             "id": response_id,
             "created": int(time.time()),

@@ -106,8 +106,6 @@ MAX_GIVEN_TOOLS = 2048  # more than the model may be offered: some APIs leave ou
 TokenIds = Entries[Integer]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_GIVEN_TOOLS)]
-
-
 Label = Annotated[str | None, Field(max_length=512)]
 _REFUSED = {
     "functions": "it has given way to tools",

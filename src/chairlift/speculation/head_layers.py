@@ -111,7 +111,7 @@ class DraftHead:
 
         first, own = self.target.attention_layers[0], self.layer.attention.layer
         stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
-        return LayerTiles(decoder, [self.layer], format) if stored_alike and can_fuse(decoder) else None
+        return LayerTiles([self.layer], format) if stored_alike and can_fuse(decoder) else None
 
     def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
         """A pass is so short that the calls around it count."""

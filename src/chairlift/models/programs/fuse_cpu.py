@@ -17,7 +17,7 @@ from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
 from chairlift.kernels.cpu.threads import the_team
-from chairlift.kernels.cpu.weights import ROW_TYPES, TileWeight
+from chairlift.kernels.cpu.weights import ROW_TYPES
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import Norm
@@ -41,7 +41,7 @@ ACTIVATIONS = {
 
 def fuse(parts: ModelParts, format: type[WeightFormat]) -> FusedCPUProgram:
     packs_tiles = format.traits.tile_type is not None
-    return FusedCPUProgram(parts, LayerTiles(parts.config, parts.layers, format) if packs_tiles else None)
+    return FusedCPUProgram(parts, LayerTiles(parts.layers, format) if packs_tiles else None)
 
 
 def can_fuse(config: DecoderConfig) -> bool:
@@ -124,19 +124,14 @@ class LayerTiles:
 
     NAMES = ("qkv", "output", "gate_up", "down")
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], format: type[WeightFormat]) -> None:
-        """The layers will be packed into these tiles."""
-        layer, attention = config.layers[0], config.layers[0].only_attention
-        queries = attention.num_heads * attention.head_dim
-        both = 2 * attention.num_kv_heads * attention.head_dim
-        count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
+    def __init__(self, layers: Sequence[DecoderLayer], format: type[WeightFormat]) -> None:
+        """The layers, all of one shape, will be packed into these tiles."""
         self._layers, self._format = layers, format
         assert format.traits.tile_type is not None
         tile_type = format.traits.tile_type()
-        self.qkv: TileWeight = tile_type.empty(count, queries + both, hidden)
-        self.output: TileWeight = tile_type.empty(count, hidden, queries)
-        self.gate_up: TileWeight = tile_type.empty(count, (2 if config.gated_mlp else 1) * inner, hidden)
-        self.down: TileWeight = tile_type.empty(count, hidden, inner)
+        self.qkv, self.output, self.gate_up, self.down = (
+            tile_type.empty(len(layers), linear.out_features, linear.in_features) for linear in layers[0].linears()
+        )
         self._assign()
 
     def _assign(self) -> None:

@@ -314,6 +314,14 @@ def test_int8_stays_close(model_type: str, tmp_path: Path) -> None:
     assert 0 < (rounded - exact).norm() / exact.norm() < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_has_threads_of_its_own_in_float32(dtype: torch.dtype) -> None:
+    """In bfloat16 its products run on those of torch, which then must not be reduced."""
+    config = tiny_config("gpt2").to_dict()
+    model = build_model(config, dummy_tensors(config, CPU), dtype=dtype, device=CPU, quantization="int4")
+    assert model.has_own_threads == (dtype is torch.float32)
+
+
 def test_formats_that_are_not_possible_are_refused() -> None:
     dense, experts = (tiny_config(model_type).to_dict() for model_type in ("gpt_neox", "aria_text"))
     assert format_obstacles(dense, "fp8", torch.bfloat16, torch.device("cuda"))[0].startswith("this model runs on")

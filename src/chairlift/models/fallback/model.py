@@ -174,7 +174,7 @@ class TransformersModel:
         self.dtype, self.kv_dtype = dtype, format.traits.kv_dtype or dtype
         self.quantization = format.name
         # Else the linear maps run on torch's threads.
-        self.has_own_threads = format.traits.tile_type is not None or format.traits.keeps_blocks
+        self.has_own_threads = format.traits.tile_type is not None or format.traits.becomes_blocks(dtype, device)
         self.allows_capture = True  # CUDA graphs may capture it.
         self.device = device
         self._weight_bytes = num_weight_bytes(plugged.shell)

@@ -69,6 +69,13 @@ def test_memory_counts_what_is_mapped(tmp_path: Path) -> None:
     assert file.stat().st_size < 1.1 * path.stat().st_size
 
 
+def test_weights_that_are_not_packed_make_no_file(tmp_path: Path) -> None:
+    """Blocks are multiplied by kernels for float32."""
+    config = EngineConfig(quantization="checkpoint", dtype="bfloat16", weight_cache=str(tmp_path / "cache"))
+    load_model(str(make(tmp_path)), config, progress=False)
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize(
     "damage", ["flip", "other", "stale", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "empty"))]
 )

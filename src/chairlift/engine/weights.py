@@ -50,12 +50,13 @@ def build_with_weights(
     config, quantization = settings.config, settings.quantization
 
     def build(store: WeightStore) -> CausalLM:
-        lazily = quantization == "checkpoint" or store.mapped_bytes > 0  # most weights will not be read
+        # What stays as it is stored, or is mapped from the cache, is not dequantized ahead of the model.
+        stays = FORMATS.get(quantization).traits.keeps_stored or store.mapped_bytes > 0
         stored = checkpoint.stored()
         with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
             return build_model(
                 checkpoint.config,
-                watched(read_ahead(stored if lazily else dequantized_matrices(stored))),
+                watched(read_ahead(stored if stays else dequantized_matrices(stored))),
                 dtype=settings.model_dtype,
                 device=settings.device,
                 max_len=settings.max_model_len,
@@ -112,11 +113,9 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
 
 def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> Path | None:
     """The folder of the cache, or None if this model is not cached."""
-    configured, format = settings.config.weight_cache, FORMATS.get(settings.quantization)
-    packs = format.traits.tile_type is not None or format.traits.keeps_blocks
-    if configured == OFF or not (settings.device.type == "cpu" and packs and is_native(checkpoint.config)):
-        return None
-    if checkpoint.format == "dummy" or num_bytes < MIN_BYTES:
+    configured, traits = settings.config.weight_cache, FORMATS.get(settings.quantization).traits
+    packs = traits.tile_type is not None or traits.becomes_blocks(settings.model_dtype, settings.device)
+    if configured == OFF or not packs or not is_native(checkpoint.config) or num_bytes < MIN_BYTES:
         return None
     return cache_dir() / "weights" if configured is None else Path(configured).expanduser()
 

@@ -15,7 +15,7 @@ from chairlift.layers.formats.base import Fusion
 from chairlift.layers.formats.fp8 import round_rows
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, gated
-from chairlift.layers.parts import Part, Targets, prefixed, present
+from chairlift.layers.parts import Part, Targets, add_prefix, present
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
 
@@ -50,7 +50,7 @@ class SharedExpert(Part):
         return self.gate is None and in_kernels and same and self.mlp.down.in_features % intermediate_size == 0
 
     def targets(self, name: str, inner_names: Sequence[str], down_name: str, gate_name: str) -> Targets:
-        yield from prefixed(name, self.mlp.targets(inner_names, down_name))
+        yield from add_prefix(name, self.mlp.targets(inner_names, down_name))
         if self.gate is not None:
             yield from self.gate.targets([gate_name])
 

@@ -78,5 +78,5 @@ def present(*parts: Part | None) -> tuple[Part, ...]:
     return tuple(part for part in parts if part is not None)
 
 
-def prefixed(prefix: str, targets: Targets) -> Targets:
+def add_prefix(prefix: str, targets: Targets) -> Targets:
     return ((f"{prefix}.{name}", target) for name, target in targets)

@@ -12,7 +12,7 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 if TYPE_CHECKING:
     import torch
 
-    from chairlift.loading.stored_weight import StoredWeight
+    from chairlift.loading.stored_weight import NamedWeights
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -32,7 +32,7 @@ class Checkpoint(ABC):
         """Hugging Face tensor names, in the order of `tensors()`."""
 
     @abstractmethod
-    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    def stored(self) -> NamedWeights:
         """Yield one tensor at a time, so that only one is in memory; quantized weights are as they are stored."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

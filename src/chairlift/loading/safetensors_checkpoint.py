@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from chairlift.loading.quantized.base import QuantizedReader
-    from chairlift.loading.stored_weight import StoredWeight
+    from chairlift.loading.stored_weight import NamedWeights, StoredWeight
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20  # the largest known have about ten megabytes
@@ -57,7 +57,7 @@ class SafetensorsCheckpoint(Checkpoint):
         names = (name for names in self._shards.values() for name in names if not self._is_unused(name))
         return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in names))
 
-    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    def stored(self) -> NamedWeights:
         """Yield a quantized weight when its last part is read."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._files():

@@ -42,6 +42,10 @@ class StoredWeight(ABC):
         return None
 
 
+NamedWeights = Iterable[tuple[str, Tensor | StoredWeight]]
+"""The weights of a checkpoint one by one, under its names for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers(StoredWeight):
     """Integers of 2 to 8 bits; each group of columns of a row has a scale, and an offset if it is not symmetric.
@@ -186,15 +190,13 @@ class PlainValues(StoredWeight):
         return self.values
 
 
-def dequantized(tensors: Iterable[tuple[str, Tensor | StoredWeight]]) -> Iterator[tuple[str, Tensor]]:
+def dequantized(tensors: NamedWeights) -> Iterator[tuple[str, Tensor]]:
     """Replace quantized weights by their values in float32."""
     for name, tensor in tensors:
         yield name, tensor if isinstance(tensor, Tensor) else tensor.dequantized()
 
 
-def dequantized_matrices(
-    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
-) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+def dequantized_matrices(tensors: NamedWeights) -> NamedWeights:
     """As `dequantized`, but stacks of matrices stay as they are: all experts of a layer at once would need too much
     memory."""
     for name, tensor in tensors:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from chairlift.layers.formats.base import WeightFormat
-    from chairlift.loading.stored_weight import StoredWeight
+    from chairlift.loading.stored_weight import NamedWeights
     from chairlift.loading.weight_cache.store import WeightStore
     from chairlift.models.base import CausalLM, ModelInfo
 
@@ -37,7 +36,7 @@ def choose_implementation(config: dict[str, Any], model_impl: str) -> None:
 
 def build_model(
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
+    tensors: NamedWeights,
     *,
     dtype: torch.dtype,
     device: torch.device,

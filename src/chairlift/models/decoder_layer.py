@@ -17,7 +17,7 @@ from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
 from chairlift.layers.moe import MixtureOfExperts, SharedExpert
 from chairlift.layers.norm import Norm
-from chairlift.layers.parts import Part, Targets, prefixed, present
+from chairlift.layers.parts import Part, Targets, add_prefix, present
 from chairlift.layers.per_layer_input import PerLayerInput
 from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.config import DecoderConfig, LayerConfig
@@ -148,14 +148,14 @@ class DecoderLayer(Part):
     def targets(self) -> Targets:
         for mixer in self.mixers:
             name = self.names.recurrent if mixer is self.recurrent else self.names.attention
-            yield from prefixed(name, mixer.targets())
+            yield from add_prefix(name, mixer.targets())
         for name, norm in self.norms.items():
             yield from norm.targets(name)
         if self.mixture is not None:
             assert self._experts is not None
             yield from _expert_targets(self.mixture, self._experts.names)
         if self.dense is not None:
-            yield from prefixed(self.names.mlp, self.dense.targets(self.names.inner, self.names.down))
+            yield from add_prefix(self.names.mlp, self.dense.targets(self.names.inner, self.names.down))
         if self.per_layer_input is not None:
             yield from self.per_layer_input.targets()
         if self.scalar is not None:
@@ -191,14 +191,14 @@ def _make_mixture(config: DecoderConfig, inner_size: int, experts: ExpertsConfig
 
 def _expert_targets(mlp: MixtureOfExperts, names: ExpertNames) -> Targets:
     router = mlp.router.targets(names.router, names.correction_bias, names.correction_bias_is_row)
-    yield from prefixed(names.block, router)
-    yield from prefixed(f"{names.block}.{names.experts}", mlp.expert_targets(names.inner, names.down))
+    yield from add_prefix(names.block, router)
+    yield from add_prefix(f"{names.block}.{names.experts}", mlp.expert_targets(names.inner, names.down))
     for name, linear in zip(names.latent, mlp.latent or (), strict=False):
-        yield from prefixed(names.block, linear.targets([name]))
+        yield from add_prefix(names.block, linear.targets([name]))
     if mlp.shared is not None:
         assert names.shared is not None
         shared = mlp.shared.targets(names.shared, names.shared_inner, names.shared_down, names.shared_gate or "")
-        yield from (shared if names.shared_is_outside else prefixed(names.block, shared))
+        yield from (shared if names.shared_is_outside else add_prefix(names.block, shared))
 
 
 def describe_formats(layers: Sequence[DecoderLayer], head: Linear) -> str:

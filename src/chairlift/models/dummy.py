@@ -15,7 +15,7 @@ from chairlift.layers.expert_weights import ExpertRows
 from chairlift.layers.parts import Targets
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_file import ConfigCheckpoint
-from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, StoredWeight
+from chairlift.loading.stored_weight import GROUP, GroupedIntegers, MicroscaledFloats, NamedWeights
 from chairlift.models import is_native
 from chairlift.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class DummyCheckpoint(ConfigCheckpoint, Checkpoint):
     def names(self) -> list[str]:
         return [name for name, _ in _targets(self.config)]
 
-    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    def stored(self) -> NamedWeights:
         if self.has_4_bit_experts:
             return _with_4_bit_experts(self.config, self._device)
         if self.has_4_bit_layers:
@@ -60,7 +60,7 @@ def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0
             yield name, values.normal_(0.0, SPREAD, generator=generator)
 
 
-def _with_4_bit_experts(config: Mapping[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+def _with_4_bit_experts(config: Mapping[str, Any], device: torch.device) -> NamedWeights:
     experts = {name for name, target in _targets(config) if isinstance(target, ExpertRows)}
     for name, tensor in dummy_tensors(config, device):
         if name not in experts:
@@ -72,9 +72,7 @@ def _with_4_bit_experts(config: Mapping[str, Any], device: torch.device) -> Iter
         yield name, MicroscaledFloats(codes, exponents)
 
 
-def _with_4_bit_layers(
-    config: Mapping[str, Any], device: torch.device, group: int
-) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+def _with_4_bit_layers(config: Mapping[str, Any], device: torch.device, group: int) -> NamedWeights:
     for name, tensor in dummy_tensors(config, device):
         if not name.endswith("_proj.weight"):  # norms, embedding and head
             yield name, tensor

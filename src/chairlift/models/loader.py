@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats.base import WeightFormat, WeightRows, restored_weight
 from chairlift.layers.linear import Linear
-from chairlift.layers.parts import Target, Targets, prefixed
-from chairlift.loading.stored_weight import StoredWeight
+from chairlift.layers.parts import Target, Targets, add_prefix
+from chairlift.loading.stored_weight import NamedWeights, StoredWeight
 from chairlift.loading.weight_cache.store import WeightStore
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.decoder import Decoder
@@ -26,7 +26,7 @@ def targets(model: Decoder) -> Targets:
     else:
         yield EMBEDDING, model.embedding.table
     for index, layer in enumerate(model.layers):
-        yield from prefixed(f"layers.{index}", layer.targets())
+        yield from add_prefix(f"layers.{index}", layer.targets())
     yield from model.norm.targets(model.config.names.final_norm)
     if not model.config.tied_head:
         yield from model.head.targets([HEAD.removesuffix(".weight")])
@@ -44,21 +44,21 @@ class DecoderLoader:
         self._restore()
         self._num_missing = [sum(1 for _ in layer.targets()) for layer in model.layers]  # targets still to be filled
 
-    def load(self, tensors: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
+    def load(self, tensors: NamedWeights) -> None:
         """Fill the model from a stream of tensors, under the names of the checkpoint and in any order, and pack it."""
         self.fill(tensors)
         self.finalize()
 
-    def fill(self, tensors: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
+    def fill(self, tensors: NamedWeights) -> None:
         """Fill every target; what is complete is packed at once."""
         config = self._model.config
         fill(
             dict(targets(self._model)),
-            unstacked(config.layers, dense_renamed(config, tensors)),
+            split_stacks(config.layers, rename_dense_blocks(config, tensors)),
             text_part_only=config.text_part_only,
             tied=config.tied_head,
             left_out=config.unused_prefixes,
-            filled_one=self._pack_complete_layer,
+            on_filled=self._pack_complete_layer,
         )
 
     def _pack_complete_layer(self, name: str) -> None:
@@ -136,9 +136,7 @@ def decoder_name(full_name: str) -> str:
     return EMBEDDING if name == OTHER_EMBEDDING else name
 
 
-def unstacked(
-    layers: Sequence[LayerConfig], tensors: Iterable[tuple[str, Tensor | StoredWeight]]
-) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+def split_stacks(layers: Sequence[LayerConfig], tensors: NamedWeights) -> NamedWeights:
     """The stream with each expert's weights on their own, also where the checkpoint holds those of a layer stacked."""
     stacks: dict[str, tuple[ExpertNames, str, tuple[str, ...], tuple[int, int]]] = {}
     for index, layer in enumerate(layers):
@@ -162,11 +160,11 @@ def unstacked(
                 axis, size = side
                 is_upright = matrix.shape[axis] == size != matrix.shape[1 - axis]
                 matrix = matrix if is_upright else matrix.t()
-            for part, rows in zip(inner, _parts(matrix, len(inner), names), strict=True):
+            for part, rows in zip(inner, _split_rows(matrix, len(inner), names), strict=True):
                 yield f"{experts}.{expert}.{part}.{suffix}", rows
 
 
-def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Sequence[Tensor | StoredWeight]:
+def _split_rows(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Sequence[Tensor | StoredWeight]:
     """The rows of each of `count` parts that are stored as one matrix, or as one bias."""
     rows = torch.arange(matrix.shape[0])
     chosen = [rows[part::count] for part in range(count)] if names.interleaved else rows.chunk(count)
@@ -175,9 +173,7 @@ def _parts(matrix: Tensor | StoredWeight, count: int, names: ExpertNames) -> Seq
     return [matrix.index_select(0, each) if names.interleaved else matrix[each[0] : each[-1] + 1] for each in chosen]
 
 
-def dense_renamed(
-    config: DecoderConfig, tensors: Iterable[tuple[str, Tensor | StoredWeight]]
-) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+def rename_dense_blocks(config: DecoderConfig, tensors: NamedWeights) -> NamedWeights:
     """The stream with the usual names of dense blocks, also where transformers wrote those of mixtures for them."""
     blocks = {layer.experts.names.block for layer in config.layers if layer.experts is not None} - {config.names.mlp}
     dense = {
@@ -194,16 +190,16 @@ def dense_renamed(
 
 def fill(
     targets: dict[str, Target],
-    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
+    tensors: NamedWeights,
     *,
     text_part_only: bool,
     tied: bool,
     left_out: Sequence[str] = (),
-    filled_one: Callable[[str], None] | None = None,
+    on_filled: Callable[[str], None] | None = None,
 ) -> None:
     """Copy every tensor of the stream to its target; each target must be filled exactly once.
 
-    A filled target is removed from `targets`, and `filled_one` is called with its name, which may free the memory.
+    A filled target is removed from `targets`, and `on_filled` is called with its name, which may free the memory.
     With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either, or both if
     they are equal. Tensors whose names begin with one of `left_out` are not needed.
     """
@@ -212,11 +208,8 @@ def fill(
     filled: dict[str, str] = {}  # target -> the name it came under
     for full_name, tensor in tensors:
         name = decoder_name(full_name)
-        if (
-            name.endswith(DERIVED_SUFFIX)
-            or name.startswith(left_out)
-            or (text_part_only and not text_part.has(full_name))
-        ):
+        is_outside = text_part_only and not text_part.has(full_name)
+        if is_outside or name.endswith(DERIVED_SUFFIX) or name.startswith(left_out):
             continue
         destination = EMBEDDING if tied and name == HEAD else name
         if filled.get(destination) == name:
@@ -224,28 +217,36 @@ def fill(
         if destination not in targets:
             raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {list(tensor.shape)}")
         target = targets[destination]
-        if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-            problem = f"tensor {full_name} holds {tensor.dtype}"
-            raise UnsupportedModel(f"{problem}, but config.json has no quantization_config that explains it")
-        if tensor.shape != target.shape:
-            stored, implied = list(tensor.shape), list(target.shape)
-            raise CorruptCheckpoint(f"tensor {full_name} has shape {stored}, but config.json implies {implied}")
+        _check_form(full_name, tensor, target)
         if isinstance(target, Tensor) and isinstance(tensor, StoredWeight):
             tensor = tensor.dequantized()
-        if destination not in filled:
-            target.copy_(tensor)
-            filled[destination] = name
-            if destination != EMBEDDING:  # The embedding may come again as the head.
-                del targets[destination], target
-            if filled_one is not None:
-                filled_one(destination)
-        elif (
-            isinstance(target, Tensor) and isinstance(tensor, Tensor) and not bool((target == tensor.to(target)).all())
-        ):
-            raise CorruptCheckpoint(
-                f"{HEAD} and {EMBEDDING} differ, but config.json has tie_word_embeddings: set it to false there"
-            )
+        if destination in filled:
+            _check_tie(target, tensor)
+            continue
+        target.copy_(tensor)
+        filled[destination] = name
+        if destination != EMBEDDING:  # The embedding may come again as the head.
+            del targets[destination], target
+        if on_filled is not None:
+            on_filled(destination)
     missing = sorted(targets.keys() - filled.keys())
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CorruptCheckpoint(f"the checkpoint lacks {', '.join(missing[:5])}{more}")
+
+
+def _check_form(full_name: str, tensor: Tensor | StoredWeight, target: Target) -> None:
+    if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+        problem = f"tensor {full_name} holds {tensor.dtype}"
+        raise UnsupportedModel(f"{problem}, but config.json has no quantization_config that explains it")
+    if tensor.shape != target.shape:
+        stored, implied = list(tensor.shape), list(target.shape)
+        raise CorruptCheckpoint(f"tensor {full_name} has shape {stored}, but config.json implies {implied}")
+
+
+def _check_tie(target: Target, tensor: Tensor | StoredWeight) -> None:
+    """Compare a head with the embedding table; one that is kept in blocks is not compared."""
+    if isinstance(target, Tensor) and isinstance(tensor, Tensor) and not bool((target == tensor.to(target)).all()):
+        raise CorruptCheckpoint(
+            f"{HEAD} and {EMBEDDING} differ, but config.json has tie_word_embeddings: set it to false there"
+        )

@@ -21,9 +21,7 @@ from chairlift.loading.gguf.config import GGUFFamily, families, hf_config, hf_ge
 from chairlift.loading.gguf.file import GGUFFile, GGUFTensor, corrupt
 
 if TYPE_CHECKING:
-    import torch
-
-    from chairlift.loading.stored_weight import StoredWeight
+    from chairlift.loading.stored_weight import NamedWeights
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -43,7 +41,7 @@ class GGUFCheckpoint(Checkpoint):
     def names(self) -> list[str]:
         return list(self._sources)
 
-    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    def stored(self) -> NamedWeights:
         import torch  # Config and tokenizer are read without it.
 
         from chairlift.loading.gguf.blocks import GGUFWeight
@@ -101,19 +99,19 @@ def _sources_of(
     if tensor.name in _OUTSIDE_THE_LAYERS:
         yield _OUTSIDE_THE_LAYERS[tensor.name], Source(tensor, offset=offset)
         return
-    parts = tensor.name.split(".")
-    block, layer, kind, suffix = parts if len(parts) == 4 else ("", "", "", "")  # blk.<layer>.<kind>.<suffix>
-    if block == "blk" and kind in family.whole_names:
-        yield f"model.layers.{layer}.{family.whole_names[kind]}", Source(tensor)
+    words = tensor.name.split(".")
+    prefix, layer, part, suffix = words if len(words) == 4 else ("", "", "", "")  # blk.<layer>.<part>.<suffix>
+    if prefix == "blk" and part in family.whole_names:
+        yield f"model.layers.{layer}.{family.whole_names[part]}", Source(tensor)
         return
-    if block != "blk" or suffix not in ("weight", "bias") or kind not in family.names:
+    if prefix != "blk" or suffix not in ("weight", "bias") or part not in family.names:
         problem = f"the tensor {tensor.name!r} is not known for {config['model_type']} models"
         raise UnsupportedModel(f"{file.path}: {problem}")
-    name = f"model.layers.{layer}.{family.names[kind]}.{suffix}"
+    name = f"model.layers.{layer}.{family.names[part]}.{suffix}"
     if "{}" not in name:
         heads, head_dim = 0, config["head_dim"]
-        if family.rotates_neighbours and kind in ("attn_q", "attn_k"):
-            heads = int(config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"])
+        if family.rotates_neighbours and part in ("attn_q", "attn_k"):
+            heads = int(config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"])
             if tensor.shape[0] != heads * head_dim or head_dim % 2:
                 corrupt(file.path, f"{tensor.name!r} has the shape {tensor.shape} for {heads} heads of {head_dim}")
         yield name, Source(tensor, interleaved_heads=heads, offset=offset)

@@ -20,7 +20,7 @@ from chairlift.loading.known_models import cache_dir
 from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import (
-    StoredWeights,
+    MappedWeights,
     WeightRecorder,
     WeightStore,
     checkpoint_state,
@@ -146,7 +146,7 @@ def _from_cache(build: Build, path: Path, identity: dict[str, Any], settings: Lo
     if not path.exists():
         return None
     try:
-        store = StoredWeights(path, identity, settings.threads)
+        store = MappedWeights(path, identity, settings.threads)
         model = build(store)
     except UnusableCache as problem:
         log.info(f"the cached weights {path} are not used: {problem}")

@@ -41,8 +41,8 @@ class WeightStore:
         return arrays
 
 
-class StoredWeights(WeightStore):
-    """The weights of a file. Raises UnusableCache if it is damaged or has another identity."""
+class MappedWeights(WeightStore):
+    """Has the weights of a file, mapped. Raises UnusableCache if it is damaged or has another identity."""
 
     def __init__(self, path: Path, identity: Identity, num_threads: int) -> None:
         self._weights: Mapping[str, PackedWeightArrays] = read_cache(path, identity, num_threads)

@@ -60,16 +60,16 @@ class DecoderLayer(Part):
         self.rope = layer.rope
         self.names = config.names
         self._experts, self._states = layer.experts, layer.recurrent
-        self.heads: SelfAttention | None = None
+        self.self_attention: SelfAttention | None = None
         self.latent: LatentAttention | None = None
         if layer.attention is not None and layer.latent is not None:
             self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, build)
         elif layer.attention is not None:
-            self.heads = SelfAttention(config, layer, build)
+            self.self_attention = SelfAttention(config, layer, build)
         self.recurrent = None
         if layer.mixer is not None:
             self.recurrent = layer.mixer.make(config.hidden_size, config.norm_eps, build)
-        self.mixers = tuple(mixer for mixer in (self.heads, self.latent, self.recurrent) if mixer is not None)
+        self.mixers = tuple(mixer for mixer in (self.self_attention, self.latent, self.recurrent) if mixer is not None)
         self.dense: DenseMLP | None = None
         self.mixture: MixtureOfExperts | None = None
         if layer.experts is not None and layer.intermediate_size:
@@ -119,8 +119,8 @@ class DecoderLayer(Part):
         """What each mixer makes of the normed rows and those before them, in front of its output projection."""
         rotation = None if self.rope is None else step.rotations[self.rope]
         mixed = []
-        if self.heads is not None:
-            mixed.append(self.heads(normed, rotation, step.attention, step.kept))
+        if self.self_attention is not None:
+            mixed.append(self.self_attention(normed, rotation, step.attention, step.kept))
         if self.latent is not None:
             mixed.append(self.latent(normed, rotation, step.attention))
         if self.recurrent is not None:
@@ -133,8 +133,8 @@ class DecoderLayer(Part):
     @property
     def attention(self) -> SelfAttention:
         """The attention of a layer that has it, with keys and values for each head."""
-        assert self.heads is not None
-        return self.heads
+        assert self.self_attention is not None
+        return self.self_attention
 
     @property
     def in_blocks(self) -> bool:

@@ -86,7 +86,7 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
 
     from chairlift_lab.common.floor import KernelWork, linear_work
 
-    attentions = [layer.heads for layer in model.layers if layer.heads is not None]
+    attentions = [layer.self_attention for layer in model.layers if layer.self_attention is not None]
     linears: dict[str, list[Linear]] = {}
     if attentions:
         linears["qkv"] = [attention.qkv for attention in attentions]

@@ -84,16 +84,16 @@ def operations_of(layer: DecoderLayer, next_norm: Norm | None = None) -> list[Op
     """A layer as operations, of which the first makes `LayerStep.mixed`; `next_norm` is that of the next layer."""
     first = BlockNorms(layer.before_attention, layer.after_attention, layer.before_mlp)
     second = BlockNorms(layer.before_mlp, layer.after_mlp, next_norm)
-    heads, dense, mixture = layer.heads, layer.dense, layer.mixture
+    attention, dense, mixture = layer.self_attention, layer.dense, layer.mixture
     own_input, scalar = layer.per_layer_input, layer.scalar
     with_norm = mixture if _may_have_norm(layer) else None  # experts whose kernels have the norm before them
     operations: list[Operation] = []
-    if heads is not None and layer.mixers == (heads,):  # The product to queries, keys and values has the norm.
+    if attention is not None and layer.mixers == (attention,):  # The product to queries, keys and values has the norm.
 
         def attend(stream: Stream, step: LayerStep) -> None:
-            qkv = stream.product(layer.before_attention, heads.qkv)
+            qkv = stream.product(layer.before_attention, attention.qkv)
             rotation = None if layer.rope is None else step.rotations[layer.rope]
-            step.mixed = [heads.attend(qkv, rotation, step.attention, step.kept)]
+            step.mixed = [attention.attend(qkv, rotation, step.attention, step.kept)]
 
         operations.append(attend)
     else:

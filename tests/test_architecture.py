@@ -95,7 +95,7 @@ def walk(title: str) -> list[tuple[str, str]]:
     return re.findall(r"`([\w.]+):([\w.]+)`", section(title))
 
 
-WALKS = ("The walk of a request", "The walk of a step")
+WALKS = ("The walk of a request", "The walk of a step", "The walk of a weight")
 
 
 @pytest.mark.parametrize("title", WALKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
@@ -42,31 +44,30 @@ class CheckpointWeight(WeightFormat):
         return True
 
     def finalized(self) -> WeightFormat:
-        parts = [self._parts[first] for first in sorted(self._parts)]
-        stored = [part for part in parts if isinstance(part, StoredWeight)]
-        format: type[WeightFormat] = PlainWeight
-        if stored and len(stored) == len(parts):
-            formats = (FORMATS.get(name) for name in FORMATS.names())
-            format = next((each for each in formats if each.accepts(stored, self.dtype, self.device)), PlainWeight)
-        if self.looked_up and not format.traits.keeps_blocks:
-            format = PlainWeight
         weight: WeightFormat
-        if self.shared or not parts:  # a tied head: the embedding table was filled
+        if not self._parts:  # It was made from a tensor: a tied head from the table, one of drafts from rows of a head.
             assert self.plain is not None
             weight = PlainWeight(self.plain, shared=self.shared)
-            weight.batch_invariant, weight.looked_up = self.batch_invariant, self.looked_up
-        else:
+            weight.batch_invariant = self.batch_invariant
+            return weight.finalized()
+        stored = [part for _, part in sorted(self._parts.items()) if isinstance(part, StoredWeight)]
+        format = self._accepting_format(stored) if len(stored) == len(self._parts) else None
+        if format is not None:
             weight = empty_in_place_of(self, format)
-        if format is PlainWeight:
+            weight.load(stored)
+        else:
+            weight = empty_in_place_of(self, PlainWeight)
             for first, part in self._parts.items():
                 weight.fill_rows(first, part)
-        else:
-            weight.load(stored)
         self._parts.clear()
         return weight.finalized()
 
-    def pack(self) -> None:
-        raise AssertionError("replaced by another format when it is finalized")
+    def _accepting_format(self, stored: Sequence[StoredWeight]) -> type[WeightFormat] | None:
+        """The first format, by name, that computes with these weights as they are stored."""
+        formats = (FORMATS.get(name) for name in FORMATS.names())
+        accepting = next((each for each in formats if each.accepts(stored, self.dtype, self.device)), None)
+        can_look_up = accepting is None or accepting.traits.keeps_blocks or not self.looked_up
+        return accepting if can_look_up else None
 
     def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         raise AssertionError("replaced by another format when it is finalized")

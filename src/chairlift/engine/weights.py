@@ -21,8 +21,8 @@ from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
 from chairlift.loading.weight_cache.cache_file import UnusableCache
 from chairlift.loading.weight_cache.store import (
     MappedWeights,
+    WeightCache,
     WeightRecorder,
-    WeightStore,
     checkpoint_state,
     code_state,
     config_state,
@@ -39,8 +39,8 @@ OFF = "off"
 MIN_BYTES = 64 << 20  # Packing fewer takes a fraction of a second.
 DISK_RESERVE = 1 << 30  # bytes of the disk that stay free
 
-Build = Callable[[WeightStore], CausalLM]
-"""Builds the model with the packed weights of a store, or gives them to it."""
+Build = Callable[[WeightCache], CausalLM]
+"""Builds the model with the packed weights of a cache, or gives them to it."""
 
 
 def build_with_weights(
@@ -49,9 +49,9 @@ def build_with_weights(
     """Build the model; on a CPU, state its memory first and use packed weights of an earlier start."""
     config, quantization = settings.config, settings.quantization
 
-    def build(store: WeightStore) -> CausalLM:
+    def build(cache: WeightCache) -> CausalLM:
         # What stays as it is stored, or is mapped from the cache, is not dequantized ahead of the model.
-        stays = FORMATS.get(quantization).traits.keeps_stored or store.mapped_bytes > 0
+        stays = FORMATS.get(quantization).traits.keeps_stored or cache.mapped_bytes > 0
         stored = checkpoint.stored()
         with torch.inference_mode(), interleaved(), loading_progress(num_parameters, enabled=progress) as watched:
             return build_model(
@@ -63,11 +63,11 @@ def build_with_weights(
                 quantization=quantization,
                 quantize_head=config.quantize_head,
                 batch_invariant=config.batch_invariant,
-                weight_store=store,
+                weight_cache=cache,
             )
 
     if settings.device.type != "cpu" or config.load_format == "dummy":
-        return build(WeightStore())
+        return build(WeightCache())
     _use_threads(settings.threads)
     num_bytes = expected_weight_bytes(checkpoint, quantization, settings.model_dtype)
     require_memory(checkpoint, num_bytes, settings)
@@ -87,7 +87,7 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
     """Build the model; its packed weights, of about `num_bytes`, are mapped from the cache where that is possible."""
     folder = _folder(checkpoint, num_bytes, settings)
     if folder is None:
-        return build(WeightStore())
+        return build(WeightCache())
     identity = _identity(checkpoint, settings)
     path = folder / f"{_name(identity)}.weights"
     cached = _from_cache(build, path, identity, settings)
@@ -105,7 +105,7 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
             lock.acquire()
     except OSError as error:  # a folder that cannot be written, or a file system without locks
         log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
-        return build(WeightStore())
+        return build(WeightCache())
     with lock:
         cached = _from_cache(build, path, identity, settings)  # written by another process during the wait
         return cached or _build_and_write(build, path, identity, num_bytes, settings)
@@ -146,12 +146,12 @@ def _from_cache(build: Build, path: Path, identity: dict[str, Any], settings: Lo
     if not path.exists():
         return None
     try:
-        store = MappedWeights(path, identity, settings.threads)
-        model = build(store)
+        cache = MappedWeights(path, identity, settings.threads)
+        model = build(cache)
     except UnusableCache as problem:
         log.info(f"the cached weights {path} are not used: {problem}")
         return None
-    log.info(f"cache      {format_bytes(store.mapped_bytes)} of packed weights mapped from {path}")
+    log.info(f"cache      {format_bytes(cache.mapped_bytes)} of packed weights mapped from {path}")
     return model
 
 
@@ -162,12 +162,12 @@ def _build_and_write(
     if free < num_bytes + DISK_RESERVE:
         needed = f"{format_bytes(num_bytes)} and {format_bytes(DISK_RESERVE)} in reserve"
         log.warning(f"packed weights are not cached: {path.parent} has {format_bytes(free)} left, but needs {needed}")
-        return build(WeightStore())
+        return build(WeightCache())
     try:
         recorder = WeightRecorder(path, identity, settings.threads)
     except OSError as error:
         log.warning(f"packed weights are not cached: {path}: {error.strerror or error}")
-        return build(WeightStore())
+        return build(WeightCache())
     try:
         model = build(recorder)
         recorder.finish()

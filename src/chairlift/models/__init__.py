@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from chairlift.layers.formats.base import WeightFormat
     from chairlift.loading.stored_weight import NamedWeights
-    from chairlift.loading.weight_cache.store import WeightStore
+    from chairlift.loading.weight_cache.store import WeightCache
     from chairlift.models.base import CausalLM, ModelInfo
 
 
@@ -44,14 +44,14 @@ def build_model(
     quantization: str = "none",
     quantize_head: bool = False,
     batch_invariant: bool = False,
-    weight_store: WeightStore | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> CausalLM:
     """Build the model that `config` (a config.json) describes, with its weights from `tensors`.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each is copied
     and released. `max_len` promises that no sequence will be longer; by default the model's own limit. `quantization`
     is the format of the weights, with `quantize_head` also of the language-model head. `batch_invariant` makes a
-    token's numbers independent of the rest of the batch. `weight_store` has packed weights, which are used instead of
+    token's numbers independent of the rest of the batch. `weight_cache` has packed weights, which are used instead of
     those of `tensors`, or is given them.
     """
     from chairlift.layers.formats import FORMATS
@@ -88,7 +88,7 @@ def build_model(
         ) from error
     if description.num_mtp_layers:
         log.info(f"layers for multi-token prediction are not loaded: {description.num_mtp_layers}")
-    DecoderLoader(model, weight_store).load(tensors)
+    DecoderLoader(model, weight_cache).load(tensors)
     return model
 
 

@@ -12,7 +12,7 @@ from chairlift.layers.formats.base import WeightFormat, WeightRows, restored_wei
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Target, Targets, add_prefix
 from chairlift.loading.stored_weight import NamedWeights, StoredWeight
-from chairlift.loading.weight_cache.store import WeightStore
+from chairlift.loading.weight_cache.store import WeightCache
 from chairlift.models.config import DecoderConfig, LayerConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.experts import ExpertNames
@@ -35,12 +35,12 @@ def targets(model: Decoder) -> Targets:
 
 
 class DecoderLoader:
-    """Loads the weights of one decoder. The store is asked before a weight is packed, and given it afterwards."""
+    """Loads the weights of one decoder. The cache is asked before a weight is packed, and given it afterwards."""
 
-    def __init__(self, model: Decoder, store: WeightStore | None = None) -> None:
-        """Use the packed weights that the store has; what a checkpoint holds for them is then ignored."""
+    def __init__(self, model: Decoder, cache: WeightCache | None = None) -> None:
+        """Use the packed weights that the cache has; what a checkpoint holds for them is then ignored."""
         self._model = model
-        self._store = store or WeightStore()
+        self._cache = cache or WeightCache()
         self._restore()
         self._num_missing = [sum(1 for _ in layer.targets()) for layer in model.layers]  # targets still to be filled
 
@@ -88,9 +88,9 @@ class DecoderLoader:
             model.embedding.table = model.embedding.table.to(table_dtype)
         if model.per_layer is not None:
             model.per_layer.table = model.per_layer.table.to(table_dtype)
-        model.program.keep(self._store)
+        model.program.keep(self._cache)
         model.program.finalize()
-        model.mapped_bytes = self._store.mapped_bytes
+        model.mapped_bytes = self._cache.mapped_bytes
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # leave the memory of replaced weights to the KV cache
 
@@ -104,7 +104,7 @@ class DecoderLoader:
             self._tie_head()
         if not model.shares_table:
             model.head.weight = self._restore_weight(HEAD, model.head.weight)
-        model.program.restore(self._store)
+        model.program.restore(self._cache)
 
     def _tie_head(self) -> None:
         """Let a head that shares the table have it as it is now."""
@@ -112,13 +112,13 @@ class DecoderLoader:
             self._model.head = Linear(self._model.embedding.weight)
 
     def _restore_weight(self, name: str, weight: WeightFormat) -> WeightFormat:
-        arrays = self._store.find(name)
+        arrays = self._cache.find(name)
         return weight if arrays is None else restored_weight(weight, arrays)
 
     def _keep(self, name: str, weight: WeightFormat) -> None:
         arrays = weight.packed_arrays()
         if arrays and not weight.restored:
-            weight.use_arrays(self._store.keep(name, weight.name, arrays))
+            weight.use_arrays(self._cache.keep(name, weight.name, arrays))
 
 
 # Tables of old checkpoints that follow from the config.

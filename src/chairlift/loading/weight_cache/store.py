@@ -27,8 +27,8 @@ from chairlift.registry import plugin_sources
 log = logging.getLogger("chairlift")
 
 
-class WeightStore:
-    """Without a cache: weights stay in the memory that they were packed into."""
+class WeightCache:
+    """A place for packed weights. This one keeps none: they stay in the memory that they were packed into."""
 
     mapped_bytes = 0  # The pages of weights that are mapped from a file count as free memory.
 
@@ -41,7 +41,7 @@ class WeightStore:
         return arrays
 
 
-class MappedWeights(WeightStore):
+class MappedWeights(WeightCache):
     """Has the weights of a file, mapped. Raises UnusableCache if it is damaged or has another identity."""
 
     def __init__(self, path: Path, identity: Identity, num_threads: int) -> None:
@@ -52,7 +52,7 @@ class MappedWeights(WeightStore):
         return self._weights.get(name)
 
 
-class WeightRecorder(WeightStore):
+class WeightRecorder(WeightCache):
     """Writes weights to a file as they are packed; if that fails, the rest stays in memory."""
 
     def __init__(self, path: Path, identity: Identity, num_threads: int) -> None:

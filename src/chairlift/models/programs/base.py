@@ -19,7 +19,7 @@ from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.norm import Norm
 from chairlift.layers.per_layer_input import PerLayerEmbedding
 from chairlift.layers.rope import Rope, RotaryEmbedding
-from chairlift.loading.weight_cache.store import WeightStore
+from chairlift.loading.weight_cache.store import WeightCache
 from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer, LayerStep
@@ -66,12 +66,12 @@ class LayerProgram(ABC):
         """Called once for each layer when all its weights are filled, before they are packed."""
         return
 
-    def restore(self, store: WeightStore) -> None:
-        """Called once, before weights are filled: use those that the store has of all layers together."""
+    def restore(self, cache: WeightCache) -> None:
+        """Called once, before weights are filled: use those that the cache has of all layers together."""
         return
 
-    def keep(self, store: WeightStore) -> None:
-        """Called once all weights are packed, before `finalize`: give the store those of all layers together."""
+    def keep(self, cache: WeightCache) -> None:
+        """Called once all weights are packed, before `finalize`: give the cache those of all layers together."""
         return
 
     def finalize(self) -> None:

@@ -23,7 +23,7 @@ from chairlift.layers.mlp import DenseMLP
 from chairlift.layers.norm import Norm
 from chairlift.layers.rope import HostRotary
 from chairlift.loading.weight_cache.cache_file import UnusableCache
-from chairlift.loading.weight_cache.store import WeightStore
+from chairlift.loading.weight_cache.store import WeightCache
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
@@ -85,13 +85,13 @@ class FusedCPUProgram(LayerProgram):
         self._tiles = tiles
         self._fused: FusedCPULayers | None = None
 
-    def restore(self, store: WeightStore) -> None:
+    def restore(self, cache: WeightCache) -> None:
         if self._tiles is not None:
-            self._tiles.restore(store)
+            self._tiles.restore(cache)
 
-    def keep(self, store: WeightStore) -> None:
+    def keep(self, cache: WeightCache) -> None:
         if self._tiles is not None:
-            self._tiles.keep(store)
+            self._tiles.keep(cache)
 
     def finalize(self) -> None:
         layers = self.parts.layers
@@ -139,9 +139,9 @@ class LayerTiles:
             for linear, name in zip(each.linears(), self.NAMES, strict=True):
                 linear.weight.tiles, linear.weight.owns_tiles = getattr(self, name).layer(index), False
 
-    def restore(self, store: WeightStore) -> None:
-        """Use the tiles of the store, if it has them; raises UnusableCache if they do not fit."""
-        weights = {name: store.find(f"layers.{name}") for name in self.NAMES}
+    def restore(self, cache: WeightCache) -> None:
+        """Use the tiles of the cache, if it has them; raises UnusableCache if they do not fit."""
+        weights = {name: cache.find(f"layers.{name}") for name in self.NAMES}
         if None in weights.values():
             return
         try:
@@ -155,12 +155,12 @@ class LayerTiles:
             for linear in layer.linears():
                 linear.weight.restored, linear.weight.plain = True, None
 
-    def keep(self, store: WeightStore) -> None:
+    def keep(self, cache: WeightCache) -> None:
         if any(linear.weight.restored for layer in self._layers for linear in layer.linears()):
             return
         for name in self.NAMES:
             tiles = getattr(self, name)
-            setattr(self, name, tiles.replaced(store.keep(f"layers.{name}", self._format.name, tiles.arrays())))
+            setattr(self, name, tiles.replaced(cache.keep(f"layers.{name}", self._format.name, tiles.arrays())))
         self._assign()
 
 

@@ -25,7 +25,7 @@ class CheckpointWeight(WeightFormat):
         keeps_stored=True,
         keeps_blocks=True,
         rounded_head="fp8",  # checkpoints in 4 bits leave the head in 16
-        fuses=PlainWeight.traits.fuses,
+        fuses=PlainWeight.traits.fuses,  # It is asked before the formats that take its place are known.
     )
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:

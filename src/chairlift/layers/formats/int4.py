@@ -36,7 +36,7 @@ MOST_TILED_ROWS = 256
 
 @FORMATS.register("int4")
 class Int4Weight(WeightFormat):
-    """Maps whose sizes do not fit (rows not a multiple of 16, columns not of 32) stay plain."""
+    """Maps whose sizes do not fit (rows not a multiple of 16, columns not of 32) stay plain, or become 8-bit blocks."""
 
     name = "int4"
     traits = FormatTraits(

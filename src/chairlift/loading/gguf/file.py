@@ -289,17 +289,17 @@ def _block(path: Path, name: str, kind: int) -> tuple[int, int]:
         quantization = gguf.GGMLQuantizationType(kind)
     except ValueError:
         raise UnsupportedModel(f"{path}: the tensor {name!r} has the unknown tensor type {kind}") from None
-    if not _can_dequantise(kind):
+    if not _can_dequantize(kind):
         raise UnsupportedModel(
             f"{path}: the tensor {name!r} has the type {quantization.name}, which the installed gguf package "
-            "cannot dequantise; upgrade it or use another quantisation of the model"
+            "cannot dequantize; upgrade it or use another quantization of the model"
         )
     block_size, type_size = gguf.GGML_QUANT_SIZES[quantization]
     return block_size, type_size
 
 
 @cache
-def _can_dequantise(kind: int) -> bool:
+def _can_dequantize(kind: int) -> bool:
     gguf = _gguf()
     quantization = gguf.GGMLQuantizationType(kind)
     one_block = np.zeros((1, gguf.GGML_QUANT_SIZES[quantization][1]), np.uint8)

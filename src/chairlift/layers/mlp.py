@@ -79,7 +79,7 @@ class ClampedGate:
         return (up.clamp(-self.limit, self.limit) + 1).mul_(gate * torch.sigmoid(gate * self.alpha))
 
 
-def gated(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
+def apply_gate(gate_up: Tensor, activation: Activation | ClampedGate) -> Tensor:
     """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
     if on_gpu(gate_up.device) and activation in KERNEL_NAMES:
         from chairlift.kernels.triton.products.activation import gated_mul
@@ -160,7 +160,7 @@ class GatedMLP(DenseMLP):
         return super().inner(x)
 
     def activate(self, x: Tensor) -> Tensor:
-        return gated(x, self._activation)
+        return apply_gate(x, self._activation)
 
 
 class UngatedMLP(DenseMLP):

@@ -14,7 +14,7 @@ from chairlift.layers.expert_weights import ExpertWeights, empty_experts
 from chairlift.layers.formats.base import Fusion
 from chairlift.layers.formats.fp8 import round_rows
 from chairlift.layers.linear import Build, Linear
-from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, gated
+from chairlift.layers.mlp import ACTIVATIONS, ClampedGate, GatedMLP, UngatedMLP, apply_gate
 from chairlift.layers.parts import Part, Targets, add_prefix, present
 from chairlift.layers.routing import ExpertRouter, Routing
 from chairlift.layers.rows import in_tiles, one_by_one
@@ -317,5 +317,5 @@ class MixtureOfExperts(Part):
 
     def _activate(self, rows: Tensor) -> Tensor:
         if isinstance(self._activation, ClampedGate) or self._has_gates:
-            return gated(rows, self._activation)
+            return apply_gate(rows, self._activation)
         return self._activation(rows)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from chairlift.layers.formats.base import Fusion
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import DenseMLP
-from chairlift.layers.mlp import gated as gate
+from chairlift.layers.mlp import DenseMLP, apply_gate
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import Norm, add_normed_
 from chairlift.models.decoder_layer import LayerStep, pick_rows
@@ -190,7 +189,7 @@ class FusedStream(Stream):
             x = self._unnormed() if self._normed is None else self._normed
             return linear.weight.product(x, Fusion(linear.bias, self._squares, norm.eps, gated)).rows
         product = linear(norm(self.x) if self._normed is None else self._normed)
-        return gate(product, F.silu) if gated else product
+        return apply_gate(product, F.silu) if gated else product
 
 
 class ScaledStream(FusedStream):

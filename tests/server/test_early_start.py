@@ -48,12 +48,12 @@ def test_the_engine_takes_it_once_and_a_restart_starts_another(notes: Path) -> N
         client = make_client(notes)
         await client.start()
         assert await settled(client) is EngineState.READY
-        assert client.pid == early.pid
+        assert client._handle.process.pid == early.pid
         os.kill(early.pid, 9)
         while client.state is EngineState.READY:
             await asyncio.sleep(0.01)
         assert await settled(client) is EngineState.READY
-        assert client.pid != early.pid
+        assert client._handle.process.pid != early.pid
         assert client.restarts == 1
         await client.stop(timeout=0.0)
 

@@ -190,10 +190,10 @@ def test_stop_does_not_wait_for_an_engine_that_never_connected(
         client = idle_client()
         await client.start()
         async with asyncio.timeout(30):
-            while (pid := client.pid) is None:
+            while (handle := client._handle) is None:
                 await asyncio.sleep(0.01)
         await asyncio.wait_for(client.stop(), 30)
-        assert not Path(f"/proc/{pid}").exists()
+        assert not Path(f"/proc/{handle.process.pid}").exists()
         assert list(folder.iterdir()) == []
 
     asyncio.run(check())

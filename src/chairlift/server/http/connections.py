@@ -94,9 +94,6 @@ class Connections:
         self._all = _Group()
         self._by_address: dict[str, _Group] = {}
 
-    def __len__(self) -> int:
-        return self._all.size
-
     def add(self, address: str) -> Connection | None:
         """Add a new connection of an address, which is empty for Unix sockets. At a limit, another connection is closed
         for it; return None if none can be."""

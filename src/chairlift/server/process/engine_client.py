@@ -106,10 +106,6 @@ class EngineClient:
         """Number of submitted sequences that are not finished."""
         return self.requests.num_sequences
 
-    @property
-    def pid(self) -> int | None:
-        return self._handle.process.pid if self._handle else None
-
     async def start(self) -> None:
         """Start the process, unless that was done before, and return when it runs."""
         if self._supervisor is None:

@@ -14,7 +14,7 @@ LINES = {
     "cli": 1_382,
     "client": 405,
     "cluster": 2_902,
-    "core": 5_354,
+    "core": 5_351,
     "engine": 2_254,
     "kernels": 15_511,
     "layers": 3_489,

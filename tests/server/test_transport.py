@@ -15,8 +15,10 @@ import pytest
 from chairlift.server.openai.response_builder import CompletionResponseBuilder
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Cancel, Submit, ToEngine, Update
+from chairlift.text.tokenizer import Tokenizer
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
 from tests.server.running_server import HTTP, wait_for
+from tests.tiny import CHATML, byte_level_tokenizer
 
 TEXT = "/v1/completions"
 BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
@@ -375,6 +377,26 @@ def test_an_internal_error_in_a_stream_is_logged_and_ends_it_once(
     assert answer.text.count('{"error":') == answer.text.count("[DONE]") == 1
     assert f"RuntimeError in the request {answer.headers['x-request-id']}" in caplog.text
     assert "secret" not in caplog.text + answer.text
+
+
+def test_a_stream_whose_output_is_not_shown_sends_pings() -> None:
+    thinking = Tokenizer(byte_level_tokenizer(), chat_template=CHATML + "{# <think> </think> #}")
+    with front_end(stay_silent, limits=Limits(ping_seconds=0.05), tokenizer=thinking) as front:
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": NAME, "messages": messages, "stream": True, "include_reasoning": False}
+        with HTTP.stream("POST", front.url + "/v1/chat/completions", json=body, timeout=30) as answer:
+            (submitted,) = front.engine.received
+            assert isinstance(submitted, Submit)
+            for index in range(100):
+                text = "well, " if index else "<think>"
+                front.engine.publish(Update(submitted.request_id, text=text, tokens=[5]), after=0.01 * index)
+            end = Update(submitted.request_id, text="</think>ok", tokens=[5], finish_reason="stop")
+            front.engine.publish(end, after=1.0)
+            lines = [line for line in answer.iter_lines() if line]
+    role = next(index for index, line in enumerate(lines) if '"role"' in line)
+    assert lines[role + 1] == ": waiting"
+    assert '"content":"ok"' in lines[-3] + lines[-2]
+    assert "well" not in "".join(lines)
 
 
 def test_a_stream_without_output_sends_pings() -> None:

@@ -182,7 +182,7 @@ class GenerationHandler:
             self.engine.cancel(submitted.updates)
             usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
             raise
-        events = response_events(first, updates, builder, parsed.http.state.request_id)
+        events = response_events(first, updates, builder, parsed.http.state.request_id, self.limits.ping_seconds)
         return EventStream(events, on_end=lambda: self.engine.cancel(submitted.updates))
 
     async def _submit_more(self, submitted: Submitted) -> None:

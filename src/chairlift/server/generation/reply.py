@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -122,15 +123,24 @@ async def first_updates(updates: AsyncIterator[list[Update]]) -> list[Update]:
 
 
 async def response_events(
-    first: list[Update], updates: AsyncIterator[list[Update]], builder: ResponseBuilder, request_id: str
+    first: list[Update],
+    updates: AsyncIterator[list[Update]],
+    builder: ResponseBuilder,
+    request_id: str,
+    ping_seconds: float,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a streamed response. Errors become events, because the status was already sent."""
     try:
+        sent = time.monotonic()
         if data := _events(first, builder):
             yield data
         async for batch in updates:
-            if data := _events(batch, builder):
+            data = _events(batch, builder)
+            if not data and time.monotonic() - sent > ping_seconds:
+                data = PING  # The output is held back, or is reasoning that is not shown.
+            if data:
                 yield data
+                sent = time.monotonic()
         yield b"".join(builder.end_events())
     except Exception as error:
         if not isinstance(error, APIError | ChairliftError):

@@ -49,7 +49,6 @@ from chairlift.server.wire.errors import APIError, unavailable
 from chairlift.server.wire.limits import Limits
 
 MAX_COUNTED_TOKENS = 2**31  # The limit of a prompt while the engine is loading and its own is unknown.
-
 CHARACTERS_PER_TOKEN = 4  # about
 TextJobResult = tuple[bytes, int]  # JSON, and how many tokens it is about
 

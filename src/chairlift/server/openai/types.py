@@ -65,7 +65,6 @@ class JSONSchemaFormat(StrictModel):
 
 ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
 
-
 _STRUCTURED_OUTPUTS: dict[str, Callable[[Any, str], Structure]] = {
     "json_": Structure.json,
     "regex": Structure.regex,

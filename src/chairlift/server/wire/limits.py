@@ -29,7 +29,7 @@ class Limits:
     stall_seconds: float = 120.0  # a client that reads less than half of what waits for it is disconnected
     keep_alive_seconds: float = 60.0  # how long a connection may stay open between requests
     default_timeout: float | None = None  # seconds, for requests without a timeout
-    ping_seconds: float = 10.0  # a stream without output sends a comment after one to two such intervals
+    ping_seconds: float = 10.0  # a stream with nothing to send sends a comment after one to two such intervals
 
 
 MOST_OVER_LIMIT = 2  # times a limit that tenants may use together by claiming their shares

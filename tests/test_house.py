@@ -8,7 +8,7 @@ from tests import house
 
 # Lower a budget when the code allows it. `python -m tests.house --details` shows the numbers.
 LINES = {
-    "": 1_999,
+    "": 2_008,
     "attention": 1_743,
     "chairlift_lab": 19_276,
     "cli": 1_382,

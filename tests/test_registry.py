@@ -50,6 +50,18 @@ def test_a_registered_object_is_a_choice(registry: Registry[type]) -> None:
         registry.register("blue")(str)
 
 
+def test_a_name_of_the_package_cannot_be_taken(registry: Registry[type]) -> None:
+    with pytest.raises(ValueError, match="'dark-red' is a choice of chairlift_example_choices"):
+        registry.register("dark-red")(int)
+    assert registry.get("dark-red").__name__ == "DarkRed"
+
+
+def test_a_choice_has_the_name_of_its_registration(registry: Registry[type]) -> None:
+    with pytest.raises(ValueError, match="'blue' calls itself 'green'"):
+        registry.register("blue")(type("Blue", (), {"name": "green"}))
+    assert registry.register("blue")(type("Blue", (), {"name": "blue"})).__name__ == "Blue"
+
+
 def test_an_unknown_name_raises_with_all_choices(registry: Registry[type]) -> None:
     with pytest.raises(InvalidParameter, match="unknown colour 'green'; choose from dark-red") as raised:
         registry.get("green")
@@ -81,7 +93,12 @@ def test_a_missing_plugin_is_an_error_that_names_the_variable(missing: str) -> N
     ("source", "problem"),
     [
         ("from chairlift.core.policies.base import POLICIES\nPOLICIES.register('half')(int)\n1 / 0", "line 3"),
+        (
+            "from chairlift.models.families import Family\n\nFamily(title='Toy', norm_kind='rmsnorm')",
+            "plugin.py, line 3",  # not the line of the check
+        ),
         ("x = = 3", "invalid syntax (plugin.py, line 1)"),
+        ("x = '\0'", "null bytes"),
         ("import no_such_module", "No module named 'no_such_module'"),
         (None, "there is no such file"),
     ],

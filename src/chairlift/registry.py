@@ -52,11 +52,18 @@ class Registry(Generic[T]):
         """Return a decorator that registers an object as the choice `name`."""
 
         def add(choice: Choice) -> Choice:
+            own_name = getattr(choice, "name", name)
+            from_outside = not getattr(choice, "__module__", "").startswith(self.package)
             if self._registered.get(name, choice) is not choice:
                 problem = f"is registered twice: {self._registered[name]!r} and {choice!r}"
-                raise ValueError(f"{self.parameter} {name!r} {problem}")
-            self._registered[name] = cast(T, choice)
-            return choice
+            elif own_name != name:
+                problem = f"calls itself {own_name!r}: {choice!r}"
+            elif from_outside and not self._grouped and name in self._own_names():  # It may not be imported yet.
+                problem = f"is a choice of {self.package}: take another name"
+            else:
+                self._registered[name] = cast(T, choice)
+                return choice
+            raise ValueError(f"{self.parameter} {name!r} {problem}")
 
         return add
 
@@ -141,7 +148,9 @@ def _import_plugin(name: str, source: str) -> None:
     except Exception as error:
         problem = str(error)
         if not isinstance(error, ImportError | SyntaxError):  # those say where they are
-            frame = extract_tb(error.__traceback__)[-1]
+            ours = (str(Path(__file__).parent), "<")  # A check of ours is not where the mistake is.
+            frames = extract_tb(error.__traceback__)
+            frame = ([each for each in frames if not each.filename.startswith(ours)] or frames)[-1]
             problem = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         raise InvalidParameter(source, f"cannot import {name!r}: {problem}") from error
     _plugins.sources[name] = _source_files(module)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,17 @@ def load_toy(monkeypatch: pytest.MonkeyPatch, registry: Registry[Any], toy: str)
 def page_shows(page: str, toy: str) -> bool:
     """Whether the page contains the toy file as one code block."""
     return f"```python\n{(TOYS / toy).read_text()}```\n" in (PAGES / page).read_text()
+
+
+def missing_on(page: str, members: Iterable[str]) -> list[str]:
+    """The members of an interface that the page does not name within backticks, outside of its example."""
+    spans = " ".join(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", (PAGES / page).read_text()))
+    return [member for member in members if not re.search(rf"\b{member}\b", spans)]
+
+
+def public(*classes: type) -> list[str]:
+    """The public members that the classes themselves declare."""
+    return [name for each in classes for name in {**vars(each), **each.__annotations__} if not name.startswith("_")]
 
 
 def run_with_plugin(toy: str, program: str, *arguments: str) -> str:

@@ -21,6 +21,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
+# A plugin may add its own. Experts have no xielu, which is a class below.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -31,7 +32,6 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 # What the Triton kernels call those that they have.
 KERNEL_NAMES: dict[object, str] = {F.silu: "silu", _gelu_tanh: "gelu_tanh"}
-ACTIVATION_NAMES = (*ACTIVATIONS, "xielu")  # those of dense blocks; experts have no xielu
 
 
 class XIELU:

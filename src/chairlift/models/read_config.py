@@ -13,7 +13,7 @@ from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.latent_attention import LatentShape
-from chairlift.layers.mlp import ACTIVATION_NAMES
+from chairlift.layers.mlp import ACTIVATIONS
 from chairlift.layers.rope import Rope
 from chairlift.models.config import DecoderConfig, DecoderTraits, LayerConfig
 from chairlift.models.experts import ExpertsConfig, expert_size, read_experts
@@ -35,8 +35,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     renamed = {name: inner[own] for own, name in family.aliases.items() if own in inner}
     fields = Fields(dict(inner) | renamed, _DEFAULTS | dict(family.defaults), "config.json")
     activation = fields.text(family.activation_key)
-    if activation not in ACTIVATION_NAMES:
-        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATION_NAMES)}")
+    if activation not in (activations := (*ACTIVATIONS, "xielu")):
+        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(activations)}")
     if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):  # there are no images here
         raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
     if fields.raw("is_causal") is False:  # Embedding models say it, and transformers takes it from any config.

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from chairlift.layers.rope import QueryScaling
 from chairlift.models import recurrent
@@ -52,6 +52,17 @@ class Family(DecoderTraits):
     query_scaling: Callable[[Fields], QueryScaling | None] = lambda fields: None
     experts: ExpertsFamily | None = None
     recurrent: recurrent.RecurrentFamily | None = None
+
+    def __post_init__(self) -> None:
+        for name, type in (("names", PartNames), ("norms", NormNames)):
+            if not isinstance(getattr(self, name), type):
+                raise TypeError(f"{name} of a family must be {type.__name__}(…), got {getattr(self, name)!r}")
+        for name, choices in (("norm_kind", ("rms", "layer")), ("qk_norm", (None, *get_args(QKNorm)))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} of a family must be one of {choices}, got {getattr(self, name)!r}")
+        for name in rules.BY_FIELD:
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} of a family must be a function, got {getattr(self, name)!r}")
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Family:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
+from chairlift.engine import weights
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import FormatTraits, Fusion, WeightFormat, WeightStorage
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
+from chairlift.loading.weight_cache.cache_file import PackedArray
 from chairlift.models.decoder import Decoder
-from tests.extending.pages import load_toy, page_shows, run_with_plugin
+from tests.extending.pages import load_toy, missing_on, page_shows, public, run_with_plugin
+from tests.models.checkpoints import prompts, run_alone
 
 TOY = "int4_rows.py"
 PROGRAM = """
@@ -78,6 +85,65 @@ def test_a_toy_format_refuses_with_its_own_reasons(checkpoint: Path, monkeypatch
         load_model(
             str(checkpoint), EngineConfig(quantization="int4-rows", dtype="bfloat16", device="cpu"), progress=False
         )
+
+
+def test_a_toy_format_is_batch_invariant_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_toy(monkeypatch, FORMATS, TOY)
+    generator = torch.Generator().manual_seed(2)
+    weight = FORMATS.get("int4-rows")(torch.randn(64, 200, generator=generator))
+    weight.pack()
+    weight.batch_invariant = True
+    x = torch.randn(50, 200, generator=generator)
+    together = weight.product(x).rows
+    assert all(torch.equal(weight.product(x[i : i + 1]).rows[0], together[i]) for i in range(50))
+
+
+def test_a_format_without_a_required_member_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_toy(monkeypatch, FORMATS, TOY)
+    for member in ("pack", "num_bytes", "product"):
+        lacking = type("Lacking", (FORMATS.get("int4-rows"),), {member: getattr(WeightFormat, member)})
+        with pytest.raises(TypeError, match=f"Lacking.*{member}"):
+            lacking(torch.zeros(4, 4))
+
+
+def test_a_format_is_refused_on_a_device_that_it_does_not_name() -> None:
+    class ForGPUs(PlainWeight):
+        traits = FormatTraits(devices=("cuda",))
+
+    assert ForGPUs.obstacles(torch.float32, torch.device("cpu")) == ["it is for cuda, not for cpu"]
+    assert ForGPUs.obstacles(torch.float32, torch.device("cuda")) == []
+
+
+def test_a_weight_cache_keeps_what_a_format_gives_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_toy(monkeypatch, FORMATS, TOY)
+    monkeypatch.setattr(weights, "MIN_BYTES", 0)
+    restored = []
+
+    def use_arrays(self: Any, arrays: Sequence[PackedArray]) -> None:
+        self.pairs, self.scales = (torch.from_numpy(array.values) for array in arrays)
+        self.plain = None
+        restored.append(self)
+
+    def packed_arrays(self: Any) -> list[PackedArray]:
+        return [PackedArray("pairs", self.pairs.numpy()), PackedArray("scales", self.scales.numpy())]
+
+    format = FORMATS.get("int4-rows")
+    monkeypatch.setattr(format, "packed_arrays", packed_arrays)
+    monkeypatch.setattr(format, "use_arrays", use_arrays)
+    config = EngineConfig(quantization="int4-rows", device="cpu", kv_memory="4MiB", weight_cache=str(tmp_path))
+    first, second = (load_model(str(checkpoint), config, progress=False).model for _ in range(2))
+    assert len(restored) == 2 * sum(len(layer.linears()) for layer in first.layers)  # when written, and when read
+    tokens = prompts(9)[0]
+    assert torch.equal(run_alone(first, tokens), run_alone(second, tokens))
+    with pytest.raises(ValueError, match="'codes' must be uint8 or float32, not int8"):
+        PackedArray("codes", np.zeros(3, np.int8))
+
+
+def test_the_page_names_every_member() -> None:
+    members = public(WeightStorage, WeightFormat, FormatTraits, Fusion)
+    assert missing_on("weight-format.md", set(members) - {"becomes_blocks", "is_alone"}) == []
 
 
 def test_the_page_shows_the_toy() -> None:

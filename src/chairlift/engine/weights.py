@@ -15,6 +15,7 @@ import torch
 from chairlift.engine.memory_plan import expected_weight_bytes, require_memory
 from chairlift.engine.settings import LoadSettings
 from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import WeightFormat
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.known_models import cache_dir
 from chairlift.loading.stored_weight import dequantized_matrices, read_ahead
@@ -113,8 +114,9 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
 
 def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> Path | None:
     """The folder of the cache, or None if this model is not cached."""
-    configured, traits = settings.config.weight_cache, FORMATS.get(settings.quantization).traits
-    packs = traits.tile_type is not None or traits.becomes_blocks(settings.model_dtype, settings.device)
+    configured, format = settings.config.weight_cache, FORMATS.get(settings.quantization)
+    own_arrays = format.packed_arrays is not WeightFormat.packed_arrays
+    packs = own_arrays or format.traits.becomes_blocks(settings.model_dtype, settings.device)
     if configured == OFF or not packs or not is_native(checkpoint.config) or num_bytes < MIN_BYTES:
         return None
     return cache_dir() / "weights" if configured is None else Path(configured).expanduser()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import ALONE, FormatTraits, Fusion, Product, WeightFormat
+from chairlift.layers.rows import in_tiles
 
 
 @FORMATS.register("int4-rows")
@@ -32,4 +33,7 @@ class Int4Weight(WeightFormat):
 
     def product(self, x: Tensor, fusion: Fusion = ALONE) -> Product:
         numbers = torch.stack((self.pairs & 15, self.pairs >> 4), dim=-1).flatten(1)[:, : self.in_features]
-        return Product(F.linear(x, (numbers.float() - 8) * self.scales, fusion.bias))
+        weight = (numbers.float() - 8) * self.scales
+        if self.batch_invariant:  # torch sums in an order that depends on the number of rows
+            return Product(in_tiles(lambda rows: F.linear(rows, weight, fusion.bias), x))
+        return Product(F.linear(x, weight, fusion.bias))

@@ -85,7 +85,7 @@ class FormatTraits:
         return self.keeps_blocks and device.type == "cpu" and dtype is torch.float32
 
 
-class WeightStorage:
+class WeightStorage(ABC):
     """The numbers of one linear map [out_features, in_features]: filled from a checkpoint, then packed."""
 
     name: ClassVar[str]
@@ -128,14 +128,14 @@ class WeightStorage:
         """Take weights that it accepts, instead of `pack`."""
         raise NotImplementedError
 
+    @abstractmethod
     def pack(self) -> None:
         """Called once all rows are filled: bring the weight into the layout that is multiplied. Maybe called twice."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """The bytes that a product reads."""
-        raise NotImplementedError
 
     @property
     def own_bytes(self) -> int:
@@ -161,7 +161,7 @@ class WeightStorage:
         raise ValueError(f"{self.name} weights cannot be restored")
 
 
-class WeightFormat(WeightStorage, ABC):
+class WeightFormat(WeightStorage):
     """A weight as it is stored and multiplied.
 
     A format that rounds weights while they are loaded implements `pack` and `product`: the checkpoint fills `plain`,
@@ -174,7 +174,8 @@ class WeightFormat(WeightStorage, ABC):
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Why a model in `dtype` on `device` cannot have this format; empty if it can."""
-        return []
+        devices = cls.traits.devices
+        return [] if device.type in devices else [f"it is for {' and '.join(devices)}, not for {device.type}"]
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:

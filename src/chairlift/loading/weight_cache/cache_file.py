@@ -53,6 +53,10 @@ class PackedArray:
     label: str
     values: NDArray[Any]
 
+    def __post_init__(self) -> None:
+        if self.values.dtype.name not in DTYPES:
+            raise ValueError(f"packed array {self.label!r} must be {' or '.join(DTYPES)}, not {self.values.dtype.name}")
+
 
 def replacing(own: Sequence[PackedArray], others: Sequence[PackedArray]) -> list[NDArray[Any]]:
     """The values of other arrays of a weight; raises ValueError if they have another form than its own."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(case=ragged_cases())
 def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
     _compare_with_the_reference(name, case, torch.float32)
@@ -82,7 +82,7 @@ def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, lis
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("name", BACKENDS.names())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(case=ragged_cases())
 def test_backends_with_a_smaller_cache(
     name: str, kind: torch.dtype, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]
@@ -95,7 +95,11 @@ def _compare_with_the_reference(
 ) -> None:
     layer, chunks, block_size, seed = case
     generator = torch.Generator().manual_seed(seed)
-    backend = choose_backend(name, [layer], CPU, torch.float32)
+    try:
+        backend = choose_backend(name, [layer], CPU, torch.float32)
+    except InvalidParameter:
+        assert not BACKENDS.get(name).__module__.startswith("chairlift."), "those of the package run every layer"
+        reject()
     needed = [-(-(start + count) // block_size) for start, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator)
     shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)

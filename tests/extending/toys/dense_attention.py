@@ -34,14 +34,14 @@ class DenseStep(StepAttention):
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         layout, storage = self.layout, self.storage
         storage.write(layer.index, layout.slot_mapping, k, v)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], layer.value_dim)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
             keys, values = storage.read(layer.index, layout.tables[i], end, q.dtype)
             attended = F.scaled_dot_product_attention(
                 q[rows].transpose(0, 1)[None],
                 keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
+                values[..., : layer.value_dim].transpose(0, 1)[None],  # Latent layers keep values in their keys.
                 attn_mask=visible_mask(layer, start, end, q.device),
                 scale=layer.scale,
                 enable_gqa=True,

@@ -85,7 +85,7 @@ class FormatTraits:
         return self.keeps_blocks and device.type == "cpu" and dtype is torch.float32
 
 
-class WeightStorage(ABC):
+class WeightStorage:
     """The numbers of one linear map [out_features, in_features]: filled from a checkpoint, then packed."""
 
     name: ClassVar[str]
@@ -128,14 +128,14 @@ class WeightStorage(ABC):
         """Take weights that it accepts, instead of `pack`."""
         raise NotImplementedError
 
-    @abstractmethod
     def pack(self) -> None:
         """Called once all rows are filled: bring the weight into the layout that is multiplied. Maybe called twice."""
+        raise NotImplementedError(f"the weight format {self.name!r} has no `pack`")
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """The bytes that a product reads."""
+        raise NotImplementedError(f"the weight format {self.name!r} has no `num_bytes`")
 
     @property
     def own_bytes(self) -> int:
@@ -161,7 +161,7 @@ class WeightStorage(ABC):
         raise ValueError(f"{self.name} weights cannot be restored")
 
 
-class WeightFormat(WeightStorage):
+class WeightFormat(WeightStorage, ABC):
     """A weight as it is stored and multiplied.
 
     A format that rounds weights while they are loaded implements `pack` and `product`: the checkpoint fills `plain`,

@@ -100,14 +100,14 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path.with_suffix(".lock"))
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             log.info("another process is packing the same weights: waiting for it")
-            lock.acquire()
+            held = lock.acquire()
     except OSError as error:  # a folder that cannot be written, or a file system without locks
         log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
         return build(WeightCache())
-    with lock:
+    with held:
         cached = _from_cache(build, path, identity, settings)  # written by another process during the wait
         return cached or _build_and_write(build, path, identity, num_bytes, settings)
 

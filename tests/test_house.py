@@ -17,7 +17,7 @@ LINES = {
     "core": 5_351,
     "engine": 2_256,
     "kernels": 15_511,
-    "layers": 3_490,
+    "layers": 3_491,
     "loading": 3_343,
     "machine": 332,
     "models": 4_820,

@@ -16,7 +16,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine import memory_plan, weights
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter, UnsupportedModel
-from chairlift.kernels.cpu import int8
+from chairlift.kernels.cpu import bfloat16, int8
 from chairlift.layers.formats import blocks
 from tests.models.random_gguf import random_gguf
 
@@ -44,9 +44,10 @@ def no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(blocks.BlockWeight, "_add", refuse)
     monkeypatch.setattr(int8.PackedWeight, "fill", refuse)
+    monkeypatch.setattr(bfloat16.HalfWeight, "fill", refuse)
 
 
-@pytest.mark.parametrize("quantization", ["checkpoint", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["checkpoint", "int8", "int4", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_second_start_packs_nothing(
     quantization: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,7 @@ def test_a_weight_cache_keeps_what_a_format_gives_it(
     assert len(restored) == 2 * sum(len(layer.linears()) for layer in first.layers)  # when written, and when read
     tokens = prompts(9)[0]
     assert torch.equal(run_alone(first, tokens), run_alone(second, tokens))
-    with pytest.raises(ValueError, match="'codes' must be uint8 or float32, not int8"):
+    with pytest.raises(ValueError, match="'codes' must be uint8 or uint16 or float32, not int8"):
         PackedArray("codes", np.zeros(3, np.int8))
 
 

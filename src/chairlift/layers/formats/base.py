@@ -174,8 +174,9 @@ class WeightFormat(WeightStorage, ABC):
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Why a model in `dtype` on `device` cannot have this format; empty if it can."""
-        devices = cls.traits.devices
-        return [] if device.type in devices else [f"it is for {' and '.join(devices)}, not for {device.type}"]
+        if device.type in (*cls.traits.devices, "meta"):  # A meta device has shapes only.
+            return []
+        return [f"it is for {' and '.join(cls.traits.devices)}, not for {device.type}"]
 
     @classmethod
     def stored_bytes(cls, out_features: int, in_features: int, dtype: torch.dtype) -> float:

@@ -34,7 +34,7 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 HUGE_PAGE = 1 << 21
 MAX_INDEX_BYTES = 1 << 26
 MAX_DIMENSIONS = 6
-DTYPES = ("uint8", "float32")
+DTYPES = ("uint8", "uint16", "float32")
 CHUNK = 1 << 16  # bytes with a sum of their own, so that chunks cannot change places unnoticed
 SLICE = 1 << 26  # bytes summed by one task
 

@@ -44,7 +44,7 @@ class AttentionLayer:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    chunk: int | None = None  # a token sees only tokens of its own chunk, of which each has so many positions
+    chunk: int | None = None  # a token sees only tokens of its own chunk of this many positions
     sinks: bool = False  # every head has a learned logit that takes part in the softmax and has no value
     # Latent attention: values are the first `latent_dim` numbers of the keys, and not stored on their own.
     latent_dim: int | None = None

@@ -21,7 +21,7 @@ from chairlift.terminal.tables import show_table
 DEFAULT_NAME = "chairlift"
 WATCH_SECONDS = 2.0
 NO_TOKEN = (
-    "warning: this Ray cluster has no authentication: whoever reaches its ports can run code on its machines. "
+    "warning: this Ray cluster has no authentication: anyone who reaches its ports can run code on its machines. "
     "Start it with RAY_AUTH_MODE=token, or keep strangers away from its ports (docs/cluster.md).\n"
 )
 

@@ -149,7 +149,7 @@ class BatchWorker:
 
 
 SHARDS_PER_WORKER = 2  # The next one begins while the last requests of the one before finish
-SHARDS_IN_ALL = 4  # A small batch has so many per worker: faster workers answer more of them.
+SHARDS_IN_ALL = 4  # A small batch has this number per worker: faster workers answer more of them.
 LINES_PER_SLOT = 4  # A large batch has such shards: its tail is then a small part of it.
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0  # The engines have so long to end by themselves.

@@ -163,7 +163,7 @@ class MixtureOfExperts(Part):
         return routed if self.shared is None or num_folded else self.shared.add_to_(routed, x)
 
     def num_folded(self, tokens: int) -> int:
-        """The experts of the shared block, if the kernels of the routed ones compute them, too, for so many tokens."""
+        """The experts of the shared block, if the kernels of the routed ones compute them, too, for `tokens` tokens."""
         from chairlift.kernels.triton.experts.tiling import folds_shared
 
         can_fold = self._num_shared and not self.batch_invariant and folds_shared(tokens)

@@ -104,7 +104,7 @@ class DraftPasses:
         )
 
     def is_typical(self, num_requests: int) -> bool:
-        """Whether the next drafts of so many requests take as long as later ones; to be called before `draft`."""
+        """Whether the next drafts of `num_requests` take as long as later ones; to be called before `draft`."""
         shape = self._shape(num_requests)
         return shape is None or self.graphs.is_typical(shape)
 

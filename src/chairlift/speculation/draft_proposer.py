@@ -30,7 +30,7 @@ from chairlift.speculation.head_states import KEPT, LENGTH, RecentStates
 from chairlift.speculation.proposers.base import A_FEW, LEVELS, Draft, DraftTerms, Proposer, is_greedy
 
 MAX_LENGTH = A_FEW - 1
-MAX_CATCH_UP_TOKENS = 256  # Requests further behind share so many tokens of one step.
+MAX_CATCH_UP_TOKENS = 256  # Requests further behind share these tokens of one step.
 # Requests of one catch-up pass. A draft head has up to 64 tokens of each: no more in all than any GPU's largest step,
 # whose memory was measured.
 CATCH_UP_REQUESTS = 32

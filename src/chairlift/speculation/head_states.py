@@ -24,7 +24,7 @@ from chairlift.speculation.drafter import ComputedBatch
 if TYPE_CHECKING:  # it is loaded with the network
     from chairlift.speculation.head_layers import DraftHead
 
-MAX_PENDING_STATES = 64  # A request keeps so many until its next draft.
+MAX_PENDING_STATES = 64  # A request keeps at most these until its next draft.
 
 
 class HeadStates(ABC):

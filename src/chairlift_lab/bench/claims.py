@@ -29,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def measure_alike(maker: EngineMaker, slots: int, requests: int, prompt: int, output: int) -> Measurement:
-    """Requests of the same lengths on an engine with so many slots."""
+    """Requests of the same lengths on an engine with this number of slots."""
     lengths = {"prompt_len": LengthRange(prompt, prompt), "output_len": LengthRange(output, output)}
     workload = make_workload(maker.vocabulary(), requests=requests, seed=0, **lengths)
     return measure_engine(maker.engine(max_batch_requests=slots, prefix_caching=False), workload, lambda tokens: None)

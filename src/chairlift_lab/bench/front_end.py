@@ -34,7 +34,7 @@ class FrontEndSettings(Settings):
 
 
 def measure_front_end(settings: FrontEndSettings, workers: int) -> dict[str, Any]:
-    """What a server with so many HTTP processes delivered."""
+    """What a server with this number of HTTP processes delivered."""
     with _server(settings, workers) as url:
         totals = read_in_processes([(url, "")] * settings.readers, settings.streams, settings.tokens)
     tokens = settings.streams * settings.tokens

@@ -106,7 +106,7 @@ def measure_ingress(settings: IngressSettings, address: str, note: Callable[[str
 
 
 def _figures(runs: Sequence[StreamTotals], tokens: int) -> dict[str, Any]:
-    """The median rate of the runs of so many tokens, and the times to first token of all."""
+    """The median rate of the runs of this number of tokens, and the times to first token of all."""
     first = [1000 * seconds for run in runs for seconds in run.first_seconds]
     return {
         "tokens_per_s": median(tokens / run.seconds for run in runs),

@@ -222,7 +222,7 @@ class Session:
 
 
 def serve_at_once(engine: Engine, prompts: Iterable[Sequence[int]], outputs: Iterable[int]) -> Measurement:
-    """Send all requests at once, each for exactly so many tokens, and run the engine until it has no work."""
+    """Send all requests at once, each for exactly this number of tokens, and run the engine until it has no work."""
     requests = [(prompt, full_length(count)) for prompt, count in zip(prompts, outputs, strict=True)]
     steps: list[StepDone] = []
     start_time = time.perf_counter()

@@ -72,7 +72,7 @@ class Mixture:
     expert_bytes: float
 
     def read_bytes(self, tokens: int) -> float:
-        """The bytes of the experts that so many tokens use, on average."""
+        """The bytes of the experts that this number of tokens uses, on average."""
         unused = (1.0 - self.per_token / self.count) ** tokens
         return self.count * (1.0 - unused) * self.expert_bytes
 
@@ -89,7 +89,7 @@ class ModelCost:
     mixtures: Sequence[Mixture] = ()
 
     def weight_bytes(self, tokens: int) -> float:
-        """The weights that a step of so many tokens reads."""
+        """The weights that a step of this number of tokens reads."""
         return self.step_bytes + sum(mixture.read_bytes(tokens) for mixture in self.mixtures)
 
     def read_bytes(self, first: int, last: int) -> int:
@@ -181,7 +181,7 @@ def model_cost(started: StartedEngine) -> ModelCost:
     dtype = keys[0].dtype if keys else model.dtype
     windows: dict[int, int] = {}
     for layer in model.attention_layers:
-        window = layer.window or layer.chunk  # At most so many positions of a chunk are read.
+        window = layer.window or layer.chunk  # At most this number of positions of a chunk is read.
         if window:
             windows[window] = windows.get(window, 0) + bytes_per_token([layer], dtype)
     moved: dict[str, Any] = {

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json
 
 @contextmanager
 def config_file(shape: str, parameter: str = "shape", *, layers: int | None = None) -> Iterator[str]:
-    """The path of a config.json: that of a shape by name, or `shape` itself; `layers`: with only so many layers."""
+    """The path of a config.json: that of a shape by name, or `shape` itself, with only the first `layers`."""
     if shape not in SHAPES and not Path(shape).exists():
         raise InvalidParameter(parameter, f"there is no file {shape!r}; shapes by name are {', '.join(SHAPES)}")
     if shape not in SHAPES and layers is None:

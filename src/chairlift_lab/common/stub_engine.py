@@ -105,7 +105,7 @@ class StubEngine:
 
 
 def stub_config(model: str, tokens_per_s: float, **options: Any) -> ServerConfig:
-    """A server whose engine generates so many tokens per second; `model` has the tokenizer."""
+    """A server whose engine generates this number of tokens per second; `model` has the tokenizer."""
     return ServerConfig(
         model,
         ["stub"],

@@ -51,7 +51,7 @@ class Workload:
 
 
 def full_length(count: int) -> SamplingParams:
-    """Greedy decoding of exactly so many tokens: ids only, no text, as for other engines."""
+    """Greedy decoding of exactly `count` tokens: ids only, no text, as for other engines."""
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 

@@ -233,8 +233,8 @@ class Peer:
     def measure(
         self, workload: Workload, concurrency: int, advance: TokenProgress, *, in_flight: int | None = None
     ) -> Measurement:
-        """All requests after a short warm-up, `concurrency` per step; so many are in flight unless `in_flight` says
-        otherwise. Raises PeerFailed."""
+        """All requests after a short warm-up, `concurrency` per step and, unless `in_flight` says otherwise, in
+        flight. Raises PeerFailed."""
         job = {
             "model": str(_KINDS[self.name].find_model(self.model, self.name)),
             "requests": [asdict(request) for request in workload.requests],

@@ -27,7 +27,7 @@ ReplicaId = int | str
 Rank = tuple[int, int, ReplicaId]
 """Sort key of replicas: (tokens still to compute, tokens ever sent, id)."""
 
-MAX_DRAWS = 16  # It may take so many to find two replicas that are not excluded.
+MAX_DRAWS = 16  # It can take several to find two replicas that are not excluded.
 
 
 @dataclass(slots=True)

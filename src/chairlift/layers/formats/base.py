@@ -194,7 +194,7 @@ class WeightFormat(WeightStorage, ABC):
         return self
 
     def fuses(self, part: FusionPart, rows: int) -> bool:
-        """Whether `product` of so many rows does this in its kernel, faster than separate kernels."""
+        """Whether `product` of this number of rows does this in its kernel, faster than separate kernels."""
         most = self.traits.fuses.get(part, 0)
         if rows > most:
             return False

@@ -17,7 +17,7 @@ from chairlift.models.decoder_layer import LayerStep, pick_rows
 if TYPE_CHECKING:
     from chairlift.layers.formats.fp8 import ScaledRows
 
-MANY_ROWS = 256  # computing a row more in one layer takes less time than dropping it, up to so many rows
+MANY_ROWS = 256  # Up to this number, computing a row more in one layer takes less time than dropping it.
 
 
 class BlockNorms(NamedTuple):

@@ -24,7 +24,7 @@ CHUNK_ARRAYS, TILE_ARRAYS = ("chunk_slot", "chunk_row", "chunk_start", "chunk_co
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
-FEW_SINGLES = 64  # Up to so many do without a graph if one has a long context: see `choose`.
+FEW_SINGLES = 64  # Up to this number do without a graph if one has a long context: see `choose`.
 FIRST_PROMPT = 256  # tokens of the prompts that are prepared for first
 UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
 

@@ -13,7 +13,7 @@ from chairlift.core.sampling.params import MIN_TEMPERATURE
 from chairlift.errors import InvalidParameter
 from chairlift.speculation.proposers import PROPOSERS
 
-LEVELS = 10  # Confidence is measured in so many steps.
+LEVELS = 10  # Confidence is measured in steps of a tenth.
 A_FEW = 8  # tokens that a draft model is behind a request after most steps; more are computed by a pass of their own
 
 

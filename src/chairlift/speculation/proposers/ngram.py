@@ -17,7 +17,7 @@ from chairlift.speculation.proposers.base import Draft, DraftTerms, StandalonePr
 
 FEW = 16  # new tokens up to which indexing one by one is faster than in bulk
 MOST_AT_ONCE = 8192  # further tokens that are indexed in one step; a request that is not done then gets no draft yet
-MOST_AHEAD = 512  # A request may have so many indexed while steps are queued ahead of the device: 0.4 ms.
+MOST_AHEAD = 512  # A request may have these indexed while steps are queued ahead of the device: 0.4 ms.
 LONG, SHORT = 4, 2  # tokens of an n-gram; what follows the longer one is the better draft
 # Bits of the number of matched tokens -> level of confidence. On the bench's texts that quote their prompt, the next
 # token is right in 20, 57, 78 and 96 cases of 100.

@@ -114,7 +114,7 @@ class Masks(Topic):
 
 
 def _in_blocks(positions: int, block_size: int) -> int:
-    """The positions of all blocks that so many fill at least in part."""
+    """The positions of all blocks that this number of tokens fills at least in part."""
     return -(-positions // block_size) * block_size
 
 

@@ -8,7 +8,7 @@ CLIENTS := $(VENV)/.clients
 # environment forbids it: tests start many processes, which would all compile the sources again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test pytest test-all lint style imports typecheck format bench options-page models-page clean
+.PHONY: help install serve chat test pytest test-all lint style imports typecheck format bench options-page models-page docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -73,6 +73,10 @@ options-page: install  ## write docs/options.md from the declared options
 
 models-page: install  ## write docs/models.md from docs/models.json
 	$(BIN)/python -m chairlift_lab.report.models_page docs/models.json > docs/models.md
+
+docs: install  ## build the documentation as a site, build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "The site is in build/site. To read it with its search: $(BIN)/python -m http.server -d build/site 8080"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

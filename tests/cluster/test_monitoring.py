@@ -127,7 +127,7 @@ async def answer_frames(request: web.Request) -> web.StreamResponse:
     """Send two frames, of which the second comes in pieces, and a comment; then wait."""
     response = web.StreamResponse()
     await response.prepare(request)
-    for piece in (b'data: {"t":"hello"}\n\n: ping\n\nda', b'ta: {"t":"key",', b'"seats":4}\n\n'):
+    for piece in (b'data: {"t":"hello"}\n\n: ping\n\nda', b'ta: {"t":"key",', b'"slots":4}\n\n'):
         await response.write(piece)
         await asyncio.sleep(0.02)
     await asyncio.sleep(60)
@@ -161,7 +161,7 @@ def test_frames_of_all_replicas_come_over_one_connection(monkeypatch: pytest.Mon
             fleet = fleet_of(a=first, dead=DEAD)
             events = FleetStream(fleet, "tiny").events()
             frames = await read_until(events, lambda frames: len(frames_of(frames, "a")) == 2)
-            assert frames_of(frames, "a") == [{"t": "hello"}, {"t": "key", "seats": 4}]
+            assert frames_of(frames, "a") == [{"t": "hello"}, {"t": "key", "slots": 4}]
             report = next(frame for frame in frames if frame["t"] == "fleet")
             assert (report["model"], report["router"], report["shown"]) == ("tiny", "least-loaded", ["a", "dead"])
             assert report["replicas"][0]["load"]["running"] == 1

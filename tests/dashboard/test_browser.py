@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # a browser, a server and pauses for animations
 
 DONE = "return chairlift.model.requests.get(arguments[0])?.state === 'done'"
 WAITED_FOR_SLOTS = """
-    const waitedForSlots = (each) => each.waits.some((wait) => wait.reason === "seats");
+    const waitedForSlots = (each) => each.waits.some((wait) => wait.reason === "slots");
     return [...chairlift.model.requests.values()].filter(waitedForSlots).length;
 """
 BUBBLES = "return chairlift.model.slots.flat().filter((stay) => stay.idleFrom < stay.to && stay.to < Infinity).length"

@@ -131,7 +131,7 @@ def test_the_page_keeps_every_tenant_name_that_the_engine_does_not_repeat(tmp_pa
 
     def add_keyframe() -> None:
         now = float(len(frames))
-        sizes = {"seats": 4, "num_blocks": 1, "block_size": 16, "requests": [], "blocks": []}
+        sizes = {"slots": 4, "num_blocks": 1, "block_size": 16, "requests": [], "blocks": []}
         standing: dict[str, Any] = {"waiting": [], "reasons": {}, "evictions": 0}
         add_frame(numbers.take_all(), {"t": "key", "now": now, "wall": now} | sizes | standing, [])
 

@@ -59,8 +59,8 @@ def test_a_later_keyframe_contains_the_complete_state() -> None:
         assert request is not None
         table = tuple(scheduler.kv.table(request))
         assert described[name] == (state, request.num_computed, request.num_output, table)
-    assert [reason for _, reason in key["waiting"]] == ["seats"]
-    assert key["seats"] == 2
+    assert [reason for _, reason in key["waiting"]] == ["slots"]
+    assert key["slots"] == 2
     assert set(run.recorder.take_tenant_names(all_of_them=True).values()) == {"", "bob"}
     assert run.recorder.take_tenant_names() == {}
 

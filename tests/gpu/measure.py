@@ -24,7 +24,7 @@ LIMIT = 570  # seconds of a part
 # Options that a CPU does not have, with the number of their values.
 ONLY_GPU = {"--quantize-head": 0, "--kv-dtype": 1, "--quantization": 1}
 DRY: dict[str, tuple[str, ...]] = {
-    "shapes": ("--cases", "decode-1,decode-2", "--scale", "64", "--seats", "4", "--layers", "1"),
+    "shapes": ("--cases", "decode-1,decode-2", "--scale", "64", "--slots", "4", "--layers", "1"),
     "cold-start": ("--streams", "1", "--seconds", "1", "--prompt-len", "8", "--output-len", "4"),
     "latency": ("--prompt-tokens", "8", "--output-tokens", "2", "--repeat", "1"),
     "kernels": ("--kernels", "products", "--rows", "1"),

@@ -108,13 +108,21 @@ def test_state_slots_are_counted_and_reset() -> None:
 def test_wait_reasons_are_set_and_reset() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], running=0, waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
-    metrics.record_step(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
+    metrics.record_step(
+        msgspec.structs.replace(empty, waiting=5, wait_reasons={"slots": 3, "isolation": 1, "prefix": 2})
+    )
     shown = metrics.render().decode().splitlines()
-    for line in ('{reason="seats"} 3.0', '{reason="prefix"} 2.0', '{reason="memory"} 0.0'):
+    for line in (
+        '{reason="slots"} 3.0',
+        '{reason="seats"} 3.0',
+        '{reason="courtesy"} 1.0',
+        '{reason="prefix"} 2.0',
+        '{reason="memory"} 0.0',
+    ):
         assert f"chairlift_requests_waiting_for{line}" in shown
     metrics.record_step(msgspec.structs.replace(empty, waiting=1, wait_reasons={"memory": 1}))
     shown = metrics.render().decode().splitlines()
-    for line in ('{reason="seats"} 0.0', '{reason="memory"} 1.0'):
+    for line in ('{reason="slots"} 0.0', '{reason="seats"} 0.0', '{reason="memory"} 1.0'):
         assert f"chairlift_requests_waiting_for{line}" in shown
     metrics.record_restart()
     assert b'chairlift_requests_waiting_for{reason="memory"} 0.0' in metrics.render()

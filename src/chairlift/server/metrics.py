@@ -15,6 +15,7 @@ from chairlift.server.wire.messages import Loaded, StepReport
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+EARLIER_REASONS = {"slots": "seats", "isolation": "courtesy"}  # labels that earlier versions had
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
 
@@ -39,8 +40,7 @@ class Metrics:
         self.open = gauge("requests_open", "Sequences that the front end has accepted and not yet answered")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
         self.wait_reasons = gauge("requests_waiting_for", "Waiting requests by reason", ("reason",))
-        for reason in WaitReason:
-            self.wait_reasons.labels(reason.label).set(0)
+        self._set_wait_reasons({reason.label: 0 for reason in WaitReason})
         self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
         self.kv_total = gauge("kv_blocks_total", "KV blocks in total")
         self.states_used = gauge("state_slots_used", "State slots of recurrent layers held by requests")
@@ -138,11 +138,12 @@ class Metrics:
         self._set_wait_reasons({})
 
     def _set_wait_reasons(self, counts: Mapping[str, int]) -> None:
-        for reason in self._last_wait_reasons - counts.keys():
-            self.wait_reasons.labels(reason).set(0)
+        counts = dict.fromkeys(self._last_wait_reasons, 0) | counts
         for reason, count in counts.items():
             self.wait_reasons.labels(reason).set(count)
-        self._last_wait_reasons = set(counts)
+            if reason in EARLIER_REASONS:
+                self.wait_reasons.labels(EARLIER_REASONS[reason]).set(count)
+        self._last_wait_reasons = {reason for reason, count in counts.items() if count}
 
     def values(self) -> dict[str, float]:
         """Return all metrics as a dict, without zeros and histogram buckets: "requests_total stop" -> 3."""

@@ -178,7 +178,7 @@ def _predict(
         num_blocks=measured.loads[0]["num_tokens"] // block_size,
         block_size=block_size,
         prefix_caching=True,
-        seats=engine.max_batch_requests or DEFAULTS.seats,
+        slots=engine.max_batch_requests or DEFAULTS.slots,
         max_batch_tokens=engine.max_batch_tokens or DEFAULTS.max_batch_tokens,
     )
 

@@ -55,7 +55,7 @@ class PolicyWorkload(Settings):
     requests: Annotated[Count, _option(help="Number of requests.")] = 64
     prompt: Annotated[Count, _option(help="Mean prompt tokens.")] = 24
     output: Annotated[Count, _option(help="Mean output tokens.")] = 20
-    seats: Annotated[Count, _option("--concurrency", help="Requests per step.")] = 32
+    slots: Annotated[Count, _option("--concurrency", help="Requests per step.")] = 32
     load: Annotated[
         Positive, _option(help="Rate of Poisson arrivals, as a share of the throughput of continuous batching.")
     ] = 0.7
@@ -130,7 +130,7 @@ def compare_policies(
             policy=strategy.policy,
             attention=strategy.attention,
             max_delay_ms=settings.max_delay_ms if strategy.policy == "dynamic" else None,
-            max_batch_requests=settings.seats,
+            max_batch_requests=settings.slots,
             prefix_caching=False,  # random prompts have no common prefixes
         )
         times = None if rate is None else settings.poisson(rate)

@@ -190,7 +190,7 @@ def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
     return {
         "model": model,
         "kv_blocks": replica.num_blocks,
-        "max_batch_requests": replica.seats,
+        "max_batch_requests": replica.slots,
         "max_batch_tokens": replica.max_batch_tokens,
     }
 
@@ -203,7 +203,7 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     return ReplicaSettings(
         num_blocks=scheduler.kv.num_blocks,
         block_size=scheduler.kv.block_size,
-        seats=scheduler.max_batch_requests,
+        slots=scheduler.max_batch_requests,
         max_batch_tokens=resolve_machine(config).max_batch_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         policy=config.policy,

@@ -270,7 +270,7 @@ def bench_shapes(
     cases: Annotated[
         str, typer.Option(help="decode-N, load-N, load-N-SEED and prefill-N, separated by commas.")
     ] = "decode-1,decode-8,decode-32,decode-128,load-256,prefill-64",
-    seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
+    slots: Annotated[int, typer.Option("--slots", "--seats", help="Requests per step.")] = 256,
     layers: Annotated[
         int | None, typer.Option(help="Only the first layers, for models that are too large.", show_default="all")
     ] = None,
@@ -310,12 +310,12 @@ def bench_shapes(
         **options,
         load_format="dummy",
         max_model_len=max(32, 4096 // scale),
-        max_batch_requests=seats,
-        max_batch_tokens=None if seats <= 256 else max(16384, seats),
+        max_batch_requests=slots,
+        max_batch_tokens=None if slots <= 256 else max(16384, slots),
     )
     config = for_throughput(config)
     names = [name.strip() for name in cases.split(",")]
-    asked = {"shape": shape, "cases": names, "seats": seats, "scale": scale, "layers": layers} | options
+    asked = {"shape": shape, "cases": names, "slots": slots, "scale": scale, "layers": layers} | options
     del asked["cuda_graphs"]
     asked["quantization"] = config.quantization
     other, work = _peer(context, peer, peer_python, peer_timeout), Cases(shape, config, names, scale, layers)

@@ -226,7 +226,7 @@ def simulate(
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
         block_size=block_size,
-        seats=min(max_batch_requests, memory.num_states or max_batch_requests),
+        slots=min(max_batch_requests, memory.num_states or max_batch_requests),
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
@@ -351,7 +351,7 @@ def plan(
     curve = decode_curve(cost, middle, largest)
     with watch(enabled=not quiet) as note:
         note("searching for the highest rate")
-        settings = ReplicaSettings(num_blocks=memory.num_blocks, seats=min(largest, 1024))
+        settings = ReplicaSettings(num_blocks=memory.num_blocks, slots=min(largest, 1024))
         best = highest_rate(settings, cost, n_in, n_out, goal)
     fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
     rows = [

@@ -37,7 +37,7 @@ OWN_TOKENS = 2**31  # first token id that is unique to one request
 class ReplicaSettings:
     num_blocks: int
     block_size: int = BLOCK_SIZE
-    seats: int = 256
+    slots: int = 256
     max_batch_tokens: int = 8192
     max_prefill_tokens: int | None = None
     policy: str = "continuous"
@@ -56,7 +56,7 @@ class ReplicaSettings:
             SimulatedKVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
             FixedBudget.of(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
-            self.seats,
+            self.slots,
             ordering=ordering,
             tenant_isolation=make_tenant_isolation(ordering, cost.predict, most),
             swap=self._swap_space(cost, most),
@@ -185,7 +185,7 @@ def saturated_rate(
 ) -> float:
     """Requests per second of one replica while its queue is never empty."""
     # The first and the last quarter end while the batch fills or drains.
-    quarter = max(100, settings.seats)
+    quarter = max(100, settings.slots)
     arrivals = random_arrivals(Arrivals(ALL_AT_ONCE, 1.0), n_in, n_out, 4 * quarter, seed)
     outcome = simulate_alone(arrivals, settings.make(cost))
     ends = sorted(record.arrival + record.e2e for record in outcome.records)

@@ -93,7 +93,10 @@ class RecordedRun:
                 tuple((float(at), int(n_in), int(n_out)) for at, n_in, n_out in part) for part in run["parts"]
             )
             cost = MeasuredCost.from_json(saved["prices"])
-            return cls(ReplicaSettings(**run["replica"]), cost, parts, run["measured"])
+            replica = run["replica"]
+            if "seats" in replica:  # Recordings of earlier versions have this name.
+                replica["slots"] = replica.pop("seats")
+            return cls(ReplicaSettings(**replica), cost, parts, run["measured"])
         except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
             problem = f"cannot read {str(path)!r} ({error!r}); bench profile --record writes such a file"
             raise InvalidParameter("against", problem) from None

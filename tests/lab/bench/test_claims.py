@@ -30,7 +30,7 @@ SMALL = ClaimsSettings(
         requests=4,
         prompt=5,
         output=4,
-        seats=2,
+        slots=2,
         max_delay_ms=5.0,
     ),
     attention=AttentionSettings(

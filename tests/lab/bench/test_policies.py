@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 NAMES = ("continuous", "dynamic", "static", "static/padded")
 STRATEGIES = [Strategy.parse(text) for text in NAMES]
 SMALL = PoliciesSettings(
-    strategies=STRATEGIES, variations=(0.0, 1.0), requests=9, prompt=5, output=6, seats=3, max_delay_ms=5.0
+    strategies=STRATEGIES, variations=(0.0, 1.0), requests=9, prompt=5, output=6, slots=3, max_delay_ms=5.0
 )
 
 

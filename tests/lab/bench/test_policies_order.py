@@ -20,7 +20,7 @@ def run(settings: PoliciesSettings, policy: str, variation: float, rate: float |
     requests = settings.workload(range(1000), variation).requests
     times = [0.0] * len(requests) if rate is None else settings.poisson(rate)
     coming = [Arrival(at, request.prompt_ids, request.n_out) for at, request in zip(times, requests, strict=True)]
-    engine = ReplicaSettings(num_blocks=4000, seats=settings.seats, max_batch_tokens=256, policy=policy)
+    engine = ReplicaSettings(num_blocks=4000, slots=settings.slots, max_batch_tokens=256, policy=policy)
     return simulate(coming, [engine.make(CPU_LIKE)], Router("round-robin"))
 
 

@@ -121,7 +121,7 @@ def test_a_warm_up_has_the_lengths_of_its_case_and_no_common_prefix() -> None:
 def test_tiny_models_of_other_kinds(family: str, tmp_path: Path) -> None:
     tiny_config(family).to_json_file(tmp_path / "config.json")
     result = tmp_path / "result.json"
-    options = f"--device cpu --dtype float32 --cases decode-2 --scale 32 --seats 2 --json {result}"
+    options = f"--device cpu --dtype float32 --cases decode-2 --scale 32 --slots 2 --json {result}"
     outcome = CliRunner().invoke(app, f"bench shapes {tmp_path} {options}".split())
     assert outcome.exit_code == 0, outcome.output
     (row,) = json.loads(result.read_text())["rows"]

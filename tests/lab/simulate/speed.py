@@ -44,7 +44,7 @@ def traffic(running: int, output: int, count: int, *, times: float = 1.0, shared
 
 
 def report(name: str, coming: Sequence[Arrival], *, replicas: int = 1, **settings: Any) -> None:
-    made = ReplicaSettings(**({"num_blocks": 100_000, "seats": 1024} | settings))
+    made = ReplicaSettings(**({"num_blocks": 100_000, "slots": 1024} | settings))
     fastest, outcome = float("inf"), SimulationOutcome()
     for _ in range(REPEATS):
         gc.collect()
@@ -60,12 +60,12 @@ def main() -> None:
     for running, output in ((1, 256), (10, 256), (32, 256), (32, 1024), (128, 1024), (128, 256), (256, 256)):
         report(f"{running} running, {output} tokens", traffic(running, output, 5000))
     report("64 replicas, 32 running each", traffic(32, 256, 10_000, times=64), replicas=64)
-    report("twice what 256 slots can take", traffic(256, 256, 5000, times=2), seats=256)
+    report("twice what 256 slots can take", traffic(256, 256, 5000, times=2), slots=256)
     report("128 running, memory for 90", traffic(128, 256, 2000), num_blocks=3000)
     report("twice what memory can take", traffic(128, 256, 2000, times=2), num_blocks=4500)
-    report("128 running, prompts in chunks of 256", traffic(128, 256, 2000), seats=256, max_prefill_tokens=256)
+    report("128 running, prompts in chunks of 256", traffic(128, 256, 2000), slots=256, max_prefill_tokens=256)
     for policy in ("static", "dynamic"):
-        report(f"{policy}, 64 slots", traffic(32, 256, 1000), policy=policy, seats=64)
+        report(f"{policy}, 64 slots", traffic(32, 256, 1000), policy=policy, slots=64)
     report("order shortest", traffic(32, 256, 500), order="shortest")
     for running, output in ((10, 256), (32, 256), (128, 256)):
         name = f"{running} running, {output} tokens, prefix caching"

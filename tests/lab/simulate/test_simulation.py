@@ -42,7 +42,7 @@ def make_replica(
     fast_forward: bool = True,
     num_blocks: int = 400,
     block_size: int = 16,
-    seats: int = 8,
+    slots: int = 8,
     policy: str = "continuous",
     order: str = "fcfs",
     caching: bool = False,
@@ -52,7 +52,7 @@ def make_replica(
 ) -> Replica:
     kv = SimulatedKVCache(num_blocks, block_size, prefix_caching=caching)
     limits = FixedBudget.of(budget, prefill)
-    scheduler = SimulatedScheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
+    scheduler = SimulatedScheduler(kv, limits, make_policy(policy), slots, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), fast_forward=fast_forward, speed=speed)
 
 
@@ -97,7 +97,7 @@ def test_the_times_of_one_request() -> None:
     rate=st.sampled_from([5.0, 40.0, 1000.0]),
     block_size=st.sampled_from([2, 4, 16]),
     num_blocks=st.sampled_from([9, 17, 25, 60, 400]),
-    seats=st.sampled_from([1, 3, 8, 20]),
+    slots=st.sampled_from([1, 3, 8, 20]),
     num_replicas=st.sampled_from([1, 2]),
     router=st.sampled_from(ROUTERS.names()),
     policy=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
@@ -115,7 +115,7 @@ def test_fast_forward_changes_nothing(
     rate: float,
     block_size: int,
     num_blocks: int,
-    seats: int,
+    slots: int,
     num_replicas: int,
     router: str,
     policy: str,
@@ -135,7 +135,7 @@ def test_fast_forward_changes_nothing(
                 fast_forward=fast_forward,
                 num_blocks=num_blocks * 16 // block_size,
                 block_size=block_size,
-                seats=seats,
+                slots=slots,
                 policy=policy,
                 order=order,
                 caching=caching,
@@ -179,7 +179,7 @@ def test_swaps_take_time() -> None:
     outcomes = {}
     for mode, speed in (("recompute", 1.0), ("swap", 1e9), ("swap", 1e3), ("auto", 1e9), ("auto", 1.0)):
         engine = ReplicaSettings(
-            num_blocks=9, seats=8, max_batch_tokens=64, preemption=mode, swap_blocks=50, block_bytes=100,
+            num_blocks=9, slots=8, max_batch_tokens=64, preemption=mode, swap_blocks=50, block_bytes=100,
             host_bytes_per_second=speed,
         )  # fmt: skip
         outcomes[mode, speed] = simulate(arrivals(60), [engine.make(Linear())], Router("round-robin"))

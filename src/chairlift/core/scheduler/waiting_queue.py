@@ -33,8 +33,8 @@ class WaitReason(StrEnum):
 
     @property
     def label(self) -> str:
-        """Its label in metrics and on the dashboard, where the earlier names stay."""
-        return {WaitReason.SLOTS: "seats", WaitReason.ISOLATION: "courtesy"}.get(self, self.name.lower())
+        """Its label in metrics and on the dashboard."""
+        return self.name.lower()
 
 
 class WaitingQueue(Sequence[Request]):

@@ -255,7 +255,7 @@ class StepRecorder:
             "format": FORMAT,
             "now": _seconds(now),
             "wall": round(wall, 3),
-            "seats": setup.max_batch_requests,
+            "slots": setup.max_batch_requests,
             "num_blocks": setup.num_blocks,
             "block_size": setup.block_size,
             "prefix_caching": setup.prefix_caching,

@@ -9,7 +9,7 @@ import { LiftView } from "./lift_view.js";
 import { Model } from "./model.js";
 import { startTheme } from "./theme.js";
 
-const ROW_HEIGHT = 14; // of a seat
+const ROW_HEIGHT = 14; // of a slot
 const LEAST_HEIGHT = 110;
 const MOST_HEIGHT = 260;
 const RATE_MS = 5000; // over which tokens per second are counted
@@ -45,7 +45,7 @@ class ReplicaLift {
     const text = `${load.running} running, ${load.waiting} waiting, ${kv} of KV held, ${formatPercent(load.hit_rate)} cached, ${formatCount(load.output_tokens)} tokens`;
     setText(this.summary, text);
     setText(this.pill, replica.state);
-    this.canvas.setAttribute("aria-label", `Timeline of seats and steps. ${text}.`);
+    this.canvas.setAttribute("aria-label", `Timeline of slots and steps. ${text}.`);
   }
 
   refresh(isCalm) {

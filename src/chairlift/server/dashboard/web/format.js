@@ -32,8 +32,9 @@ export function wordsOf(name) {
 }
 
 const WAIT_WORDS = {
-  next_step: "not offered a seat yet",
-  seats: "all seats are taken",
+  next_step: "not offered a slot yet",
+  slots: "all slots are taken",
+  isolation: "its tenant has many requests",
   target: "one more would break the latency target",
   budget: "the step's token budget is used up",
   memory: "not enough free KV blocks",

@@ -42,10 +42,10 @@ export class LiftPanel {
     const rows = this.view.rowsFor(model);
     const height = Math.min(MOST_HEIGHT, Math.max(200, rows * ROW)) + 20;
     if (this.canvas.clientHeight !== height) this.canvas.style.height = `${height}px`;
-    const maxSlots = model.key ? model.key.seats : 0;
-    const summary = `${model.slotsTaken} of ${maxSlots} seats taken, ${sumOf(model.reasons)} waiting, ${model.nextCol} steps seen`;
+    const maxSlots = model.key ? model.key.slots : 0;
+    const summary = `${model.slotsTaken} of ${maxSlots} slots taken, ${sumOf(model.reasons)} waiting, ${model.nextCol} steps seen`;
     setText(byId("lift-summary"), summary);
-    this.canvas.setAttribute("aria-label", `Timeline of seats and steps. ${summary}.`);
+    this.canvas.setAttribute("aria-label", `Timeline of slots and steps. ${summary}.`);
     byId("lift-live").hidden = this.view.isLive && this.app.cursor === null;
     byId("lift-empty").hidden = model.nextCol > 0;
   }
@@ -200,7 +200,7 @@ export class LiftPanel {
     const request = this.requestAt(this.cursorSlot, col);
     const step = this.app.model.stepAt(col);
     const what = request ? describeCell(this.app.model, request, col).join(", ") : "empty";
-    if (step) setText(byId("lift-status"), `Step ${step.step}, seat ${this.cursorSlot + 1}: ${what}`);
+    if (step) setText(byId("lift-status"), `Step ${step.step}, slot ${this.cursorSlot + 1}: ${what}`);
   }
 }
 

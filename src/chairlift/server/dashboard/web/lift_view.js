@@ -21,7 +21,7 @@ export class LiftView {
 
   // Show empty slots, but not hundreds of them.
   rowsFor(model) {
-    const maxSlots = model.key ? model.key.seats : 8;
+    const maxSlots = model.key ? model.key.slots : 8;
     return Math.min(Math.max(maxSlots, model.slots.length), Math.max(8, Math.ceil(model.slots.length / 8) * 8));
   }
 

@@ -50,7 +50,7 @@ export class Playground {
     byId("own-cached").style.width = `${(100 * Math.min(request.cached, request.prompt)) / most}%`;
     byId("own-prompt").style.width = `${(100 * Math.max(0, request.prompt - request.cached)) / most}%`;
     byId("own-output").style.width = `${(100 * request.outputs) / most}%`;
-    const state = request.end ? request.end.reason : request.state === "running" ? `seat ${request.slot + 1}` : request.state;
+    const state = request.end ? request.end.reason : request.state === "running" ? `slot ${request.slot + 1}` : request.state;
     setText(byId("own-status"), `${shortId(request.id)}: ${request.cached} cached + ${request.prompt - request.cached} prompt + ${request.outputs} new, ${state}`);
   }
 
@@ -174,8 +174,8 @@ function someWords(count) {
 
 function policyWords(model) {
   const words = {
-    continuous: "A seat is taken again in the very next step.",
-    static: "A batch boards together; its empty seats are bubbles until the last one ends.",
+    continuous: "A slot is taken again in the very next step.",
+    static: "A batch begins together; its empty slots are bubbles until the last one ends.",
     dynamic: "As static, but a batch does not wait long to be filled.",
   };
   const known = words[model.policy] || "";

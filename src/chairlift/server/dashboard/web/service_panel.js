@@ -24,7 +24,7 @@ export class ServicePanel {
   }
 
   showTiles(model) {
-    const maxSlots = model.key ? model.key.seats : 0;
+    const maxSlots = model.key ? model.key.slots : 0;
     const rate = ratesOf(model);
     const { blocks } = model;
     setText(byId("tile-slots"), `${model.slotsTaken} / ${maxSlots}`);

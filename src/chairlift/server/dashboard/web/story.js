@@ -104,7 +104,7 @@ export class StoryPanel {
 
 function stateWords(request) {
   if (request.end) return request.end.reason;
-  return { waiting: "waiting", running: `on seat ${request.slot + 1}`, idle: "finished", done: "gone" }[request.state];
+  return { waiting: "waiting", running: `in slot ${request.slot + 1}`, idle: "finished", done: "gone" }[request.state];
 }
 
 function factsOf(model, request) {

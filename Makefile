@@ -68,8 +68,8 @@ format: install  ## fix style and format the code
 bench: install  ## output tokens/s, beside one-at-a-time and transformers
 	$(BIN)/chairlift bench throughput
 
-options-page: install  ## write docs/options.md from the declared options
-	$(BIN)/python -m chairlift.cli.options_page > docs/options.md
+options-page: install  ## write docs/options.md and the types of keywords
+	$(BIN)/python -m chairlift.cli.options_page docs/options.md src/chairlift/engine_keywords.py
 
 models-page: install  ## write docs/models.md from docs/models.json
 	$(BIN)/python -m chairlift_lab.report.models_page docs/models.json > docs/models.md

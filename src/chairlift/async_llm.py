@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from chairlift.core.events import Event, RequestFinished
 from chairlift.core.sampling.params import SamplingParams
@@ -31,6 +31,7 @@ from chairlift.outputs import (
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
+    from chairlift.engine_keywords import EngineKeywords
     from chairlift.text.tokenizer import Tokenizer
 
 MAX_WAITING = 256
@@ -52,7 +53,12 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", *, progress: bool = True, max_waiting: int = MAX_WAITING, **options: Any
+        self,
+        model: str = "smollm2-135m",
+        *,
+        progress: bool = True,
+        max_waiting: int = MAX_WAITING,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         at_least(1)("max_waiting", max_waiting)
         config = make_config(options)

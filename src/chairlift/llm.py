@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event
@@ -33,6 +33,7 @@ from chairlift.outputs import (
 from chairlift.text.relevance import make_pair_scoring, pair_up
 
 if TYPE_CHECKING:
+    from chairlift.engine_keywords import EngineKeywords
     from chairlift.text.tokenizer import Tokenizer
 
 
@@ -49,7 +50,9 @@ class LLM:
     that are given are used as they are.
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: str = "smollm2-135m", *, progress: bool = True, **options: Unpack[EngineKeywords]
+    ) -> None:
         config = make_config(options)
         from chairlift.engine.settings import for_throughput  # imported late: torch takes seconds to import
         from chairlift.engine.startup import load_engine

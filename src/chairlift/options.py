@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -194,8 +195,11 @@ def translate_options(given: Mapping[str, Any], options: tuple[Option, ...]) -> 
         elif name in names:
             own = names[name]
         else:
+            close = get_close_matches(name, [*names, *opposites, *FIXED_OPTIONS], 1, 0.75)
             known = ", ".join(option.name for option in options)
-            raise InvalidParameter(name, f"is not an option; choose from {known}")
+            raise InvalidParameter(
+                name, f"is not an option; {f'did you mean {close[0]}?' if close else f'choose from {known}'}"
+            )
         if own in translated:
             raise InvalidParameter(name, f"{own} is given twice")
         translated[own] = value

@@ -1,12 +1,19 @@
-"""Writes docs/options.md from the declared options: `python -m chairlift.cli.options_page > docs/options.md`."""
+"""Writes what is generated from the declared options: `python -m chairlift.cli.options_page docs/options.md`.
+
+The other file is the module with the types of the keywords of `LLM`, src/chairlift/engine_keywords.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from chairlift.cli.app import VARIABLES
 from chairlift.cluster.options import ClusterOptions
-from chairlift.options import Option, options_of
+from chairlift.config import EngineConfig
+from chairlift.options import FIXED_OPTIONS, Option, options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 
@@ -100,5 +107,53 @@ def _meaning(option: Option) -> str:
     return option.help + choices + accepted
 
 
+# ---- the types of keywords -------------------------------------------------------------------------------------------
+
+KEYWORDS_HEAD = '''\
+"""The keywords of `LLM` and `AsyncLLM`, for editors and type checkers.
+
+This module is generated from the declarations in `chairlift/config.py` (`make options-page`); do not edit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+%sfrom typing import %sTypedDict
+
+import torch
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The options of `EngineConfig`, each with the names that vLLM has for it."""
+'''
+_WIDER_TYPES = {"dtype": "str | torch.dtype"}  # LLM accepts more than EngineConfig.
+
+
+def keywords_module() -> str:
+    hints = {name: hint for base in EngineConfig.__mro__ for name, hint in getattr(base, "__annotations__", {}).items()}
+    imports = ["from pathlib import Path\n" * ("Path" in str(hints)), "Any, " * ("Any" in str(hints))]
+    lines = [KEYWORDS_HEAD % tuple(imports)]
+    for option in options_of(EngineConfig):
+        lines += _keyword(option.name, hints[option.name], f"{option.help} Default: {_default(option)}.")
+        for alias in option.aliases:
+            lines += _keyword(alias, hints[option.name], f"vLLM's name for `{option.name}`.")
+        for alias in option.opposite_aliases:
+            lines += _keyword(alias, "bool", f"vLLM's name for the opposite of `{option.name}`.")
+    for name, (allowed, reason) in FIXED_OPTIONS.items():
+        kind = " | ".join("None" if value is None else type(value).__name__ for value in allowed)
+        lines += _keyword(name, kind, f"vLLM's option, which is always {allowed[0]!r} here: {reason}.")
+    return "\n".join(lines) + "\n"
+
+
+def _keyword(name: str, kind: str, meaning: str) -> Iterator[str]:
+    yield f"    {name}: {_WIDER_TYPES.get(name, kind)}"
+    text = f'"""{meaning}"""'
+    yield textwrap.fill(text, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+GENERATED = {"options.md": options_page, "engine_keywords.py": keywords_module}
+
+
 if __name__ == "__main__":
-    print(options_page(), end="")
+    for argument in sys.argv[1:]:
+        Path(argument).write_text(GENERATED[Path(argument).name]())

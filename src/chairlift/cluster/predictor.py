@@ -14,12 +14,13 @@ answered.write_parquet("answers")
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from chairlift.core.sampling.params import SamplingParams
+    from chairlift.engine_keywords import EngineKeywords
     from chairlift.outputs import RequestOutput
 
 
@@ -51,7 +52,7 @@ class BatchPredictor:
         task: str = "generate",
         column: str = "prompt",
         sampling: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         from chairlift.core.sampling.params import SamplingParams
         from chairlift.llm import LLM, embedding_params

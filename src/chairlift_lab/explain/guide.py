@@ -178,7 +178,9 @@ def blocks(text: str) -> list[str]:
 
 def to_markdown(text: str, command: str) -> str:
     """Wrap lines again after figures were filled in, and show below each picture the command that draws it."""
-    parts = (f"{block}\n\n```\n{command}\n```" if block.startswith("![") else _wrapped(block) for block in blocks(text))
+    parts = (
+        f"{block}\n\n```bash\n{command}\n```" if block.startswith("![") else _wrapped(block) for block in blocks(text)
+    )
     return "\n\n".join(parts)
 
 

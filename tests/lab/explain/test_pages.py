@@ -33,7 +33,7 @@ def test_a_topic_is_written_in_every_format(tiny_folder: Path, tmp_path: Path) -
     assert (out / "budget.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (out / "budget.svg").read_text()
     markdown = (out / "budget.md").read_text()
-    assert re.search(r"!\[The tokens of .*\]\(budget.png\)\n\n```\nchairlift explain budget", markdown)
+    assert re.search(r"!\[The tokens of .*\]\(budget.png\)\n\n```bash\nchairlift explain budget", markdown)
     written = json.loads((out / "budget.json").read_text())
     tokens = sum(e["decode_tokens"] for e in written["data"]["run"]["events"] if e["type"] == "StepDone")
     assert written["drawn"]["budget"]["steps"]["decode"] == tokens > 0
@@ -100,7 +100,7 @@ def test_pages_are_wrapped_again_after_figures_were_filled_in() -> None:
     text = f"A **b** `c < d`.\n\n## T\n\n1. one\n   more\n2. two\n\n- x\n\n{table}\n\n![pic](pic.png)"
     markdown = to_markdown(text, "draw it")
     assert "1. one more\n2. two\n\n- x" in markdown
-    assert markdown.endswith("| 1 | 2 |\n\n![pic](pic.png)\n\n```\ndraw it\n```")
+    assert markdown.endswith("| 1 | 2 |\n\n![pic](pic.png)\n\n```bash\ndraw it\n```")
     long = to_markdown("- " + "word " * 50, "")
     assert all(len(line) <= 120 for line in long.splitlines())
     assert long.splitlines()[1].startswith("  word")

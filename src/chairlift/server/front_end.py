@@ -33,6 +33,7 @@ from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, 
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
 from chairlift.server.http.listener import UvicornServer
+from chairlift.server.http.pages import PathHints, add_pages
 from chairlift.server.http.routes import ERRORS, Service, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
@@ -49,8 +50,6 @@ _RATE_LIMIT_HEADERS = [
 ]
 # That scripts of other origins may read.
 EXPOSED_HEADERS = ["x-request-id", "request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
-# Codes of the errors that the web framework raises: a body nested too deeply, a path or method without a route.
-_FRAMEWORK_CODES = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
 
 
 # ---- the application -------------------------------------------------------------------------------------------------
@@ -126,6 +125,9 @@ def make_app(
     add_file_routes(app, files, ERRORS)
     if dashboard:
         add_dashboard_routes(app, service.subscribers, policy_switch=service.policy_switch)
+    completes = service.model.tokenizer.chat_template is None
+    add_pages(app, service.model.name, completes=completes, dashboard=dashboard)
+    app.state.hints = PathHints(app.routes, dashboard=dashboard)
     return app
 
 
@@ -136,6 +138,7 @@ def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> Fa
     app.add_middleware(RequestMeter, rate_limits=service.rate_limits, unknown_fields=unknown_fields)
     app.add_middleware(RequestBoundary)
     _add_generation(app, service)
+    app.state.hints = PathHints(app.routes, dashboard=False)
     return app
 
 
@@ -158,12 +161,19 @@ async def _chairlift_error(_: Request, error: Exception) -> Response:
     return as_api_error(error).response()
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, APIError):
         return error.response()
-    code = _FRAMEWORK_CODES.get(error.status_code)
-    return APIError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {})).response()
+    # The web framework's own: a path or a method without a route, or a body nested too deeply.
+    hints: PathHints = http.app.state.hints
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return hints.unknown_path(http.scope["path"]).response()
+    if error.status_code == 405:
+        return hints.wrong_method(http.scope["path"], http.method, headers.get("Allow", "")).response()
+    code = "invalid_json" if error.status_code == 400 else None
+    return APIError(error.status_code, str(error.detail), code=code, headers=headers).response()
 
 
 async def _validation_error(http: Request, error: Exception) -> Response:

@@ -31,6 +31,7 @@ from chairlift.server.front_end import EXPOSED_HEADERS
 from chairlift.server.http.boundary import AccessLog, RequestBoundary, open_access_log
 from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import UvicornServer, listen, listening_address
+from chairlift.server.http.pages import front_page
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
@@ -53,6 +54,9 @@ def make_ingress_app(
     async def metrics_page(http: Request) -> Response:
         check_sees_all(http.state)
         return Response(await fleet_exposition(fleet, metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def front(http: Request) -> Response:
+        return front_page(http, config.model_name, completes=False, dashboard=config.dashboard, fleet=True)
 
     async def files(_: Request) -> Response:
         """Refuses uploads before their body is read."""
@@ -86,6 +90,7 @@ def make_ingress_app(
         ),
     ]
     routes: Sequence[Route | Mount] = [
+        Route("/", front),
         Route("/health", health),
         Route("/ready", health),
         Route("/ping", health, methods=["GET", "POST"]),

@@ -46,7 +46,7 @@ _PATHS = frozenset(
     (
         *(f"/v1{path}" for path in _UNDER_V1),
         *("/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank", "/tokenize", "/detokenize"),
-        *("/health", "/ready", "/ping", "/version", "/metrics", "/dashboard"),
+        *("/health", "/ready", "/ping", "/version", "/metrics", "/dashboard", "/docs"),
     )
 )
 # What follows is a name or an id, which may have slashes of its own.

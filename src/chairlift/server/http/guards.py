@@ -148,8 +148,8 @@ class RequestGuard(RequestMeter):
 
     def __post_init__(self) -> None:
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if self.public_metrics else set())
-        # The page asks for the key; "/" only says that there is a server, before a client sends its key.
-        self._keyless_paths = self._any_host_paths | {"/dashboard", "/"}
+        # The dashboard asks for the key; "/" and "/docs" say nothing about the model.
+        self._keyless_paths = self._any_host_paths | {"/dashboard", "/docs", "/"}
         self._held = SharedLimit(self.limits.max_held_bytes, self.limits.tenant_weights)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,6 +158,7 @@ class RequestGuard(RequestMeter):
         state["is_proxied"] = False
         key = state["api_key"] = None if self.keys.is_empty else self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
+        state["has_access"] = key is not None or self.keys.is_empty
         is_admin = key is not None and (key.is_admin or key.is_proxy)
         state["sees_all"] = is_admin or not self.isolate_keys or scope["path"] in self._any_host_paths
         if refusal := self._refusal(scope, dict(scope["headers"])):

@@ -89,6 +89,8 @@ class Service(GenerationHandler):
             "model": self.model.name,
             "version": chairlift.__version__,
             "has_chat": self.model.tokenizer.chat_template is not None,
+            "has_reasoning": self.model.reasoning_format is not None,
+            "sampling": dict(self.model.sampling),
             "policy_switch": self.policy_switch,
             "max_model_len": self.max_model_len,
         }
@@ -97,44 +99,53 @@ class Service(GenerationHandler):
 def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Completes a text, as OpenAI's."""
         return await service.handle(TextGeneration(body, service.model), http)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Answers a conversation, as OpenAI's."""
         params = body.params(service.model)
         request = ChatGeneration(body, service.model, params, params.max_tokens, streams=bool(body.stream))
         return await service.handle(request, http)
 
     @app.post("/v1/responses", responses=ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
+        """Answers a conversation, as OpenAI's Responses."""
         return await service.handle(ResponsesGeneration(body, service.model), http)
 
     @app.post("/v1/messages", responses=ERRORS)
     async def messages(body: MessagesRequest, http: Request) -> Response:
+        """Answers a conversation, as Anthropic's."""
         return await service.handle(MessagesGeneration(body, service.model, http.state.request_id), http)
 
     @app.post("/v1/embeddings", responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
+        """Vectors of texts, as OpenAI's."""
         return await service.handle(EmbeddingGeneration(body, service.model), http)
 
     @app.post("/v1/score", responses=ERRORS)
     @app.post("/score", include_in_schema=False)
     async def score(body: ScoreRequest, http: Request) -> Response:
+        """How well texts go with a query."""
         return await service.handle(ScoreGeneration(body, service.model), http)
 
     @app.post("/v1/rerank", responses=ERRORS)
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/rerank", include_in_schema=False)
     async def rerank(body: RerankRequest, http: Request) -> Response:
+        """Documents in the order in which they go with a query, as Jina's and Cohere's."""
         return await service.handle(RerankGeneration(body, service.model), http)
 
     @app.get("/v1/models", responses=ERRORS)
     async def models(http: Request) -> dict[str, Any]:
+        """The names that requests may use."""
         cards = [_model_card(service, name, http) for name in service.model.names]
         return model_page(cards) if is_anthropic_client(http.scope) else {"object": "list", "data": cards}
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
     async def model(model: str, http: Request) -> dict[str, Any]:
+        """One of the names."""
         check_model_name(service.model, model)
         return _model_card(service, model, http)
 
@@ -155,18 +166,21 @@ def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
+        """The tokens of a text or a conversation."""
         check_model_name(service.model, body.model)
         work = partial(_tokenize, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
+        """The number of tokens of a conversation, as Anthropic's."""
         check_model_name(service.model, body.model)
         work = partial(_count_tokens, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/responses/input_tokens", responses=ERRORS)
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
+        """The number of tokens of the input of a response."""
         check_model_name(service.model, body.model)
         work = partial(_input_tokens, ResponsesGeneration(body, service.model), service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
@@ -178,6 +192,7 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
+        """The text of tokens."""
         check_model_name(service.model, body.model)
         return await _run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
 
@@ -275,10 +290,6 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
         """The probe of SageMaker and of vLLM."""
         return await health()
 
-    @app.get("/", include_in_schema=False)
-    async def root() -> dict[str, str]:
-        return {"name": "chairlift", "api": "/v1"}
-
     @app.get("/ready", responses=ERRORS)
     async def ready() -> Response:
         """Like /health, but also 503 while the server is shutting down."""
@@ -288,9 +299,11 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=ERRORS)
     async def metrics(http: Request) -> Response:
+        """The metrics, for Prometheus."""
         check_sees_all(http.state)
         return Response(await service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
+        """The version of Chairlift."""
         return {"version": chairlift.__version__}

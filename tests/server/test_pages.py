@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.server.http.pages import PathHints
+from chairlift.server.http.errors import PathHints
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP
 

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 
 import chairlift
-from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.hardware import count_gpus
 from chairlift.server.access import APIKey, KeyTable
@@ -27,19 +23,18 @@ from chairlift.server.batch.routes import add_file_routes
 from chairlift.server.batch.run import BatchResponse, Send, call
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.config import ServerConfig
-from chairlift.server.generation.endpoint import invalid_field
 from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, make_tracer_provider, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
+from chairlift.server.http.errors import add_error_handlers
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
 from chairlift.server.http.listener import UvicornServer
-from chairlift.server.http.pages import PathHints, add_pages
+from chairlift.server.http.pages import add_pages
 from chairlift.server.http.routes import ERRORS, Service, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.served_model import ServedModel
-from chairlift.server.wire.errors import APIError, as_api_error
 from chairlift.server.wire.unknown_fields import HEADER, UnknownFieldsRule
 
 if TYPE_CHECKING:
@@ -127,7 +122,7 @@ def make_app(
         add_dashboard_routes(app, service.subscribers, policy_switch=service.policy_switch)
     completes = service.model.tokenizer.chat_template is None
     add_pages(app, service.model.name, completes=completes, dashboard=dashboard)
-    app.state.hints = PathHints(app.routes, dashboard=dashboard)
+    add_error_handlers(app, dashboard=dashboard)
     return app
 
 
@@ -138,16 +133,13 @@ def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> Fa
     app.add_middleware(RequestMeter, rate_limits=service.rate_limits, unknown_fields=unknown_fields)
     app.add_middleware(RequestBoundary)
     _add_generation(app, service)
-    app.state.hints = PathHints(app.routes, dashboard=False)
+    add_error_handlers(app, dashboard=False)
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    """Add the generation routes, and what reads the bodies and turns errors into responses of all routes."""
+    """Add the generation routes, and what reads the bodies of all routes."""
     app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
-    app.add_exception_handler(ChairliftError, _chairlift_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
     add_generation_routes(app, service)
 
 
@@ -155,37 +147,6 @@ async def _ping(service: Service) -> None:
     while True:
         await asyncio.sleep(service.limits.ping_seconds)
         service.engine.ping_streams()
-
-
-async def _chairlift_error(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
-
-
-async def _http_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if isinstance(error, APIError):
-        return error.response()
-    # The web framework's own: a path or a method without a route, or a body nested too deeply.
-    hints: PathHints = http.app.state.hints
-    headers = dict(error.headers or {})
-    if error.status_code == 404:
-        return hints.unknown_path(http.scope["path"]).response()
-    if error.status_code == 405:
-        return hints.wrong_method(http.scope["path"], http.method, headers.get("Allow", "")).response()
-    code = "invalid_json" if error.status_code == 400 else None
-    return APIError(error.status_code, str(error.detail), code=code, headers=headers).response()
-
-
-async def _validation_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
-        problem = "send the body as JSON, with the header 'Content-Type: application/json'"
-        return APIError(415, problem, code="unsupported_media_type").response()
-    errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # The first part is "body".
-    if errors[0]["type"] == "json_invalid":
-        return APIError(400, "the body is not valid JSON", code="invalid_json").response()
-    return as_api_error(invalid_field(errors, error.body)).response()
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""What the server says about itself: the page at `/`, the list of its endpoints, and hints where there is none."""
+"""What the server says about itself: the page at `/` with its links, and the list of its endpoints."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -15,10 +14,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Route
 
 import chairlift
-from chairlift.server.wire.errors import APIError
 
 DOCS_PATH = "/docs"
 _HEADERS = {
@@ -149,77 +146,6 @@ def _type_words(schema: Mapping[str, Any]) -> str:
     return f"{kind} of {_type_words(schema['items'])}" if kind == "array" and "items" in schema else kind
 
 
-# ---- paths without an endpoint ---------------------------------------------------------------------------------------
-
-_SHOWN = 100  # characters of a path that are quoted and compared
-_MAX_PARTS = 12
-_PAGES = frozenset({"chat", "ui", "web", "webui", "playground", "admin", "index.html", "dashboard"})
-_DOCUMENTS = frozenset({"redoc", "swagger", "swagger.json", "api-docs", "openapi.yaml", "help"})
-_OTHER_SERVICES = {
-    "audio": "speech",
-    "images": "pictures",
-    "videos": "videos",
-    "moderations": "moderation",
-    "fine_tuning": "training",
-    "assistants": "assistants; use /v1/responses",
-    "threads": "threads; use /v1/responses",
-    "vector_stores": "vector stores; use /v1/embeddings",
-}
-
-
-class PathHints:
-    """What a client may have meant by a path that no route has, at a cost that does not grow with the path."""
-
-    def __init__(self, routes: Iterable[BaseRoute], *, dashboard: bool) -> None:
-        self._dashboard = dashboard
-        self._methods: dict[str, list[str]] = {}
-        for route in routes:
-            if isinstance(route, Route) and "{" not in route.path:
-                self._methods.setdefault(route.path, []).extend(sorted((route.methods or set()) - {"HEAD"}))
-        self._by_key = {_key(path): path for path in reversed(self._methods)}
-
-    def unknown_path(self, path: str) -> APIError:
-        shown = path[:_SHOWN]
-        return APIError(404, f"there is nothing at {shown!r}; {self._hint(shown)}", code="unknown_url")
-
-    def wrong_method(self, path: str, method: str, allowed: str) -> APIError:
-        takes = ", ".join(name for name in allowed.split(", ") if name != "HEAD")
-        problem = f"{path[:_SHOWN]!r} takes {takes}, not {method[:20]}"
-        return APIError(405, problem, code="method_not_allowed", headers={"Allow": allowed})
-
-    def _hint(self, path: str) -> str:
-        if found := self._closest(path):
-            return f"did you mean {' or '.join(self._methods[found])} {found}?"
-        parts = {part.lower() for part in path.split("/")[:_MAX_PARTS]}
-        if parts & _PAGES and "v1" not in parts:
-            other = "is off here (--no-dashboard)" if not self._dashboard else "is at /dashboard"
-            return f"the page for people, with a chat, {other}"
-        if parts & _DOCUMENTS:
-            return f"the endpoints are listed at {DOCS_PATH} and in /openapi.json"
-        for name in parts & _OTHER_SERVICES.keys():
-            return f"this server has no {_OTHER_SERVICES[name]}"
-        return f"the endpoints are listed at {DOCS_PATH}"
-
-    def _closest(self, path: str) -> str | None:
-        """Return the route whose path is in this one, or else the one that is written most like it."""
-        parts = [part for part in path.split("/") if part][:_MAX_PARTS]
-        for begin in range(len(parts)):
-            tail = "/".join(parts[begin:])
-            for prefix in ("/", "/v1/"):
-                if found := self._by_key.get(_key(prefix + tail)):
-                    return found
-        longer = [known for known in self._methods if len(parts) > 1 and known.startswith("/" + "/".join(parts) + "/")]
-        if longer:
-            return longer[0]
-        written = difflib.get_close_matches(path.lower(), self._methods, n=1, cutoff=0.8)
-        return written[0] if written else None
-
-
-def _key(path: str) -> str:
-    """Return what paths share that differ in case, hyphens, and singular or plural."""
-    return "/".join(part.rstrip("s") for part in re.sub(r"[-_]", "", path.lower()).split("/") if part)
-
-
 def add_pages(app: FastAPI, model: str, *, completes: bool, dashboard: bool) -> None:
     """Add the front page and the page of the endpoints."""
     endpoints = cache(lambda: _endpoints(app.openapi()))
@@ -229,5 +155,5 @@ def add_pages(app: FastAPI, model: str, *, completes: bool, dashboard: bool) -> 
         return front_page(http, model, completes=completes, dashboard=dashboard)
 
     @app.get(DOCS_PATH, include_in_schema=False)
-    def docs() -> Response:  # in a thread, because the document takes a while the first time
+    def docs() -> Response:  # It runs in a thread, because the document takes a while the first time.
         return _page("Chairlift: endpoints", endpoints())

@@ -243,6 +243,8 @@ def test_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result.exit_code == 0
     for expected in ("smollm2-135m", "Apache-2.0", "98 MB", "fetched on first use", "Llama", "gguf", "safetensors"):
         assert expected in result.stdout
+    narrow = run("models", CHAIRLIFT_CACHE=str(tmp_path), COLUMNS="80").stdout.splitlines()
+    assert max(map(len, narrow)) <= 80
     listed = json.loads(run("models", "--json", CHAIRLIFT_CACHE=str(tmp_path)).stdout)
     assert listed["models"][0]["name"] == "smollm2-135m"
     assert listed["models"][0]["cached"] is False

@@ -175,12 +175,18 @@ def test_hub_id_fetches_only_the_config(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("no_such_model", "no model 'no_such_model'"), ("smollm2-135m", "is not fetched yet")]
+    ("name", "problem"),
+    [("no_such_model", "no model 'no_such_model': give"), ("qwen3:0.6b", "did you mean qwen3-0.6b? Else give")],
 )
-def test_models_that_are_not_here(name: str, problem: str, tmp_path: Path) -> None:
-    result = run("models", "--check", name, CHAIRLIFT_CACHE=str(tmp_path))
+def test_models_that_do_not_exist(name: str, problem: str) -> None:
+    result = run("models", "--check", name)
     assert result.exit_code == 2
     assert problem in result.stderr
+
+
+def test_a_known_model_needs_not_be_here(tmp_path: Path) -> None:
+    result = run("models", "--check", "smollm2-135m", CHAIRLIFT_CACHE=str(tmp_path))
+    assert "134,515,008 weights, up to 8,192 tokens" in result.stdout
 
 
 def test_folder_without_a_model(tmp_path: Path) -> None:

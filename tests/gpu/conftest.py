@@ -43,9 +43,10 @@ def exact_products() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def default_model_file() -> Path:
     """The cached file of the default model; the test is skipped without it."""
-    from chairlift.loading.known_models import DEFAULT_MODEL, known_models
+    from chairlift.loading.known_models import DEFAULT_MODEL, WheelModel, known_model
 
-    (known,) = (model for model in known_models() if model.name == DEFAULT_MODEL)
+    known = known_model(DEFAULT_MODEL)
+    assert isinstance(known, WheelModel)
     if not known.cached:
         pytest.skip(f"{known.path.name} is not in {known.path.parent}")
     return known.path

@@ -17,9 +17,20 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @contextmanager
 def stub_hub(
-    repository: str, files: Mapping[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+    repository: str,
+    files: Mapping[str, bytes],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gated: bool = False,
+    sums: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Iterator[list[str]]:
-    """Serve the files of a repository to huggingface_hub; yields the paths that were downloaded, in order."""
+    """Serve the files of a repository to huggingface_hub; yields the paths that were downloaded, in order.
+
+    `gated`: files are only for those who have accepted a licence. `sums` and `sizes` are stated instead of the true
+    ones.
+    """
     from huggingface_hub import constants
 
     downloaded: list[str] = []
@@ -32,25 +43,29 @@ def stub_hub(
             path = self.path.partition("?")[0]
             file = next((name for name in files if path.startswith(f"/{repository}/resolve/") and self._is(name)), None)
             if path.startswith(f"/api/models/{repository}/tree/"):
-                self._answer(json.dumps([_entry(name, content) for name, content in files.items()]).encode())
+                entries = [_entry(name, content, sums or {}, sizes or {}) for name, content in files.items()]
+                self._answer(json.dumps(entries).encode())
             elif path.startswith(f"/api/models/{repository}"):
                 self._answer(json.dumps({"id": repository, "sha": COMMIT}).encode())
+            elif gated:
+                self._answer(b"", 403, "GatedRepo")
             elif file is not None:
                 downloaded.extend([file] if self.command == "GET" else [])
                 self._answer(files[file])
             else:
-                self._answer(b"", 404)
+                in_repository = path.startswith(f"/{repository}/")
+                self._answer(b"", 404, "EntryNotFound" if in_repository else "RepoNotFound")
 
         def _is(self, name: str) -> bool:
             return self.path.split("/resolve/")[1].partition("/")[2] == name
 
-        def _answer(self, body: bytes, status: int = 200) -> None:
+        def _answer(self, body: bytes, status: int = 200, error: str | None = None) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-            if status == 404:
-                self.send_header("X-Error-Code", "EntryNotFound")
+            if error is not None:
+                self.send_header("X-Error-Code", error)
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
@@ -71,5 +86,9 @@ def stub_hub(
         server.server_close()
 
 
-def _entry(name: str, content: bytes) -> dict[str, object]:
-    return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+def _entry(name: str, content: bytes, sums: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, object]:
+    size = sizes.get(name, len(content))
+    entry: dict[str, object] = {"type": "file", "path": name, "size": size, "oid": hashlib.sha1(content).hexdigest()}
+    if name.endswith(".safetensors"):
+        entry["lfs"] = {"oid": sums.get(name, hashlib.sha256(content).hexdigest()), "size": size, "pointerSize": 1}
+    return entry

@@ -14,7 +14,7 @@ from chairlift import LLM, AsyncLLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.known_models import known_models
+from chairlift.loading.known_models import WheelModel, known_models
 from chairlift.loading.recommended_sampling import default_sampling
 from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import load_served_model
@@ -66,7 +66,8 @@ def test_a_generation_config_is_read_and_wrong_values_are_said(
 
 
 def test_a_known_model_is_recognised_by_its_file() -> None:
-    (known,) = known_models()
+    known = known_models()[0]
+    assert isinstance(known, WheelModel)
     assert default_sampling(known.path, {}) == known.sampling == {"temperature": 0.2, "top_p": 0.9}
     assert default_sampling(known.path, {}, "none") == {}
 

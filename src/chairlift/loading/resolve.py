@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from chairlift.loading.config_file import MODELOPT_FILE, read_config
-from chairlift.loading.embedding_config import module_folders
+from chairlift.loading.config_file import read_config
 from chairlift.loading.fetch import fetch
-from chairlift.loading.known_models import KnownModel, known_models
+from chairlift.loading.hub import config_from_hub, fetch_from_hub
+from chairlift.loading.known_models import KnownModel, WheelModel, cached_folder, known_model, known_models
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_IGNORED_HUB_FILES = ["*/*", "consolidated*"]  # other layouts of the same weights
 
 
 def resolve_model(name: str, *, progress: bool = True) -> Path:
     """Return the path of a checkpoint, fetching it first if needed."""
-    return _resolve(name, lambda model: fetch(model, progress=progress), lambda name: _from_hub(name, progress))
-
-
-def _resolve(name: str, fetch_known: Callable[[KnownModel], Path], from_hub: Callable[[str], Path]) -> Path:
-    for model in known_models():
-        if model.name == name:
-            return fetch_known(model)
+    known = known_model(name)
+    if known is not None and known.name == name:
+        if isinstance(known, WheelModel):
+            return fetch(known, progress=progress)
+        return fetch_from_hub(known.hub_id, progress=progress)
     path = existing_path(name)
     if path is not None:
         return path
     if is_hub_id(name):
-        return from_hub(name)
+        return fetch_from_hub(name, progress=progress)
     raise unknown_model(name)
+
+
+def stored_path(model: KnownModel) -> Path | None:
+    """Where a known model is on this machine, if it is."""
+    if isinstance(model, WheelModel):
+        return model.path if model.cached else None
+    return cached_folder(model.hub_id)
 
 
 def is_hub_id(name: str) -> bool:
@@ -43,10 +44,12 @@ def is_hub_id(name: str) -> bool:
 
 
 def unknown_model(name: str) -> ModelNotFound:
-    names = ", ".join(model.name for model in known_models())
+    names = [model.name for model in known_models()]
+    close = get_close_matches(name.lower().replace(":", "-").replace("_", "-"), names, n=1)
+    hint = f"did you mean {close[0]}? Else " if close else ""
     return ModelNotFound(
-        f"no model {name!r}: give a known name ({names}), the path of a .gguf file or of a folder with "
-        "config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        f"no model {name!r}: {hint}give a known name ({', '.join(names)}), the path of a .gguf file or of a folder "
+        "with config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 
 
@@ -59,50 +62,6 @@ def existing_path(name: str) -> Path | None:
         return None
     except OSError as error:  # too long for a path, or in an unreadable folder
         raise ModelNotFound(f"model {name[:100]!r} cannot be opened: {error.strerror}") from None
-
-
-def _from_hub(repository: str, progress: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    silence = not progress and not are_progress_bars_disabled()
-    if silence:
-        disable_progress_bars()
-    try:
-        folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES))
-        if modules := module_folders(folder):  # They come from the same commit, after which the folder is named.
-            settings = [f"{each}/config.json" for each in modules]
-            snapshot_download(repository, revision=folder.name, allow_patterns=settings)
-    except Exception as error:  # the hub's errors and those of its HTTP library
-        raise _not_on_hub(repository, error) from error
-    finally:
-        if silence:
-            enable_progress_bars()
-    if not any(folder.glob("*.safetensors")):
-        raise ModelNotFound(f"{repository!r} has no safetensors; if it has GGUF files, download one and give its path")
-    return folder
-
-
-def config_from_hub(repository: str) -> Path:
-    """The path of a model's config.json; all that is downloaded is this and what else says how weights are stored."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        config = Path(hf_hub_download(repository, "config.json"))
-        with suppress(EntryNotFoundError):
-            hf_hub_download(repository, MODELOPT_FILE, revision=config.parent.name)
-        return config
-    except Exception as error:  # the hub's errors and those of its HTTP library
-        raise _not_on_hub(repository, error) from error
-
-
-def _not_on_hub(repository: str, error: Exception) -> ModelNotFound:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ModelNotFound(
-        f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
-        f"({first_line}); check the name and the connection, or give the path of a checkpoint"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +77,11 @@ class ModelConfig:
 
 def read_model_config(name: str) -> ModelConfig:
     """Read the config of a model; fetches no weights."""
-    path = _resolve(name, _cached, config_from_hub)
+    path = _config_path(name)
+    if path is None:
+        known = known_model(name)
+        assert known is not None
+        return ModelConfig(dict(known.config))
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         path = ggufs[0] if len(ggufs) == 1 and not (path / "config.json").exists() else path / "config.json"
@@ -153,7 +116,14 @@ def _read_gguf(path: Path) -> ModelConfig:
     return ModelConfig(checkpoint.config, checkpoint.quantization, problem, checkpoint.num_bytes, tokenizer)
 
 
-def _cached(model: KnownModel) -> Path:
-    if not model.cached:
-        raise ModelNotFound(f"{model.name} is not fetched yet; any command that runs it does, such as chairlift chat")
-    return model.path
+def _config_path(name: str) -> Path | None:
+    """Where the config of a model is; None for a known model that is not here, whose config is in the table."""
+    known = known_model(name)
+    if known is not None and known.name == name:
+        return stored_path(known)
+    path = existing_path(name)
+    if path is not None:
+        return path
+    if not is_hub_id(name):
+        raise unknown_model(name)
+    return cached_folder(name) if known is not None else config_from_hub(name)

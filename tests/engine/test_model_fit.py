@@ -1,0 +1,85 @@
+"""Whether a model fits a machine with a given amount of free memory, in which format, and what fits in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chairlift.config import EngineConfig
+from chairlift.engine import memory_plan, model_fit
+from chairlift.engine.model_check import check_model
+from chairlift.engine.model_fit import Fit, fit_model
+from chairlift.engine.settings import Machine
+from chairlift.loading.known_models import known_models
+from tests.api.cli_runner import run
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_models(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(Machine, "has_fast_int8", True)
+
+
+def on_cpu_with(free: float, name: str, monkeypatch: pytest.MonkeyPatch) -> Fit:
+    for module in (model_fit, memory_plan):
+        monkeypatch.setattr(module, "free_memory", lambda device, mapped=0: int(free))
+    return fit_model(name, check_model(name), EngineConfig(device="cpu"))
+
+
+def test_the_default_format_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = on_cpu_with(8 * GIB, "smollm2-135m", monkeypatch)
+    assert (fit.fits, fit.format, fit.options, fit.context) == (True, "int8", (), 8192)
+    assert fit.sentence() == "yes, with int8, 8,192 tokens of context, 44 requests at once"
+    assert fit.command("smollm2-135m") == "chairlift serve smollm2-135m"
+
+
+def test_less_memory_gives_a_smaller_format_and_a_shorter_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = [on_cpu_with(free * GIB, "qwen3-4b", monkeypatch) for free in (400, 16, 5, 4.2, 3)]
+    assert [fit.format for fit in fits if fit.fits] == ["int8", "int8", "int4", "int4"]
+    assert fits[0].context == 262_144
+    assert fits[1].command("qwen3-4b") == f"chairlift serve qwen3-4b --max-model-len {fits[1].context}"
+    assert fits[2].options[:2] == ("--quantization", "int4")
+    assert [fit.fits for fit in fits] == [True] * 4 + [False]
+    contexts = [fit.context for fit in fits[:2]]
+    assert contexts == sorted(contexts, reverse=True)
+    assert all(fit.context % 1024 == 0 for fit in fits)
+
+
+def test_what_does_not_fit_names_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = on_cpu_with(6 * GIB, "gpt-oss-20b", monkeypatch)
+    assert not fit.fits
+    assert fit.sentence().startswith("no: the smallest format here, bfloat16, takes 38.96 GiB of weights")
+    assert fit.nearest is not None
+    fitting = [each.name for each in known_models() if on_cpu_with(6 * GIB, each.name, monkeypatch).fits]
+    assert fit.nearest == fitting[-1]
+    assert on_cpu_with(1 << 20, "smollm2-135m", monkeypatch).nearest is None
+
+
+def test_the_commands_of_all_models_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options that are suggested exist, with values that they take."""
+    monkeypatch.setattr("chairlift.server.lifecycle.serve_forever", lambda config, on_ready: _served(config))
+    for model in known_models():
+        fit = on_cpu_with(24 * GIB, model.name, monkeypatch)
+        if fit.fits:
+            result = run(*fit.command(model.name).split()[1:])
+            assert result.exit_code == 0, result.output
+
+
+async def _served(config: Any) -> int:
+    return 0
+
+
+def test_the_first_line_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fit, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device, mapped=0: 1 << 20)
+    assert run("models", "--check", "qwen3-0.6b").stdout.startswith("fits this machine: no: the smallest format here")
+    for module in (model_fit, memory_plan):
+        monkeypatch.setattr(module, "free_memory", lambda device, mapped=0: 64 * GIB)
+    lines = run("models", "--check", "qwen3-0.6b").stdout.splitlines()
+    assert lines[0].startswith("fits this machine: yes, with ")
+    assert lines[0].endswith(" requests at once")
+    assert lines[1].split()[:5] == ["run", "it", "chairlift", "serve", "qwen3-0.6b"]

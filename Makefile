@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# Triton's interpreter tests the GPU kernels. No dependencies: they would replace the CPU build of torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@
+	@echo "Installed. Next: ./chairlift serve, or: source $(BIN)/activate, after which the command is chairlift."
 
 serve: install  ## fetch the default model and serve it on 127.0.0.1:8000
 	$(BIN)/chairlift serve

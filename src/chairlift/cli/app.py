@@ -22,7 +22,10 @@ from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import show_error
 from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
 
-RUN, UNDERSTAND = "Run a model", "Measure, simulate and understand"
+RUN, MODELS, SERVERS = "Run a model", "Models on this machine", "Servers and fleets"
+UNDERSTAND = "Measure, simulate and understand"
+# The help lists these first, in the order in which a newcomer needs them.
+FIRST = ("run", "chat", "serve", "generate", "batch", "pull", "list", "show", "rm", "models", "ps", "stop", "cluster")
 _BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 PREFIX = "CHAIRLIFT_"
@@ -52,6 +55,10 @@ _SERVICE_VARIABLE = re.compile(r"(?:_SERVICE_HOST|_SERVICE_PORT(?:_\w+)?|_PORT(?
 
 class _Chairlift(CommandGroup):
     """Prints a ChairliftError, or that a disk is full, as one line instead of a traceback."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -120,8 +127,9 @@ app = Commands(
     aliases=alias_flags(options_of(EngineConfig)),
     completion=True,
     examples=[
-        "chairlift serve",
         "chairlift chat",
+        "chairlift serve",
+        "chairlift pull qwen3-0.6b",
         'chairlift generate "The capital of France is" --temperature 0',
         "chairlift bench throughput --json result.json",
     ],

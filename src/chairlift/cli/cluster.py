@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chairlift.cli.app import RUN, app
+from chairlift.cli.app import SERVERS, app
 from chairlift.cluster.options import ClusterOptions
 from chairlift.errors import InvalidParameter
 from chairlift.server.options import ServerOptions
@@ -40,7 +40,7 @@ cluster_app = Commands(
     help="Serve a model by several replicas, on one or many machines. Needs chairlift[ray].",
     examples=["chairlift cluster serve --replicas 2", "chairlift cluster status", "chairlift cluster stop"],
 )
-app.add_typer(cluster_app, name="cluster", rich_help_panel=RUN)
+app.add_typer(cluster_app, name="cluster", rich_help_panel=SERVERS)
 
 
 @cluster_app.command(

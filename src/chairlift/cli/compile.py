@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chairlift.cli.app import RUN, app
+from chairlift.cli.app import SERVERS, app
 from chairlift.config import EngineConfig, device_option
 from chairlift.errors import InvalidParameter
 from chairlift.terminal.options import EngineOptions, ModelArgument
@@ -31,7 +31,7 @@ class CompileOptions(EngineOptions):
 
 
 @app.command(
-    group=RUN,
+    group=SERVERS,
     examples=[
         "chairlift compile Qwen/Qwen3-0.6B --device h200 --out /opt/kernels",
         "chairlift compile ./checkpoint --device h100 --out kernels --quantization fp8",

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from chairlift.cli.app import app
 
 LABORATORY = "chairlift_lab.commands"
-COMMANDS = ("batch", "compile", "generate", "models", "record", "serve", "chat", "cluster")
+COMMANDS = ("chat", "serve", "generate", "batch", "local_models", "models", "servers", "compile", "record", "cluster")
 
 
 def _import_commands() -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from chairlift.cli.app import RUN, app
+from chairlift.cli.app import MODELS, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_models
 from chairlift.options import format_bytes
 
@@ -33,7 +33,7 @@ LISTED = ("description", "licence", "hub_id", "gated", "num_parameters", "contex
 
 
 @app.command(
-    group=RUN,
+    group=MODELS,
     examples=[
         "chairlift models",
         "chairlift models --check Qwen/Qwen3-8B",
@@ -95,17 +95,17 @@ def _check(name: str, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def fit_rows(fit: Fit, name: str) -> Iterator[tuple[str, str]]:
+def fit_rows(fit: Fit, name: str, verb: str = "serve") -> Iterator[tuple[str, str]]:
     """How a model runs here: the command and the memory, or what fits in its place."""
     if fit.fits:
-        yield "run it", fit.command(quote(name))
+        yield "run it", fit.command(quote(name), verb)
         yield "memory", fit.memory()
     elif fit.nearest is not None:
         yield "fits", f"{fit.nearest}: chairlift serve {fit.nearest}"
 
 
 def print_grid(rows: Iterable[tuple[str, str]]) -> None:
-    grid = Table.grid("key", "value", padding=(0, 2))
+    grid = Table.grid("key", Column("value", overflow="fold"), padding=(0, 2))
     for key, value in rows:
         grid.add_row(key, Text(value))
     Console(highlight=False).print(grid)

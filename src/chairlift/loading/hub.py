@@ -151,11 +151,10 @@ def _explanation(repository: str, error: BaseException) -> str:
         )
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return f"{repository!r} is not in the cache ({hub_cache()}), and HF_HUB_OFFLINE forbids to fetch it"
-    first_line = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
+    reason = getattr(causes[-1], "strerror", None) or str(causes[-1]) or type(causes[-1]).__name__
     return (
-        f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
-        f"({first_line}); check the name and the connection, or give the path of a checkpoint. "
-        "What was fetched is kept: the same command continues"
+        f"{repository!r} could not be downloaded from the Hugging Face hub ({reason.strip().splitlines()[0]}); check "
+        "the name and the connection, or give the path of a checkpoint"
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
@@ -18,7 +21,8 @@ from chairlift.server.http.boundary import check_traces_endpoint, open_access_lo
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineState, remove_stale_folders
+from chairlift.server.process.engine_client import EngineClient, EngineState, remove_stale_folders
+from chairlift.server.process.running import ServerStatus, announced
 from chairlift.server.served_model import read_chat_template
 from chairlift.server.workers.hub import WorkerPool
 from chairlift.text.reasoning_formats.base import recognised_reasoning
@@ -55,12 +59,21 @@ async def serve_forever(
         check_traces_endpoint(config.traces_endpoint)
     listener = listen(config.host, config.port, config.uds)
     signals = _Signals()  # The engine's process does not exist yet, so that a signal never leaves it behind.
-    front_end = await _start_front_end(config, template)
+    address = listening_address(listener, config.host, secure=config.certificate is not None)
+    metrics = Metrics(config.model_name)
+    engine = make_engine(config, metrics)
+    async with announced(partial(_status, config, address, time.time(), engine, metrics, signals), signals.stop):
+        ready = partial(on_ready, config.model_name, address)
+        return await _serve(config, await _start_front_end(config, template, engine, metrics), listener, signals, ready)
+
+
+async def _serve(
+    config: ServerConfig, front_end: FrontEnd, listener: socket.socket, signals: _Signals, on_ready: Callable[[], None]
+) -> int:
     _reload_on_hangup(config, front_end)
     serving = asyncio.create_task(front_end.serve(listener))
     try:
-        address = listening_address(listener, config.host, secure=config.certificate is not None)
-        return await _run(config, front_end, serving, signals, lambda: on_ready(config.model_name, address))
+        return await _run(config, front_end, serving, signals, on_ready)
     finally:
         # Before the server exits, so that unfinished requests get an error response.
         await front_end.engine.stop(timeout=0.0 if signals.second else 5.0)
@@ -70,10 +83,27 @@ async def serve_forever(
             config.uds.unlink(missing_ok=True)
 
 
-async def _start_front_end(config: ServerConfig, template: str | None) -> FrontEnd:
+def _status(
+    config: ServerConfig, address: str, started: float, engine: EngineClient, metrics: Metrics, signals: _Signals
+) -> ServerStatus:
+    """What `chairlift ps` shows."""
+    return ServerStatus(
+        model=config.model_name,
+        names=(*config.served_names, config.model),
+        address=address,
+        started=started,
+        state="draining" if signals.first.is_set() else engine.state.value,
+        running=metrics.value(metrics.running),
+        waiting=metrics.value(metrics.waiting),
+        open=engine.num_open,
+        drain_seconds=config.drain_timeout,
+    )
+
+
+async def _start_front_end(
+    config: ServerConfig, template: str | None, engine: EngineClient, metrics: Metrics
+) -> FrontEnd:
     """Start the engine's process, which imports torch while this one builds its front end."""
-    metrics = Metrics(config.model_name)
-    engine = make_engine(config, metrics)
     await engine.start()
     try:
         return (LocalFrontEnd if config.api_workers == 1 else WorkerPool)(config, template, engine, metrics)
@@ -130,6 +160,10 @@ class _Signals:
         self.second = 0  # the number of the second signal
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    def stop(self) -> None:
+        """Do what SIGTERM does."""
+        self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         if self.first.is_set():

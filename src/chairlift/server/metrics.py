@@ -119,6 +119,10 @@ class Metrics:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
 
+    @staticmethod
+    def value(gauge: Gauge) -> int:
+        return int(next(iter(gauge.collect())).samples[0].value)
+
     def watch_engine(self, engine: EngineClient) -> None:
         """Read the gauges of an engine's state from its client."""
         self.open.set_function(lambda: engine.num_open)

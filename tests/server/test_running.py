@@ -1,0 +1,176 @@
+"""`chairlift ps` and `chairlift stop`: what they find, what they wait for, and what they never touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.server.process.running import running_servers
+from tests.api.cli_runner import run
+from tests.server.running_server import NAME, start_server, wait_for
+
+# A process that answers as a server does. After the request to stop, two polls see open requests; then it exits.
+FAKE = """
+import asyncio, sys, time
+from chairlift.server.process.running import ServerStatus, announced
+
+async def main(model, port):
+    stopping, left = asyncio.Event(), [3]
+    def status():
+        left[0] -= stopping.is_set()
+        state = "draining" if stopping.is_set() else "ready"
+        return ServerStatus(model=model, names=(model, "org/" + model), address=f"http://127.0.0.1:{port}",
+            started=time.time() - 90, state=state, running=2, waiting=1, open=max(0, left[0]), drain_seconds=30.0)
+    async with announced(status, stopping.set):
+        print("up", flush=True)
+        while left[0] > 0:
+            await asyncio.sleep(0.02)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of sockets of its own, with a path that is short enough for them."""
+    with tempfile.TemporaryDirectory(prefix="lift") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        yield Path(path) / "chairlift"
+
+
+@pytest.fixture
+def fakes() -> Iterator[Any]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(model: str, port: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", FAKE, model, str(port)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline() == "up\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def mine() -> list[Any]:
+    """The servers of this test; other tests run servers of this user, which are found in the temporary folder."""
+    return [server for server in running_servers() if os.environ["XDG_RUNTIME_DIR"] in server.socket]
+
+
+def test_a_real_server_is_listed_and_stopped(tiny_folder: Path, tmp_path: Path, folder: Path) -> None:
+    server = start_server(tiny_folder, tmp_path / "log")
+    try:
+        server.wait_until("/health", 200)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (found,) = mine()
+        assert (found.pid, found.status.address, found.status.model) == (server.process.pid, server.url, NAME)
+        assert found.status.state == "ready"
+        assert found.memory > 50e6
+        shown = next(one for one in json.loads(run("ps", "--json").stdout)["servers"] if one["pid"] == found.pid)
+        assert (shown["model"], shown["address"], shown["running"], shown["waiting"]) == (NAME, server.url, 0, 0)
+        result = run("stop", server.url)
+        assert result.exit_code == 0, result.output
+        assert f"{NAME} at {server.url} (process {found.pid}) is stopped." in result.stderr
+        assert server.process.wait(10) == 0
+    finally:
+        server.stop()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "target", ["alpha", "org/alpha", "http://127.0.0.1:18001", "127.0.0.1:18001", "localhost:18001", ":18001", "{pid}"]
+)
+def test_a_server_is_meant_by_its_names_its_address_and_its_process(fakes: Any, target: str) -> None:
+    alpha, beta = fakes("alpha", 18001), fakes("beta", 18002)
+    result = run("stop", target.format(pid=alpha.pid))
+    assert result.exit_code == 0, result.output
+    assert alpha.wait(5) == 0
+    assert beta.poll() is None
+    assert [server.pid for server in mine()] == [beta.pid]
+
+
+def test_stop_says_what_it_waits_for(fakes: Any) -> None:
+    fakes("alpha", 18001)
+    lines = run("stop", "alpha").stderr.splitlines()
+    title = "alpha at http://127.0.0.1:18001"
+    assert lines[0].startswith(f"Stopping {title}")
+    assert lines[0].endswith("waiting for 2 requests, at most 30 s.")
+    assert lines[1].endswith("waiting for 1 request, at most 30 s.")
+    assert lines[-1].endswith("is stopped.")
+
+
+def test_a_table_shows_all(fakes: Any) -> None:
+    fakes("alpha", 18001), fakes("beta", 18002)
+    rows = [line.split() for line in run("ps").stdout.splitlines() if "1800" in line]
+    assert [row[:2] for row in rows] == [["alpha", "http://127.0.0.1:18001"], ["beta", "http://127.0.0.1:18002"]]
+    assert rows[0][3] == "ready"
+    assert rows[0][-2:] == ["2", "1"]
+
+
+def test_a_target_that_is_not_clear_is_refused(fakes: Any) -> None:
+    one, two = fakes("alpha", 18001), fakes("alpha", 18002)
+    unclear = run("stop", "alpha")
+    assert unclear.exit_code == 2
+    assert "2 servers are meant: alpha at http://127.0.0.1:18001" in unclear.stderr
+    unknown = run("stop", "gamma")
+    assert unknown.exit_code == 2
+    assert "no server of yours is 'gamma'; there are alpha at" in unknown.stderr
+    assert "--all means all" in run("stop", "alpha", "--all").stderr
+    assert (one.poll(), two.poll()) == (None, None)
+
+
+def test_a_foreign_process_with_the_number_of_a_dead_server_is_never_stopped(fakes: Any, folder: Path) -> None:
+    """As after a kill -9, when another process has the number by now."""
+    dead = fakes("alpha", 18001)
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    foreign = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        (left,) = folder.iterdir()
+        left.rename(folder / f"{foreign.pid}.sock")
+        assert run("stop", str(foreign.pid)).exit_code == 2
+        assert mine() == []
+        assert list(folder.iterdir()) == []  # The socket of the dead is removed.
+        assert foreign.poll() is None
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+def test_a_server_that_does_not_answer_is_listed_as_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.server.process.running.ANSWER_SECONDS", 0.1)
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "1.sock"))
+        listener.listen()
+        (found,) = mine()
+    assert (found.pid, found.status) == (os.getpid(), None)  # The kernel says whose it is, not the name.
+
+
+def test_other_files_are_left_alone(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "7.sock").write_text("not a socket")
+    assert mine() == []
+    assert (folder / "7.sock").exists()
+
+
+def test_a_folder_that_others_can_write_is_not_used(fakes: Any, folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    fake = fakes("alpha", 18001)
+    wait_for(lambda: any(server.pid == fake.pid for server in running_servers()), "the server elsewhere")
+    assert list(folder.iterdir()) == []

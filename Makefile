@@ -8,7 +8,7 @@ CLIENTS := $(VENV)/.clients
 # environment forbids it: tests start many processes, which would all compile the sources again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test pytest test-all lint style imports typecheck format bench options-page models-page docs clean
+.PHONY: help install serve chat test pytest test-all lint style imports typecheck format bench options-page models-page speed-picture docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,6 +74,9 @@ options-page: install  ## write docs/options.md and the types of keywords
 
 models-page: install  ## write docs/models.md from docs/models.json
 	$(BIN)/python -m chairlift_lab.report.models_page docs/models.json > docs/models.md
+
+speed-picture: install  ## draw docs/images/speed.png from docs/results
+	$(BIN)/python -m chairlift_lab.report.speed_picture docs
 
 docs: install  ## build the documentation as a site, build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
+from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
+from chairlift.options import options_of, read_config_file
 from chairlift.server.openai.types import ChatRequest, CompletionRequest
+from chairlift.server.options import ServerOptions
 from tests.docs.blocks import (
     PAGES,
     ROOT,
@@ -40,7 +43,7 @@ LANGUAGES = {"bash", "console", "python", "json", "yaml", "toml", "js", "text", 
 OTHERS = {
     *("aiperf", "cd", "claude", "docker", "export", "git", "guidellm", "helm", "install", "kill", "kubectl", "lm_eval"),
     *("npm", "ollama", "openssl", "optimum-cli", "ray", "serve", "sh", "smg", "source", "systemctl", "useradd"),
-    *("chmod", "llm", "nvidia-smi", "ulimit", "umask"),
+    *("chmod", "llama-gguf-split", "llm", "nvidia-smi", "ulimit", "umask"),
 }
 BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -205,9 +208,13 @@ def test_json_is_json(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", of_language("yaml", "toml"), ids=str)
-def test_configuration_can_be_read(block: Block) -> None:
+def test_configuration_can_be_read(block: Block, tmp_path: Path) -> None:
     read: Any = yaml.safe_load if block.language == "yaml" else tomllib.loads
     assert isinstance(read(block.text), dict)
+    if "chairlift serve --config" in block.text:
+        file = tmp_path / f"config.{block.language}"
+        file.write_text(block.text)
+        assert read_config_file(file, (*options_of(EngineConfig), *options_of(ServerOptions)))
 
 
 @pytest.mark.parametrize("block", of_language("js"), ids=str)
@@ -236,6 +243,6 @@ def test_flags_and_commands_in_sentences_exist(page: Path) -> None:
         if code.startswith("chairlift "):
             for command in commands(re.sub(r"[\[\]]|…|\.\.\.", " ", code)):
                 check_chairlift(list(command.words[1:]), names_only=True)
-        elif not code.startswith("python -m"):
+        elif code.split()[0] not in {*OTHERS, "python"}:
             flags = re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
             assert [flag for flag in flags if flag not in known] == [], code

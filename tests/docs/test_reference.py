@@ -19,11 +19,13 @@ from openai.types.responses import response_create_params as response_params
 import chairlift
 from chairlift import errors
 from chairlift.async_llm import AsyncLLM
+from chairlift.cli.models import format_count, format_size
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import PARAMETERS, SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.waiting_queue import WaitingQueue
 from chairlift.llm import LLM
+from chairlift.loading.known_models import known_models
 from chairlift.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamedText
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -186,3 +188,27 @@ def test_headers_are_those_of_the_code() -> None:
     for header in first_cells(text):
         stem = re.sub(r"^(x-ratelimit-\w+)-requests$", r"\1", header)
         assert any(re.search(stem, source, re.IGNORECASE) for source in sources), header
+
+
+def test_the_table_of_models_is_that_of_the_known_ones() -> None:
+    rows = [
+        f"| `{model.name}` | {format_count(model.num_parameters)} | {format_size(model.cpu_bytes)} "
+        f"| {format_size(model.gpu_bytes)} | {model.context:,} | {model.licence}{', gated' if model.gated else ''} |"
+        for model in known_models()
+    ]
+    text = (DOCS / "choose.md").read_text()
+    assert [row for row in rows if row not in text] == []
+    assert len(re.findall(r"^\| `[\w.-]+` \| [\d.]+[BM] ", text, re.MULTILINE)) == len(rows)
+
+
+def test_models_that_are_advised_fit() -> None:
+    """A fifth of the memory is left for the KV cache and the process."""
+    text = section("choose.md", "So with this much free memory", r"^With less memory")
+    models, count = {model.name: model for model in known_models()}, 0
+    for size, on_cpu, on_gpu in re.findall(r"^\| (\d+) GB \| (.*?) \| (.*?) \|", text, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", on_cpu):
+            assert models[name].cpu_bytes < 0.8e9 * int(size), (name, size)
+        for name in re.findall(r"`([^`]+)`", on_gpu):
+            assert models[name].gpu_bytes < 0.8e9 * int(size), (name, size)
+        count += 1
+    assert count >= 5

@@ -26,7 +26,7 @@ USE_TRANSFORMERS = "chairlift_use_transformers"  # a key of a config: run the mo
 
 
 def choose_implementation(config: dict[str, Any], model_impl: str) -> None:
-    """Note in `config` whose code runs the model: "native", "transformers", or "auto"."""
+    """Note in `config` which implementation runs the model: "native", "transformers", or "auto"."""
     if model_impl == "transformers":
         config[USE_TRANSFORMERS] = True
     elif model_impl == "native" and not is_native(config):

@@ -30,7 +30,7 @@ class ServerOptions:
     )
     api_workers: int = server_option(
         1,
-        help="HTTP processes. More than one help when the front end limits the throughput of many streams.",
+        help="HTTP processes. More of them help where one limits the throughput of many streams.",
         check=between(1, 64),
         aliases=("api_server_count",),
     )

@@ -131,7 +131,7 @@ _RESERVED_VARIABLES = (
     *("add_generation_prompt", "continue_final_message"),
 )
 _REFUSED_FIELDS = {
-    "function_call": "is not supported: it has given way to tool_calls",
+    "function_call": "is not supported: it was replaced by tool_calls",
     "audio": "is not supported: this server reads text only",
 }
 

@@ -107,8 +107,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_GIVEN_TOOLS)]
 Label = Annotated[str | None, Field(max_length=512)]
 _REFUSED = {
-    "functions": "it has given way to tools",
-    "function_call": "it has given way to tool_choice",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
     "audio": "this server writes text only",
     "web_search_options": "this server searches nothing; give the model a tool that does",
 }

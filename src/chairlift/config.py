@@ -56,7 +56,7 @@ class EngineConfig:
     )
     model_impl: str = model_option(
         "auto",
-        help="Implementation that runs the model: native, that of transformers, or native where the family has it (auto).",
+        help="What runs the model: native code, that of transformers, or native where the family has it (auto).",
         choices=MODEL_IMPLS,
     )
     max_model_len: int | None = model_option(

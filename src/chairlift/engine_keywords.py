@@ -17,8 +17,8 @@ class EngineKeywords(TypedDict, total=False):
     load_format: str
     """How weights are read; dummy creates random weights from config.json. Default: `auto`."""
     model_impl: str
-    """Implementation that runs the model: native, that of transformers, or native where the family has it (auto).
-    Default: `auto`."""
+    """What runs the model: native code, that of transformers, or native where the family has it (auto). Default:
+    `auto`."""
     max_model_len: int | None
     """Maximum number of tokens of a prompt plus its output. Default: the model's limit."""
     weight_cache: str | None

@@ -112,8 +112,16 @@ def _split(words: list[str]) -> Iterator[Command]:
 
 
 def inline_code(page: Path) -> list[str]:
-    """The code within the sentences and tables of a page."""
-    return re.findall(r"`([^`\n]+)`", _FENCED.sub("", page.read_text()))
+    """The code within the sentences and tables of a page; of a table with a column Chairlift only that column."""
+    found, column = [], -1
+    for line in _FENCED.sub("", page.read_text()).splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if "Chairlift" in cells and len(cells) > 1:
+            column = cells.index("Chairlift")
+        elif not cells:
+            column = -1
+        found += re.findall(r"`([^`\n]+)`", cells[column] if cells and column >= 0 else line)
+    return found
 
 
 @cache

@@ -43,7 +43,7 @@ LANGUAGES = {"bash", "console", "python", "json", "yaml", "toml", "js", "text", 
 OTHERS = {
     *("aiperf", "cd", "claude", "docker", "export", "git", "guidellm", "helm", "install", "kill", "kubectl", "lm_eval"),
     *("npm", "ollama", "openssl", "optimum-cli", "ray", "serve", "sh", "smg", "source", "systemctl", "useradd"),
-    *("chmod", "llama-gguf-split", "llm", "nvidia-smi", "ulimit", "umask"),
+    *("cat", "chmod", "llama-gguf-split", "llm", "nvidia-smi", "ulimit", "umask"),
 }
 BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 MAKEFILE = (ROOT / "Makefile").read_text()

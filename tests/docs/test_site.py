@@ -26,16 +26,28 @@ def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     try:
         import material  # noqa: F401
     except ImportError:
         missing("needs mkdocs-material: make install")
     folder = tmp_path_factory.mktemp("site")
-    done = build(folder)
+    return folder, build(folder)
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    folder, done = built
+    if done.returncode:
+        pytest.skip("the site cannot be built: test_the_site_builds_without_a_warning says why")
+    return folder
+
+
+def test_the_site_builds_without_a_warning(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """Each page is in the navigation of mkdocs.yml, and each link and anchor leads somewhere."""
+    _, done = built
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    return folder
 
 
 class Shown(HTMLParser):

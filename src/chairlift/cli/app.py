@@ -20,7 +20,7 @@ from chairlift.registry import load_plugins
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import show_error
-from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
+from chairlift.terminal.options import ChatOptions, EngineOptions, SamplingOptions, SearchOptions
 
 RUN, MODELS, SERVERS = "Run a model", "Models on this machine", "Servers and fleets"
 UNDERSTAND = "Measure, simulate and understand"
@@ -29,7 +29,7 @@ FIRST = ("run", "chat", "serve", "generate", "batch", "pull", "list", "show", "r
 _BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 PREFIX = "CHAIRLIFT_"
-GROUPS = (EngineOptions, ServerOptions, ClusterOptions, SamplingOptions, SearchOptions)
+GROUPS = (EngineOptions, ServerOptions, ClusterOptions, SamplingOptions, SearchOptions, ChatOptions)
 
 VARIABLES: Mapping[str, str] = {
     "CHAIRLIFT_API_KEY": "for `serve` a key to require besides those of `--api-key`; for others the key to send",
@@ -127,6 +127,7 @@ app = Commands(
     aliases=alias_flags(options_of(EngineConfig)),
     completion=True,
     examples=[
+        'chairlift run smollm2-135m "What is a chairlift?"',
         "chairlift chat",
         "chairlift serve",
         "chairlift pull qwen3-0.6b",

@@ -1,42 +1,96 @@
-"""`chairlift chat`: a conversation in the terminal."""
+"""`chairlift run` and `chairlift chat`: an answer or a conversation in the terminal."""
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Annotated
 
 import typer
 
 from chairlift.cli.app import RUN, app
+from chairlift.cli.chat_backends import ChatBackend, LocalChat, RemoteChat
+from chairlift.cli.conversation import Conversation, QuitChat
 from chairlift.client.blocking import BlockingClient
 from chairlift.client.http import Address
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
-from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary, no_echo
-from chairlift.terminal.console import note, show_error, write_text
-from chairlift.terminal.option_groups import left_out
-from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_engine_options
+from chairlift.terminal.answers import no_echo
+from chairlift.terminal.console import note, show_error
+from chairlift.terminal.message_input import History, LeaveChat, MessageReader
+from chairlift.terminal.option_groups import left_out, source_of
+from chairlift.terminal.options import (
+    ChatOptions,
+    ChatSampling,
+    EngineOptions,
+    ModelArgument,
+    given,
+    refuse_engine_options,
+)
 
-if TYPE_CHECKING:
-    from chairlift.llm import LLM
-
+INTERRUPTED = 130  # the exit status after Ctrl-C
 
 _SERVER = "Server"
-HELP = """\
-/help         show this
-/reset        start a new conversation
-/system TEXT  set the system message; without TEXT, remove it
-/quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        help="Talk to this OpenAI-compatible server instead of running a model here.",
+        rich_help_panel=_SERVER,
+        show_default=False,
+    ),
+]
+ServerKey = Annotated[
+    str | None,
+    typer.Option("--api-key", help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER),
+]
+
+
+@app.command(
+    group=RUN,
+    examples=[
+        'chairlift run smollm2-135m "What is a chairlift?"',
+        'cat notes.txt | chairlift run Qwen/Qwen3-0.6B "Summarise this." > summary.txt',
+        "chairlift run smollm2-135m",
+        'chairlift run smollm2-135m "Hello" --url http://localhost:8000',
+    ],
+)
+def run(
+    context: typer.Context,
+    engine: EngineOptions,
+    sampling: ChatSampling,
+    options: ChatOptions,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT]...", help="The model, and a prompt to answer.", show_default=False),
+    ] = None,
+    url: ServerUrl = None,
+    api_key: ServerKey = None,
+) -> None:
+    """Answer one prompt; without a prompt, talk to the model as in `chairlift chat`.
+
+    A text that is piped in stands before the prompt. Only the answer goes to
+    standard output. A model without a chat template completes the prompt.
+    With --model, all arguments are the prompt.
+    """
+    prompt = list(words or [])
+    named = bool(prompt) or given(context, "model")
+    if prompt and source_of(context, "model") != "COMMANDLINE":
+        engine = replace(engine, model=_checked_name(prompt.pop(0)))
+    text = _prompt(prompt)
+    conversation = _start(context, engine, sampling, options, url, api_key, named=named, prompt=text)
+    if text is None:
+        _talk(conversation, options)
+    elif not conversation.send(text):
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command(
     group=RUN,
     examples=[
         "chairlift chat",
-        'chairlift chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."',
+        'chairlift chat Qwen/Qwen3-0.6B --system "Answer in one sentence."',
         'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
         "chairlift chat --url http://localhost:8000",
     ],
@@ -44,210 +98,107 @@ HELP = """\
 def chat(
     context: typer.Context,
     engine: EngineOptions,
-    sampling: SamplingOptions,
-    system: Annotated[str, typer.Option(help="System message.", show_default="none")] = "",
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Talk to this OpenAI-compatible server instead of running a model here.",
-            rich_help_panel=_SERVER,
-            show_default=False,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
-    ] = None,
+    sampling: ChatSampling,
+    options: ChatOptions,
+    model_argument: ModelArgument = None,
+    url: ServerUrl = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Talk to a model; /help lists the commands of the conversation.
 
-    The line below each answer shows how much of the conversation was cached:
-    only the new part is computed. If standard input is not a terminal, each of
-    its lines is a message, or a command with its slash. With --url, --model is
-    the model's name there, by default the first one. Sampling options that are
-    not given are those that the model recommends, if it does, or the server's.
+    A pasted text is one message, Alt-Enter begins a new line. The line below each
+    answer shows how much of the conversation was cached: only the new part is
+    computed. If standard input is not a terminal, each of its lines is a message,
+    or a command with its slash. With --url, MODEL is the model's name there, by
+    default the first one. Sampling options that are not given are those that the
+    model recommends, if it does, or the server's.
     """
+    named = model_argument is not None or given(context, "model")
+    engine = replace(engine, model=model_argument or engine.model)
+    _talk(_start(context, engine, sampling, options, url, api_key, named=named, prompt=None), options)
+
+
+def _checked_name(name: str) -> str:
+    """Return the name of a model; raises for a prompt in its place."""
+    if " " in name and not os.path.exists(name):
+        raise InvalidParameter("model", f"{name!r:.60} is not a model; write `chairlift run MODEL PROMPT`")
+    return name
+
+
+def _prompt(words: list[str]) -> str | None:
+    """Return what is to be answered: the piped text, then the words; None if the user is to be asked."""
+    piped = "" if sys.stdin.isatty() else "".join(_piped_lines(keep_ends=True)).strip("\n")
+    text = "\n\n".join(part for part in (piped, " ".join(words)) if part.strip())
+    if not text and (words or not sys.stdin.isatty()):
+        raise InvalidParameter("prompt", "is empty; give one, or pipe one in")
+    return text or None
+
+
+def _start(
+    context: typer.Context,
+    engine: EngineOptions,
+    sampling: ChatSampling,
+    options: ChatOptions,
+    url: str | None,
+    api_key: str | None,
+    *,
+    named: bool,
+    prompt: str | None,
+) -> Conversation:
+    """Load the model or ask the server. With a prompt, nothing but the answer is shown, and no template is needed."""
     sampling.params()  # check the parameters before the model is loaded
-    backend = (
-        _local_chat(context, engine, sampling) if url is None else _remote_chat(context, engine, sampling, url, api_key)
-    )
-    session = ChatSession(backend, system=system, show_figures=not engine.quiet)
+    changed = {name: value for name, value in asdict(sampling).items() if not left_out(context, name)}
+    backend: ChatBackend
+    if url is not None:
+        refuse_engine_options(context)
+        client = BlockingClient(Address.parse(url), api_key=api_key)
+        backend = RemoteChat(client, engine.model if named else str(client.served_model()["id"]))
+        if not engine.quiet and prompt is None:
+            note(f"{backend.model} at {client.address}")
+    else:
+        llm = engine.load(show_details=prompt is None)
+        backend = LocalChat(llm, engine.model, sampling.suited_to(llm.default_sampling, context))
+        if prompt is None and not backend.chats:
+            problem = f"it has no chat template, so it cannot chat; use `chairlift run {engine.model} PROMPT`"
+            raise InvalidParameter("model", problem)
+    show_figures = prompt is None or (sys.stdout.isatty() and sys.stderr.isatty())
+    return Conversation(backend, options, changed, quiet=engine.quiet, show_figures=show_figures)
+
+
+def _talk(conversation: Conversation, options: ChatOptions) -> None:
     interactive = sys.stdin.isatty()
     if interactive:
         note("Type a message, or /help.")
-    for line in _typed_lines() if interactive else _piped_lines():
-        if line == "/quit":
-            break
-        if line.startswith("/"):
-            session.command(line)
-        elif line:
-            with no_echo():
-                _answer(session, line, interactive)
-
-
-def _local_chat(context: typer.Context, engine: EngineOptions, sampling: SamplingOptions) -> ChatBackend:
-    llm = engine.load()
-    if llm.get_tokenizer().chat_template is None:
-        raise InvalidParameter("model", "it has no chat template, so it cannot chat; use `chairlift generate`")
-    return LocalChat(llm, sampling.suited_to(llm.default_sampling, context))
-
-
-def _remote_chat(
-    context: typer.Context, engine: EngineOptions, sampling: SamplingOptions, url: str, api_key: str | None
-) -> ChatBackend:
-    refuse_engine_options(context)
-    client = BlockingClient(Address.parse(url), api_key=api_key)
-    model = engine.model if given(context, "model") else str(client.served_model()["id"])
-    if not engine.quiet:
-        note(f"{model} at {client.address}")
-    fields = {name: value for name, value in asdict(sampling).items() if not left_out(context, name)}
-    return RemoteChat(client, model, fields | {"max_tokens": sampling.max_tokens})
-
-
-def _typed_lines() -> Iterator[str]:
-    with suppress(ImportError):  # Not every Python build has it.
-        import readline  # noqa: F401 (importing it gives `input` editing and history)
-
-    while True:
-        try:
-            yield input("> ").strip()
-        except EOFError:
-            write_text("\n")
-            return
-
-
-def _piped_lines() -> Iterator[str]:
     try:
-        for line in sys.stdin:
-            yield line.strip()
-    except UnicodeDecodeError as error:
-        raise InvalidParameter("prompt", f"standard input is not UTF-8 text ({error.reason})") from None
+        for text in _typed(conversation, options) if interactive else _piped_lines():
+            if text.strip():
+                _handle(conversation, text, interactive)
+    except (QuitChat, LeaveChat):
+        pass
 
 
-def _answer(session: ChatSession, message: str, interactive: bool) -> None:
+def _handle(conversation: Conversation, text: str, interactive: bool) -> None:
     try:
-        session.send(message)
+        with no_echo():
+            conversation.handle(text)
     except EngineDead:
         raise
     except ChairliftError as error:
         if not interactive:
             raise
-        show_error(f"{error}; /reset starts a new conversation")
+        too_long = isinstance(error, InvalidParameter) and error.parameter in ("prompt", "messages")
+        show_error(f"{error}; /undo or /clear makes room" if too_long else str(error))
 
 
-class ChatSession:
-    """A conversation: its messages and its backend."""
-
-    def __init__(self, backend: ChatBackend, *, system: str, show_figures: bool) -> None:
-        self._backend = backend
-        self._system = system
-        self._show_figures = show_figures
-        self._messages: list[dict[str, str]] = []
-
-    def command(self, line: str) -> None:
-        name, _, text = line.partition(" ")
-        match name:
-            case "/help":
-                note(HELP)
-            case "/reset":
-                self._messages.clear()
-                note("New conversation.")
-            case "/system":
-                self._system = text.strip()
-                note(f"System message: {self._system}" if self._system else "No system message.")
-            case _:
-                note(f"There is no {name}; /help lists the commands.")
-
-    def send(self, message: str) -> None:
-        """Print the answer as it arrives and keep both messages, also of an interrupted answer."""
-        question = {"role": "user", "content": message}
-        pieces: list[str] = []
-        answer = self._backend.answer([*self._system_message(), *self._messages, question])
-        try:
-            for piece in answer:
-                pieces.append(piece)
-                write_text(piece)
-            write_text("\n")
-        except KeyboardInterrupt:
-            write_text(" …\n")
-        except ChairliftError:
-            write_text("\n" if pieces else "")
-            raise
-        finally:
-            answer.close()
-            if pieces:  # The message is dropped too if there is no text.
-                self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
-        if self._show_figures:
-            note(self._backend.summary())
-
-    def _system_message(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self._system}] if self._system else []
+def _typed(conversation: Conversation, options: ChatOptions) -> Iterator[str]:
+    reader = MessageReader(History() if options.history else None, conversation.complete)
+    while True:
+        yield reader.read()
 
 
-Messages = Sequence[Mapping[str, str]]
-
-
-class ChatBackend(Protocol):
-    def answer(self, messages: Messages) -> Generator[str, None, None]:
-        """Yield pieces of text as they arrive. Ctrl-C raises KeyboardInterrupt between two pieces."""
-        ...
-
-    def summary(self) -> str:
-        """Return one line with the speed and lengths of the last answer."""
-        ...
-
-
-class LocalChat:
-    """Runs a model in this process."""
-
-    def __init__(self, llm: LLM, sampling: SamplingOptions) -> None:
-        self._llm = llm
-        self._params = sampling.params()
-        self._meter = AnswerMeter()
-        self._interrupt = InterruptBetweenSteps()
-        llm.engine.subscribe(self._meter)
-        llm.engine.subscribe(self._interrupt)
-
-    def answer(self, messages: Messages) -> Generator[str, None, None]:
-        with self._interrupt.armed():
-            for piece in self._llm.stream_chat(messages, self._params):
-                yield piece.text
-        self._meter.check()
-
-    def summary(self) -> str:
-        return self._meter.summary()
-
-
-class RemoteChat:
-    """Calls an OpenAI-compatible server."""
-
-    def __init__(self, client: BlockingClient, model: str, sampling: Mapping[str, Any]) -> None:
-        """`sampling` are the parameters to send; the server decides about the others."""
-        self._client = client
-        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._fields |= sampling
-        self._sent_at = 0.0
-        self._times: list[float] = []
-        self._usage: dict[str, Any] = {}
-        self._finish_reason: str | None = None
-
-    def answer(self, messages: Messages) -> Generator[str, None, None]:
-        self._sent_at, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None
-        for event in self._client.stream("/v1/chat/completions", {**self._fields, "messages": list(messages)}):
-            self._usage = event.get("usage") or self._usage
-            for choice in event.get("choices") or ():
-                self._finish_reason = choice.get("finish_reason") or self._finish_reason
-                text = (choice.get("delta") or {}).get("content")
-                if text:
-                    self._times.append(time.monotonic())
-                    yield text
-
-    def summary(self) -> str:
-        details = self._usage.get("prompt_tokens_details") or {}
-        return answer_summary(
-            self._sent_at,
-            self._times,
-            self._usage.get("completion_tokens") or len(self._times),
-            self._usage.get("prompt_tokens"),
-            details.get("cached_tokens") or 0,
-            cut_off=self._finish_reason == "length",
-        )
+def _piped_lines(*, keep_ends: bool = False) -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            yield line if keep_ends else line.strip()
+    except UnicodeDecodeError as error:
+        raise InvalidParameter("prompt", f"standard input is not UTF-8 text ({error.reason})") from None

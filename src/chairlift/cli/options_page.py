@@ -15,7 +15,7 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.options import FIXED_OPTIONS, Option, options_of
 from chairlift.server.options import ServerOptions
-from chairlift.terminal.options import EngineOptions, SamplingOptions, SearchOptions
+from chairlift.terminal.options import ChatOptions, EngineOptions, SamplingOptions, SearchOptions
 
 INTRODUCTION = """\
 # Options
@@ -50,7 +50,13 @@ SECTIONS: Sequence[tuple[str, str, type]] = (
     ("The engine", "For every command that runs a model, and for `LLM` (all but `model` and `quiet`).", EngineOptions),
     ("The server", "Of `chairlift serve` and `chairlift cluster serve`.", ServerOptions),
     ("The fleet", "Of `chairlift cluster serve`.", ClusterOptions),
-    ("Sampling", "For `chairlift generate` and `chairlift chat`.", SamplingOptions),
+    (
+        "Sampling",
+        "For `chairlift generate`, `chat` and `run`. Without `--max-tokens`, an answer of the last two has at most "
+        "1,024 tokens (what fits in the context if the model reasons), and a completion 256.",
+        SamplingOptions,
+    ),
+    ("The chat", "Of `chairlift chat` and `chairlift run`.", ChatOptions),
     ("Search", "Of `chairlift generate`.", SearchOptions),
 )
 

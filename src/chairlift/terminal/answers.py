@@ -1,7 +1,8 @@
-"""An answer that is printed as it is generated: its speed and lengths, and what is typed meanwhile."""
+"""An answer that is printed as it is generated: its text, speed and lengths, and what is typed meanwhile."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,68 @@ from types import FrameType
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
+from chairlift.terminal.markdown import DIM, MarkdownText
+from chairlift.terminal.wrapping import WrappedText
+from chairlift.text.assistant_parts import AssistantPart, ContentDelta, ReasoningDelta
+
+CUT_OFF = "cut off at --max-tokens or the end of the context"
+
+
+def can_style() -> bool:
+    """Return whether standard output shows styles and drawn lines."""
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown") or bool(os.environ.get("NO_COLOR"))
+    return sys.stdout.isatty() and encoding == "utf8" and not dumb
+
+
+class AnswerText:
+    """Prints an answer: on a terminal wrapped, with Markdown rendered and reasoning dimmed; elsewhere as it is."""
+
+    def __init__(self, *, plain: bool, show_reasoning: bool) -> None:
+        self._out = WrappedText() if sys.stdout.isatty() else None
+        self._styles = not plain and can_style()
+        self._markdown = MarkdownText(self._out) if self._out is not None and self._styles else None
+        self._show_reasoning = show_reasoning
+        self._in_reasoning = False
+        self.has_text = False  # whether anything is printed
+
+    def push(self, part: AssistantPart) -> None:
+        self.has_text = True
+        match part:
+            case ReasoningDelta(text) if self._out is not None and self._show_reasoning:
+                if not self._in_reasoning and not self._styles:
+                    self._out.add("Reasoning:\n")
+                self._in_reasoning = True
+                self._out.add(text, DIM if self._styles else "")
+            case ContentDelta(text):
+                self._end_reasoning()
+                if self._markdown is not None:
+                    self._markdown.push(text)
+                elif self._out is not None:
+                    self._out.add(text)
+                else:
+                    sys.stdout.write(text)
+            case _:
+                pass
+        sys.stdout.flush()
+
+    def close(self, *, stopped: bool = False) -> None:
+        """Write what is held back; an answer that was stopped ends in an ellipsis."""
+        if self._markdown is not None:
+            self._markdown.close()
+        end = " …" if stopped else ""
+        if self._out is not None:
+            self._out.add(end)
+            self._out.close()
+        else:
+            sys.stdout.write(f"{end}\n")
+        sys.stdout.flush()
+
+    def _end_reasoning(self) -> None:
+        if self._in_reasoning and self._out is not None:
+            self._out.close()
+            self._out.add("\n" if self._styles else "\nAnswer:\n")
+        self._in_reasoning = False
 
 
 class AnswerMeter:
@@ -43,11 +106,15 @@ class AnswerMeter:
         if self._ending is not None and self._ending.reason is FinishReason.ERROR:
             raise ChairliftError(f"generating failed: {self._ending.detail}")
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the answer has reached a limit."""
+        return self._ending is not None and self._ending.reason is FinishReason.LENGTH
+
     def summary(self) -> str:
-        cut_off = self._ending is not None and self._ending.reason is FinishReason.LENGTH
         times = self._token_times
         return answer_summary(
-            self._arrival, times, len(times), self._prompt_tokens, self._cached_tokens, cut_off=cut_off
+            self._arrival, times, len(times), self._prompt_tokens, self._cached_tokens, cut_off=self.cut_off
         )
 
 
@@ -67,7 +134,7 @@ def answer_summary(
     count = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
     if times[-1] > times[0]:
         count += f" at {(num_tokens - 1) / (times[-1] - times[0]):.1f} tokens/s"
-    end = " · cut off at --max-tokens or the end of the context" if cut_off else ""
+    end = f" · {CUT_OFF}" if cut_off else ""
     return f"{count} · first after {times[0] - started:.2f} s{prompt}{end}"
 
 

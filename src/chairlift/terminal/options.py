@@ -12,7 +12,7 @@ import typer
 from chairlift.config import EngineConfig, model_option
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
-from chairlift.options import check_options, option
+from chairlift.options import check_options, option, option_of
 from chairlift.terminal.option_groups import field_names, given, left_out, refuse_given, with_option_groups
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The 
 
 sampling_option = partial(option, group="Sampling")
 search_option = partial(option, group="Choosing among completions")
+chat_option = partial(option, group="Conversation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,11 @@ class EngineOptions(EngineConfig):
         """The arguments of `EngineConfig`."""
         return {name: value for name, value in asdict(self).items() if name in engine_option_names()}
 
-    def load(self) -> LLM:
+    def load(self, *, show_details: bool = True) -> LLM:
         from chairlift.llm import LLM
         from chairlift.terminal.console import show_log
 
-        show_log(quiet=self.quiet)
+        show_log(quiet=self.quiet or not show_details)
         return LLM(self.model, progress=not self.quiet, **self.config())
 
 
@@ -74,7 +75,7 @@ class SamplingOptions:
         0.0, help="Subtracted from a token's logit for each time it was generated."
     )
     seed: int | None = sampling_option(None, help="Random seed, for repeatable output.", default_text="random")
-    max_tokens: int = sampling_option(256, help="Maximum length of the output, in tokens.")
+    max_tokens: int | None = sampling_option(256, help="Maximum length of the output, in tokens.")
     min_tokens: int = sampling_option(0, help="Minimum length of the output, in tokens.")
     stop: list[str] | None = sampling_option(None, help="End the output before this text; may be repeated.")
     ignore_eos: bool = sampling_option(False, help="Continue after the end-of-sequence token.", negatable=False)
@@ -88,6 +89,36 @@ class SamplingOptions:
             return self
         changes: dict[str, Any] = {name: recommended[name] for name in recommended if left_out(context, name)}
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSampling(SamplingOptions):
+    """The same for conversations, with room for longer answers."""
+
+    max_tokens: int | None = option_of(
+        SamplingOptions, "max_tokens", default=None, default_text="1024; what fits if the model reasons"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a conversation shows and keeps."""
+
+    system: str = chat_option("", help="System message.", default_text="none")
+    reasoning: str = chat_option(
+        "show",
+        help="Whether the model's reasoning is shown, or is turned off where the model can do without.",
+        choices=("show", "hide", "off"),
+    )
+    plain: bool = chat_option(
+        False, help="Show Markdown as it is written. So do pipes, NO_COLOR and TERM=dumb.", negatable=False
+    )
+    history: bool = chat_option(
+        True, help="Keep typed messages for the next conversation, in ~/.local/state/chairlift."
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}

@@ -158,7 +158,7 @@ def test_only_given_parameters_are_sent(failing: str) -> None:
     Failing.answer = DELTA + b"data: [DONE]\n\n"
     result = chat("--url", failing, "--api-key", "secret", "--seed", "3", "--top-k", "5")
     assert result.exit_code == 0, result.output
-    expected = {"model", "stream", "stream_options", "messages", "max_tokens", "seed", "top_k"}
+    expected = {"model", "stream", "stream_options", "messages", "seed", "top_k"}
     assert set(Failing.request_body) == expected
     assert Failing.request_body["model"] == "some-model"
     assert Failing.key == "Bearer secret"

@@ -23,6 +23,7 @@ from tests.api.cli_runner import FAST, run
 COMMANDS = [
     [],
     ["generate"],
+    ["run"],
     ["chat"],
     ["serve"],
     ["simulate"],

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.cli.chat import _typed_lines
 from chairlift.terminal.answers import no_echo
 from tests.api.cli_runner import FAST, run, start
 from tests.tiny import write_tiny_checkpoint
@@ -71,12 +70,9 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     result = run("chat", "--model", str(folder), *CHAT, "--quiet", stdin="")
     assert result.exit_code == 2
     assert "error: --model: it has no chat template" in result.stderr
-
-
-def test_chat_works_without_readline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" hello \n"))
-    assert list(_typed_lines()) == ["hello"]
+    completed = run("run", str(folder), "hello", *CHAT)
+    assert completed.exit_code == 0, completed.output
+    assert completed.stdout == run("generate", "hello", "--model", str(folder), *CHAT).stdout
 
 
 def test_typed_characters_are_not_shown_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

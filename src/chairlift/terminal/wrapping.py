@@ -6,8 +6,8 @@ after a resize, the next line has the new width.
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import sys
 
 from rich.cells import cell_len
@@ -28,7 +28,10 @@ def styled(text: str, style: str) -> str:
 
 
 def terminal_width() -> int:
-    return max(10, shutil.get_terminal_size().columns)
+    try:
+        return max(10, os.get_terminal_size(sys.stdout.fileno()).columns)
+    except OSError:
+        return 80
 
 
 class WrappedText:
@@ -99,15 +102,15 @@ class WrappedText:
         if not self._word:
             return
         end = self._column + cell_len(self._space) + self._word_width()
+        word, self._word = self._word, []  # first, since Ctrl-C may come while it is written
         if end > terminal_width() and self._column > self._indent_width:
             self._new_line(self.indent)
             self._column = self._indent_width
         else:
             self._put(self._space, "")
         self._space = ""
-        for piece, style in self._word:
+        for piece, style in word:
             self._put(piece, style)
-        self._word = []
 
     def _new_line(self, indent: str) -> None:
         sys.stdout.write("\n" + indent)

@@ -53,7 +53,7 @@ class MarkdownText:
         self._out = out
         self._line = ""  # what is not written of the current line
         self._decided = False  # whether the beginning of the current line is written
-        self._style = ""  # of the current line
+        self._style = ""  # The style of the current line.
         self._before = ""  # the last character written of the line
         self._fence = ""  # what ends the block of code
         self._table: list[str] = []

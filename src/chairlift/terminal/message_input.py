@@ -74,7 +74,8 @@ class MessageReader:
             return ""
         self._interrupted = False
         message = text.strip("\n").rstrip()
-        if message.strip() and not text.startswith(" "):  # as in shells, a space before it keeps it out of the history
+        # A space before a message keeps it out of the history, as in shells.
+        if message.strip() and not text.startswith(" "):
             if self._readline is not None:
                 self._readline.add_history(message)
             if self._history is not None:

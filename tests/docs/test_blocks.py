@@ -246,3 +246,9 @@ def test_flags_and_commands_in_sentences_exist(page: Path) -> None:
         elif code.strip() and code.split()[0] not in {*OTHERS, "python"}:
             flags = re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
             assert [flag for flag in flags if flag not in known] == [], code
+
+
+def test_paths_beside_those_of_other_servers_exist() -> None:
+    paths = [code for code in inline_code(ROOT / "docs" / "coming-from.md") if re.fullmatch(r"/[\w/-]+", code)]
+    assert len(paths) > 10
+    assert [path for path in paths if not is_path(path)] == []

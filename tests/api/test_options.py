@@ -77,6 +77,7 @@ def test_most_options_have_a_check() -> None:
         "host",
         "served_model_name",
         "files_dir",
+        "responses_dir",
         "uds",
         "chat_template",
         "ssl_certfile",

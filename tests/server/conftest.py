@@ -26,6 +26,16 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="session")
+def stored_server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that keeps responses, conversations and files."""
+    folders = [str(tmp_path_factory.mktemp(name)) for name in ("stored", "stored_files")]
+    log = tmp_path_factory.mktemp("stored_server") / "log"
+    running = start_server(tiny_folder, log, "--responses-dir", folders[0], "--files-dir", folders[1])
+    yield running
+    assert running.stop() == 0, running.tail()
+
+
+@pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a chat template that shows tools and with special tokens as tool-call markers."""
     marks = ["<tool_call>", "</tool_call>"]

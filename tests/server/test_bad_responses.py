@@ -41,7 +41,7 @@ BAD_INPUT: list[tuple[Any, str, str]] = [
     ([{"type": ["message"]}], "input[0].type", "invalid_value"),
     ([{"type": "input_text", "text": 3}], "input[0].text", "invalid_type"),
     ([HELLO, {"type": "input_image", "image_url": "data:,"}], "input[1].type", "invalid_value"),
-    ([{"type": "compaction", "encrypted_content": "x"}], "input[0].type", "invalid_value"),
+    ([{"type": "compaction", "encrypted_content": "x"}], "input[0].encrypted_content", "invalid_value"),
     ([HELLO, {"type": "compaction_trigger"}], "input[1].type", "invalid_value"),
     ([HELLO, {"type": "additional_tools", "tools": "f"}], "input[1].tools", "invalid_value"),
     ([HELLO, {"type": "additional_tools", "tools": [{"type": "function"}]}], "input[1].tools[0].name", "invalid_value"),
@@ -113,10 +113,15 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"include_usage": False}}, "stream_options.include_usage", "invalid_value"),
     ({"stream": True, "stream_options": {"include_usge": 1}}, "stream_options.include_usge", "unknown_parameter"),
     ({"store": "yes"}, "store", "invalid_type"),
-    ({"background": True}, "background", "invalid_value"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "invalid_value"),
-    ({"conversation": "conv_1"}, "conversation", "invalid_value"),
-    ({"conversation": {"id": "conv_1"}}, "conversation", "invalid_value"),
+    ({"background": True}, "background", "responses_disabled"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "responses_disabled"),
+    ({"conversation": "conv_1"}, "conversation", "responses_disabled"),
+    ({"conversation": {"id": "conv_1"}}, "conversation", "responses_disabled"),
+    ({"background": True, "store": False}, "background", "invalid_value"),
+    ({"previous_response_id": "resp_1", "conversation": "conv_1"}, "conversation", "invalid_value"),
+    ({"previous_response_id": 3}, "previous_response_id", "invalid_type"),
+    ({"previous_response_id": "r" * 101}, "previous_response_id", "invalid_value"),
+    ({"conversation": {"name": "conv_1"}}, "conversation.id", "missing_required_parameter"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "invalid_value"),
     ({"moderation": {"model": "omni-moderation-latest"}}, "moderation", "invalid_value"),
     ({"max_tool_calls": 0}, "max_tool_calls", "invalid_value"),
@@ -233,8 +238,8 @@ def test_invalid_bodies_are_refused(server: RunningServer, body: bytes) -> None:
 def test_unknown_models_and_methods_are_refused(server: RunningServer) -> None:
     expect(server, server.post(PATH, {"model": "other", "input": "hello"}), 404, "model", "model_not_found")
     assert server.get(PATH).status_code == 405
-    expect(server, server.post(f"{PATH}/compact", {}), 400, None, "unsupported_operation")
-    expect(server, server.get(f"{PATH}/resp_1"), 404, None, "unknown_url")
+    expect(server, server.post(f"{PATH}/compact", {}), 400, "input")
+    expect(server, server.get(f"{PATH}/resp_1"), 404, None, "responses_disabled")
 
 
 def test_no_blocks_or_requests_remain(server: RunningServer) -> None:

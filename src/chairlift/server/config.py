@@ -19,6 +19,7 @@ from chairlift.server.http.listener import Certificate
 from chairlift.server.options import ServerOptions
 from chairlift.server.process.engine_client import Supervision
 from chairlift.server.process.this_process import ENGINE_MODULE
+from chairlift.server.stored.store import ResponseStore
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.unknown_fields import UnknownFieldsRule
 
@@ -42,6 +43,9 @@ class ServerConfig:
     allowed_hosts: Sequence[str] = ()  # A server without keys answers to these host names, too.
     files_dir: Path | None = None  # Uploaded files and batches are there; None: there are none
     files_quota: int = 10 * 2**30  # bytes of the files of one key
+    responses_dir: Path | None = None  # Responses and conversations are kept there; None: they are not kept
+    responses_expiry: float = 30.0  # days after the last use
+    responses_quota: int = 2**30  # bytes of the responses and conversations of one key
     drain_timeout: float = 30.0
     api_workers: int = 1  # HTTP processes; with more than one, a further process joins them with the engine
     engine_module: str = ENGINE_MODULE  # run as the engine process; tests and benchmarks run others
@@ -73,9 +77,13 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     if server.files_dir is not None:
         FilesFolder(server.files_dir, files_quota)  # refuses a folder that cannot be written
+    responses_quota = parse_bytes("responses_quota", server.responses_quota)
+    if server.responses_dir is not None:
+        ResponseStore(server.responses_dir, responses_quota, 0.0).close()  # refuses what it cannot use
     names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
     shared = {name: getattr(server, name) for name in names}  # options that the configuration has under the same name
-    shared |= {"files_quota": files_quota, "log_level": server.log_level or ("warning" if quiet else "info")}
+    shared |= {"files_quota": files_quota, "responses_quota": responses_quota}
+    shared |= {"log_level": server.log_level or ("warning" if quiet else "info")}
     return ServerConfig(
         model=model,
         engine=engine,

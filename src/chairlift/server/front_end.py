@@ -35,6 +35,9 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.served_model import ServedModel
+from chairlift.server.stored.background import BackgroundResponses
+from chairlift.server.stored.routes import StoredResponses, add_response_routes, add_stored_routes
+from chairlift.server.stored.store import ResponseStore
 from chairlift.server.wire.unknown_fields import HEADER, UnknownFieldsRule
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ _RATE_LIMIT_HEADERS = [
 ]
 # That scripts of other origins may read.
 EXPOSED_HEADERS = ["x-request-id", "request-id", "retry-after", HEADER, *_RATE_LIMIT_HEADERS]
+DAY = 86_400.0  # seconds
 
 
 # ---- the application -------------------------------------------------------------------------------------------------
@@ -61,21 +65,28 @@ def make_app(
     access_log: Path | None = None,
     tracer_provider: TracerProvider | None = None,
     files: FilesFolder | None = None,
+    responses: ResponseStore | None = None,
     unknown_fields: UnknownFieldsRule = "ignore",
 ) -> FastAPI:
     table = KeyTable() if keys is None else keys
+    stored = None if responses is None else StoredResponses(responses)
+    internal = make_internal_app(service, unknown_fields, stored)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
         tasks = [asyncio.create_task(_ping(service))]
         if files is not None:
-            internal = make_internal_app(service, unknown_fields)
             tasks.append(asyncio.create_task(BatchRunner(files, service, internal, table).run()))
+        if stored is not None:
+            stored.background = BackgroundResponses(stored.store, internal, table)
+            tasks.append(asyncio.create_task(stored.background.tend()))
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if stored is not None:
+            await asyncio.to_thread(stored.store.close)
         if tracer_provider is not None:
             await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
 
@@ -114,7 +125,9 @@ def make_app(
     if tracer_provider is not None:
         observers.append(Tracing(tracer_provider, service.model.name))
     app.add_middleware(RequestBoundary, observers=observers)
-    _add_generation(app, service)
+    _add_generation(app, service, stored)
+    add_stored_routes(app, stored)
+    app.state.stored = stored
     add_tokenizer_routes(app, service)
     add_status_routes(app, service)
     add_file_routes(app, files, ERRORS)
@@ -126,21 +139,24 @@ def make_app(
     return app
 
 
-def make_internal_app(service: Service, unknown_fields: UnknownFieldsRule) -> FastAPI:
+def make_internal_app(
+    service: Service, unknown_fields: UnknownFieldsRule, stored: StoredResponses | None = None
+) -> FastAPI:
     """The generation routes for requests of this process, whose clients were authenticated before. The limits of their
     keys apply."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestMeter, rate_limits=service.rate_limits, unknown_fields=unknown_fields)
     app.add_middleware(RequestBoundary)
-    _add_generation(app, service)
+    _add_generation(app, service, stored)
     add_error_handlers(app, dashboard=False)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: Service, stored: StoredResponses | None) -> None:
     """Add the generation routes, and what reads the bodies of all routes."""
     app.router.route_class = threaded_body_route(service.admission, service.limits.tenant_weights)
     add_generation_routes(app, service)
+    add_response_routes(app, service, stored)
 
 
 async def _ping(service: Service) -> None:
@@ -152,6 +168,12 @@ async def _ping(service: Service) -> None:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+def _response_store(config: ServerConfig) -> ResponseStore | None:
+    if config.responses_dir is None:
+        return None
+    return ResponseStore(config.responses_dir, config.responses_quota, config.responses_expiry * DAY)
+
+
 class HTTPServer:
     """A service on a socket, with keys that can be replaced."""
 
@@ -160,7 +182,7 @@ class HTTPServer:
         self.service = service
         self._config = config
         self._keys = KeyTable(keys)
-        app = make_app(
+        self._app = make_app(
             service,
             self._keys,
             config.cors_origins,
@@ -170,9 +192,10 @@ class HTTPServer:
             access_log=config.access_log,
             unknown_fields=config.unknown_fields,
             files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),
+            responses=_response_store(config),
             tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )
-        self._server = UvicornServer(app, config.limits, config.certificate, shared=shared)
+        self._server = UvicornServer(self._app, config.limits, config.certificate, shared=shared)
         freeze_loaded_objects()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -195,7 +218,8 @@ class HTTPServer:
 
     @property
     def is_idle(self) -> bool:
-        return not self._server.server_state.tasks
+        stored: StoredResponses | None = self._app.state.stored
+        return not self._server.server_state.tasks and (stored is None or stored.is_idle)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from chairlift.options import at_least, between, check_options, option, parse_bytes
+from chairlift.options import above, at_least, between, check_options, option, parse_bytes
 from chairlift.text.tool_formats.base import TOOL_FORMATS
 
 server_option, access_option = partial(option, group="Server"), partial(option, group="Access")
@@ -72,6 +72,22 @@ class ServerOptions:
     )
     files_quota: int | str = server_option(
         "10GiB", help="Size of all files of one API key.", metavar="SIZE", check=parse_bytes
+    )
+    responses_dir: Path | None = server_option(
+        None,
+        help="Keep responses and conversations in this folder, for previous_response_id, conversation and background. "
+        "It holds prompts and outputs.",
+        metavar="FOLDER",
+        default_text="nothing is kept",
+    )
+    responses_expiry: float = server_option(
+        30.0, help="Days after its last use that a response or a conversation is kept.", check=above(0)
+    )
+    responses_quota: int | str = server_option(
+        "1GiB",
+        help="Size of all responses and conversations of one API key; what was used longest ago makes room.",
+        metavar="SIZE",
+        check=parse_bytes,
     )
     api_key: Sequence[str] | None = access_option(
         None,

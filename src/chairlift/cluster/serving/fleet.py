@@ -198,7 +198,7 @@ def observe(context: Any) -> FleetObservation:
 
 STATUS_SECONDS = 20.0
 # Each server of a fleet would have its own files, and its own socket.
-_SINGLE_SERVER = ("files_dir", "uds", "policy_switch")
+_SINGLE_SERVER = ("files_dir", "responses_dir", "uds", "policy_switch")
 
 
 def fleet_config(server: ServerOptions, model: str, engine: Mapping[str, Any], *, quiet: bool = False) -> ServerConfig:

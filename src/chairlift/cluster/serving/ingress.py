@@ -62,6 +62,10 @@ def make_ingress_app(
         """Refuses uploads before their body is read."""
         raise APIError(404, "a fleet keeps no files, and has no batches of files", code="files_disabled")
 
+    async def stored(_: Request) -> Response:
+        problem = "a fleet keeps no responses and no conversations; send all earlier items in input"
+        raise APIError(404, problem, code="responses_disabled")
+
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
@@ -98,6 +102,9 @@ def make_ingress_app(
         Route("/metrics", metrics_page),
         *(Route(path, files, methods=METHODS) for path in ("/v1/files", "/v1/batches")),
         *(Route(path, files, methods=METHODS) for path in ("/v1/files/{_:path}", "/v1/batches/{_:path}")),
+        Route("/v1/responses/{_}", stored, methods=["GET", "DELETE"]),
+        *(Route(f"/v1/responses/{{_}}/{name}", stored, methods=METHODS) for name in ("cancel", "input_items")),
+        *(Route(path, stored, methods=METHODS) for path in ("/v1/conversations", "/v1/conversations/{_:path}")),
         *(dashboard_routes(fleet, config.model_name) if config.dashboard else ()),
         Mount("/", relay),
     ]

@@ -180,9 +180,15 @@ class BatchRun:
             await asyncio.to_thread(self.output.sync)
 
 
-async def call(app: ASGIApp, path: str, body: bytes, state: dict[str, Any] | None = None) -> BatchResponse:
+async def call(
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    state: dict[str, Any] | None = None,
+    on_piece: Callable[[bytes], None] = lambda piece: None,
+) -> BatchResponse:
     """Send a POST request to an ASGI application; the client never disconnects. `state` is what the guards of a server
-    would have found out about it."""
+    would have found out about it. `on_piece` is called with each piece of the body of a response that is no error."""
     state = {} if state is None else state
     scope = {
         "type": "http",
@@ -207,6 +213,8 @@ async def call(app: ASGIApp, path: str, body: bytes, state: dict[str, Any] | Non
 
     async def send(message: Message) -> None:
         sent.append(message)
+        if message["type"] == "http.response.body" and sent[0]["status"] == 200:
+            on_piece(message.get("body", b""))
 
     await app(scope, receive, send)
     start, *parts = sent

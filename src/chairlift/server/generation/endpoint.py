@@ -228,10 +228,14 @@ class GenerationRequest(ABC):
     prompt_parameter: str = "prompt"  # The prompt's name in errors.
     num_prompts: int = 1
     at_once: int | None = None  # prompts submitted at the same time; the others follow when these are done
+    more_text: int = 0  # characters of the prompt that are not in the body of the request
 
     @abstractmethod
     def tokenize(self, max_tokens: int) -> Tokenized:
         """Tokenize the prompts; runs in a thread, once the request is admitted."""
+
+    async def finish(self, builder: ResponseBuilder) -> None:  # noqa: B027 - most endpoints have nothing to do
+        """Do what must be done once the output is complete, before the end of the response is sent."""
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         """Translate the parameter of an error to this endpoint's name."""

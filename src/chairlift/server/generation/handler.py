@@ -118,6 +118,7 @@ class GenerationHandler:
 
     async def _tokenize(self, admitted: Admitted) -> Tokenized:
         request, size = admitted.parsed.request, len(await admitted.parsed.http.body())
+        size += request.more_text
         async with _until(admitted.deadline):
             work = partial(request.tokenize, admitted.limits.max_model_len)
             tokenized = await self.tokenizer_pool.run(admitted.parsed.tenant, size, work)
@@ -176,13 +177,15 @@ class GenerationHandler:
                 while submitted.num_left:
                     await self._submit_more(submitted)
                     size += await collect(aiter(submitted.updates), builder)
+                await parsed.request.finish(builder)
                 return Response(await encoded_body(builder, size), media_type="application/json")
             first = await first_updates(updates)
         except BaseException as error:
             self.engine.cancel(submitted.updates)
             usage.engine_died = isinstance(error, Exception) and as_api_error(error).code == ENGINE_DIED
             raise
-        events = response_events(first, updates, builder, parsed.http.state.request_id, self.limits.ping_seconds)
+        request_id, finish = parsed.http.state.request_id, partial(parsed.request.finish, builder)
+        events = response_events(first, updates, builder, request_id, self.limits.ping_seconds, finish)
         return EventStream(events, on_end=lambda: self.engine.cancel(submitted.updates))
 
     async def _submit_more(self, submitted: Submitted) -> None:

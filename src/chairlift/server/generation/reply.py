@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -128,6 +128,7 @@ async def response_events(
     builder: ResponseBuilder,
     request_id: str,
     ping_seconds: float,
+    finish: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[bytes]:
     """Yield the events of a streamed response. Errors become events, because the status was already sent."""
     try:
@@ -141,6 +142,7 @@ async def response_events(
             if data:
                 yield data
                 sent = time.monotonic()
+        await finish()
         yield b"".join(builder.end_events())
     except Exception as error:
         if not isinstance(error, APIError | ChairliftError):

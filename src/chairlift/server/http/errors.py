@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.generation.endpoint import invalid_field
 from chairlift.server.http.pages import DOCS_PATH
 from chairlift.server.wire.errors import APIError, as_api_error
@@ -48,6 +48,9 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 async def _validation_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    place, *path = error.errors()[0]["loc"]
+    if place in ("query", "path"):
+        return as_api_error(InvalidParameter(str(path[0]), str(error.errors()[0]["msg"]))).response()
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
         problem = "send the body as JSON, with the header 'Content-Type: application/json'"

@@ -43,9 +43,8 @@ from chairlift.server.openai.types import (
 )
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.responses.endpoint import ResponsesGeneration
-from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
-from chairlift.server.wire.errors import APIError, unavailable
+from chairlift.server.wire.errors import unavailable
 from chairlift.server.wire.limits import Limits
 
 MAX_COUNTED_TOKENS = 2**31  # The limit of a prompt while the engine is loading and its own is unknown.
@@ -108,11 +107,6 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         params = body.params(service.model)
         request = ChatGeneration(body, service.model, params, params.max_tokens, streams=bool(body.stream))
         return await service.handle(request, http)
-
-    @app.post("/v1/responses", responses=ERRORS)
-    async def responses(body: ResponsesRequest, http: Request) -> Response:
-        """Answers a conversation, as OpenAI's Responses."""
-        return await service.handle(ResponsesGeneration(body, service.model), http)
 
     @app.post("/v1/messages", responses=ERRORS)
     async def messages(body: MessagesRequest, http: Request) -> Response:
@@ -178,18 +172,6 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         work = partial(_count_tokens, body, service.model, service.max_model_len)
         return await _run_text_job(service, http, len(await http.body()), work)
 
-    @app.post("/v1/responses/input_tokens", responses=ERRORS)
-    async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
-        """The number of tokens of the input of a response."""
-        check_model_name(service.model, body.model)
-        work = partial(_input_tokens, ResponsesGeneration(body, service.model), service.max_model_len)
-        return await _run_text_job(service, http, len(await http.body()), work)
-
-    @app.post("/v1/responses/compact", responses=ERRORS)
-    async def compact() -> Response:
-        problem = "this server does not compact conversations: nothing is kept between requests"
-        raise APIError(400, f"{problem}; ask the model for a summary with /v1/responses", code="unsupported_operation")
-
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         """The text of tokens."""
@@ -217,6 +199,12 @@ def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: i
     if tokenized.edits is not None:
         answer["context_management"] = {"original_input_tokens": tokenized.original_tokens}
     return msgspec.json.encode(answer), answer["input_tokens"]
+
+
+async def run_input_tokens(service: Service, http: Request, request: ResponsesGeneration) -> Response:
+    """Respond with the number of tokens of a request's prompt."""
+    size = len(await http.body()) + request.more_text
+    return await _run_text_job(service, http, size, partial(_input_tokens, request, service.max_model_len))
 
 
 def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> TextJobResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -17,8 +17,9 @@ from chairlift.server.generation.reply import Event, PartsBuilder
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration, ChatPrompt
 from chairlift.server.openai.response_builder import chat_logprobs
+from chairlift.server.responses.input import InputMessages, Item
 from chairlift.server.responses.tools import InputReader
-from chairlift.server.responses.types import InputMessages, ResponsesRequest
+from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
@@ -29,6 +30,7 @@ from chairlift.text.assistant_parts import (
     AssistantPart,
     CallBegun,
     ContentDelta,
+    PlainParser,
     ReasoningDelta,
 )
 
@@ -43,15 +45,34 @@ _NAMES = {
 }
 
 
+Keep = Callable[[dict[str, Any], list[Item]], Awaitable[bool]]
+"""Stores a finished response and the items of its input; returns whether there was room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where a response is stored, and what it says about that."""
+
+    keep: Keep | None = None
+    store: bool = False
+    background: bool = False
+    response_id: str = ""  # A background response has it before it is generated.
+    created_at: int = 0
+
+
+NOT_KEPT = Keeping()
+
+
 class ResponsesGeneration(GenerationRequest):
     id_prefix = "resp_"
 
     body: ResponsesRequest
 
-    def __init__(self, body: ResponsesRequest, model: ServedModel) -> None:
+    def __init__(self, body: ResponsesRequest, model: ServedModel, keeping: Keeping = NOT_KEPT) -> None:
         body.check()
+        self.keeping = keeping
         self._tools = body.offered_tools
-        for parameter in self._without_effect(body, model):
+        for parameter in self._without_effect(body, model, keeping):
             say_ignored(parameter)
         try:
             chat = body.as_chat(model.tokenizer.template_reads)
@@ -60,9 +81,10 @@ class ResponsesGeneration(GenerationRequest):
             raise self.rename_error(error) from None
         limit, streams = body.max_output_tokens, bool(body.stream)
         super().__init__(body, model, self._chat.params, limit, streams=streams, prompt_parameter="input")
+        self.more_text = body.earlier.size
 
     @staticmethod
-    def _without_effect(body: ResponsesRequest, model: ServedModel) -> Iterator[str]:
+    def _without_effect(body: ResponsesRequest, model: ServedModel, keeping: Keeping) -> Iterator[str]:
         """Yield the documented parameters that have no effect with the values that they have."""
         if body.effort not in (None, "none") and model.reasoning_format is None:
             yield "reasoning.effort"
@@ -74,19 +96,38 @@ class ResponsesGeneration(GenerationRequest):
             yield "stream_options.include_obfuscation"
         if body.context_management:
             yield "context_management"
+        if body.store and not keeping.store:
+            yield "store"
 
     def tokenize(self, max_tokens: int) -> Tokenized:
         prompt = self._prompt(max_tokens)
 
         def reply(response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
             assert len(completion_ids) == 1  # this endpoint has no `n`
-            return ResponseObjectBuilder(self.body, self.params, self.model, prompt.parser(), response_id, usage)
+            parser = prompt.parser()
+            return ResponseObjectBuilder(self.body, self.params, self.model, parser, response_id, usage, self.keeping)
 
         return Tokenized([prompt.tokens], prompt.params, reply, prompt.reasoning)
 
-    def _prompt(self, max_tokens: int) -> ChatPrompt:
+    async def finish(self, builder: ResponseBuilder) -> None:
+        if self.keeping.keep is not None:
+            assert isinstance(builder, ResponseObjectBuilder)
+            await builder.keep(self.messages.kept_items)
+
+    def queued(self) -> dict[str, Any]:
+        """Return the response before there is any output."""
+        response_id, parser = self.keeping.response_id, PlainParser()
+        builder = ResponseObjectBuilder(self.body, self.params, self.model, parser, response_id, Usage(), self.keeping)
+        return builder.response("queued")
+
+    def read_input(self) -> InputMessages:
+        """Read the input, which raises if it is invalid; runs in a thread."""
         _ = self._chat.tools  # validates tools before the input
-        messages = InputMessages(self.body.input, self.body.instructions, self._tools)
+        self.messages = InputMessages(self.body.input, self.body.instructions, self._tools, self.body.earlier)
+        return self.messages
+
+    def _prompt(self, max_tokens: int) -> ChatPrompt:
+        messages = self.read_input()
         if self.body.truncation == "auto":
             prompt = self._prompt_if_fitting(messages, 0, max_tokens)
             if prompt is not None:
@@ -238,10 +279,14 @@ class ResponseObjectBuilder(PartsBuilder):
         parser: AssistantParser,
         response_id: str,
         usage: Usage,
+        keeping: Keeping = NOT_KEPT,
     ) -> None:
         super().__init__(parser, usage)
-        self._head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model.name}
-        self._settings = _settings(request, params, model)
+        created_at, response_id = keeping.created_at or int(time.time()), keeping.response_id or response_id
+        self._head = {"id": response_id, "object": "response", "created_at": created_at, "model": model.name}
+        self._settings = _settings(request, params, model) | {"background": keeping.background, "store": keeping.store}
+        self._keep = keeping.keep
+        self._kept: dict[str, Any] | None = None
         self._tools = request.offered_tools
         self._with_logprobs = request.with_logprobs
         self._tokenizer = model.tokenizer
@@ -249,8 +294,16 @@ class ResponseObjectBuilder(PartsBuilder):
         self._pending_logprobs: list[dict[str, Any]] = []  # The parser holds back the text of their tokens.
         self._cut = False  # whether the length limit ended the response
 
+    async def keep(self, items: list[Item]) -> None:
+        """Store the finished response. If there is no room for it, it says so."""
+        assert self._keep is not None
+        response = self.body()
+        if not await self._keep(response, items):
+            response["store"] = False
+        self._kept = response
+
     def body(self) -> dict[str, Any]:
-        return self._response("incomplete" if self._cut else "completed")
+        return self._kept or self.response("incomplete" if self._cut else "completed")
 
     def end_events(self) -> list[bytes]:
         response = self.body()
@@ -261,7 +314,7 @@ class ResponseObjectBuilder(PartsBuilder):
             self._items[-1].status = "incomplete"
         body = error.body["error"]
         fields = {"code": body["code"] or body["type"], "message": body["message"], "param": body["param"]}
-        response = self._response("failed") | {"error": {"code": "server_error", "message": body["message"]}}
+        response = self.response("failed") | {"error": {"code": "server_error", "message": body["message"]}}
         events = [{"type": "error", **fields}, {"type": "response.failed", "response": response}]
         return [self.encode(event) for event in (*([] if self.num_encoded else self.first_events()), *events)]
 
@@ -269,7 +322,7 @@ class ResponseObjectBuilder(PartsBuilder):
         return super().encode({**event, "sequence_number": self.num_encoded})
 
     def first_events(self) -> list[Event]:
-        response = self._response("in_progress")
+        response = self.response("in_progress")
         return [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
 
     def update_events(self, update: Update) -> Iterator[Event]:
@@ -333,8 +386,8 @@ class ResponseObjectBuilder(PartsBuilder):
         yield from item.last_events(index)
         yield {"type": "response.output_item.done", "output_index": index, "item": item.body()}
 
-    def _response(self, status: str) -> dict[str, Any]:
-        finished = status != "in_progress"
+    def response(self, status: str) -> dict[str, Any]:
+        finished = status not in ("in_progress", "queued")
         return {
             **self._head,
             "status": status,
@@ -379,9 +432,8 @@ def _settings(request: ResponsesRequest, params: SamplingParams, model: ServedMo
         "prompt_cache_key": request.prompt_cache_key,
         "prompt_cache_retention": request.prompt_cache_retention,
         "max_tool_calls": request.max_tool_calls,
-        "previous_response_id": None,
-        "background": False,
-        "store": False,
+        "previous_response_id": request.previous_response_id,
+        **({} if request.conversation_id is None else {"conversation": {"id": request.conversation_id}}),
         "truncation": request.truncation or "disabled",
         "service_tier": "default",
     }

@@ -94,7 +94,7 @@ class BackgroundResponses:
         self._store = store
         self._app = app
         self._keys = keys
-        self._running: dict[str, RunningResponse] = {}  # by the response's id
+        self._running: dict[str, RunningResponse] = {}  # The key is the response's id.
         self._name = uuid.uuid4().hex
         self._lock = _hold(self._lock_path(self._name))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from chairlift.core.request import RequestLimits
 from chairlift.server.access import KeySources, KeyTable
-from chairlift.server.front_end import make_app
+from chairlift.server.application import make_app
 from chairlift.server.http.listener import Certificate, UvicornServer
 from chairlift.server.http.routes import Service
 from chairlift.server.metrics import Metrics

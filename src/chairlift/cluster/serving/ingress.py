@@ -26,8 +26,8 @@ from chairlift.cluster.serving.relay import METHODS, Relay
 from chairlift.cluster.serving.routing_table import REPLICAS, RoutingTable, routing_table
 from chairlift.machine.files import raise_file_limit
 from chairlift.server.access import KeyTable, RateLimiter, warn_of_short_keys
+from chairlift.server.application import EXPOSED_HEADERS
 from chairlift.server.config import ServerConfig, decode_config
-from chairlift.server.front_end import EXPOSED_HEADERS
 from chairlift.server.http.boundary import AccessLog, RequestBoundary, open_access_log
 from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import UvicornServer, listen, listening_address

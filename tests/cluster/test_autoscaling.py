@@ -15,6 +15,7 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome, Targets, figures
 from chairlift_lab.simulator.simulation import AutoscaledSize, simulate
+from chairlift_lab.simulator.step_cost import LinearCost
 
 SETTINGS = AutoscalingSettings(max_replicas=10, cold_start=10, down_delay=60)
 
@@ -110,7 +111,7 @@ def test_a_few_long_waits_count_in_small_fleets_only() -> None:
     assert fleet_wait([9.0] * 6 + [0.1] * 94) == 9
 
 
-class Linear:
+class Linear(LinearCost):
     """A step takes 10 ms, plus 1 ms per token."""
 
     seconds_per_position = 0.0

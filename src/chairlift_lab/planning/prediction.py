@@ -27,7 +27,9 @@ from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, StepCost
+from chairlift_lab.simulator.vllm_scheduler import VLLMScheduler
 
+SCHEDULERS = {"chairlift": SimulatedScheduler, "vllm": VLLMScheduler}
 ALL_AT_ONCE = 1e9  # requests per second
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
@@ -47,12 +49,13 @@ class ReplicaSettings:
     swap_blocks: int = 0  # room for blocks in host memory
     block_bytes: int = 0  # size of a block, for the time of swaps
     host_bytes_per_second: float = 25e9
+    scheduler: str = "chairlift"
 
     def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
         """Build a replica; `begin` is the share of a measured speed trace at which it starts."""
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
-        scheduler = SimulatedScheduler(
+        scheduler = SCHEDULERS[self.scheduler](
             SimulatedKVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
             FixedBudget.of(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),

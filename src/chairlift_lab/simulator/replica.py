@@ -56,7 +56,6 @@ class Replica:
         self._admitted: list[SimulatedRequest] = []  # The step computes their whole prompts.
         self._forward_steps: list[float] = []  # duration of each step
         self._forward_ends: list[float] = []  # its start, and the end of each of its steps
-        self._seconds_of_decodes: dict[tuple[int, int], float] = {}
         limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
         # Only then every decoding request gets a token in every step.
         self.fast_forward = fast_forward and limits is not None and limits.tokens >= scheduler.max_batch_requests
@@ -223,14 +222,14 @@ class Replica:
         steps = min(aside.steps_to_next_end, aside.steps_with_room())
         if not self._keeps_aside():
             steps = min(steps, aside.steps_to_next_end - 1)  # the scheduler handles an ending
-        base = self._decode_seconds(size, len(self.scheduler.idle))
-        per_position = self.cost.seconds_per_position
-        first = base + per_position * context  # later ones are not predicted to be shorter
-        if next_arrival < math.inf and first > 0:
-            steps = min(steps, int((next_arrival - now) / first) + 2)
+        idle = len(self.scheduler.idle)
+        if next_arrival < math.inf and steps > 2:
+            (first,) = self.cost.decode_steps(size, idle, context, 1)  # later ones are not predicted to be shorter
+            if first > 0:
+                steps = min(steps, int((next_arrival - now) / first) + 2)
         if steps <= 0:
             return False
-        self._forward_steps = [base + per_position * read for read in range(context, context + steps * size, size)]
+        self._forward_steps = self.cost.decode_steps(size, idle, context, steps)
         if self._speed:
             self._forward_steps = self._speed.look_ahead(self._forward_steps)
         self._forward_ends = list(accumulate(self._forward_steps, initial=now))
@@ -267,11 +266,3 @@ class Replica:
             self._aside.give_back()
         if self.scheduler.has_events:
             self.scheduler.record_events()
-
-    def _decode_seconds(self, size: int, idle: int) -> float:
-        """The duration of a step of decodes without the positions they read; cached, as few values occur."""
-        seconds = self._seconds_of_decodes.get((size, idle))
-        if seconds is None:
-            seconds = self.cost.predict(StepShape(size, 0, 0, 0, size, idle))
-            self._seconds_of_decodes[size, idle] = seconds
-        return seconds

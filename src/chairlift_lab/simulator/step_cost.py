@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,23 +12,39 @@ from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift.options import read_text
 
 
-class StepCost(Protocol):
+class StepCost(ABC):
     """The cost model of a simulation."""
 
+    @abstractmethod
+    def predict(self, shape: StepShape) -> float:
+        """Predict the seconds of a step."""
+
+    def decode_steps(self, size: int, idle: int, context: int, count: int) -> list[float]:
+        """Predict `count` steps of `size` decodes and `idle` empty rows, of which the first reads `context` positions;
+        none is shorter than the one before."""
+        reads = range(context, context + count * size, size)
+        return [self.predict(StepShape(size, 0, read, 0, size, idle)) for read in reads]
+
+
+class LinearCost(StepCost):
+    """A cost model in which each position that a decode reads costs the same. `predict` adds this term last, so that
+    sums are equal to the last bit."""
+
     @property
+    @abstractmethod
     def seconds_per_position(self) -> float:
         """The time per KV position in a step with decodes only."""
 
-    def predict(self, shape: StepShape) -> float:
-        """Predict the seconds of a step. The term of `decode_kv` is added last, so that sums are equal to the last
-        bit."""
+    def decode_steps(self, size: int, idle: int, context: int, count: int) -> list[float]:
+        base, per_position = self.predict(StepShape(size, 0, 0, 0, size, idle)), self.seconds_per_position
+        return [base + per_position * read for read in range(context, context + count * size, size)]
 
 
 # ---- the roofline -----------------------------------------------------------------------------------------------
@@ -111,7 +128,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(LinearCost):
     """Step time: the slower of reading and multiplying the weights, plus reading the KV cache."""
 
     model: ModelShape
@@ -148,7 +165,7 @@ _DIGITS = 6  # digits of seconds in a speed profile: microseconds
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCost:
+class MeasuredCost(LinearCost):
     """Prices in seconds; none is negative.
 
         seconds ≈ step + Σ price of each token by its place in the step + a·requests + b·KV of prompts + c·KV of decodes

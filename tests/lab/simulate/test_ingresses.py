@@ -13,9 +13,10 @@ from chairlift.core.cost_model import StepShape
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.simulator.outcome import Arrival, Targets, figures
 from chairlift_lab.simulator.simulation import Ingresses, simulate
+from chairlift_lab.simulator.step_cost import LinearCost
 
 
-class Linear:
+class Linear(LinearCost):
     """A step takes 10 ms, plus 0.1 ms per token."""
 
     seconds_per_position = 0.0

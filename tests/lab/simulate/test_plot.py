@@ -7,9 +7,10 @@ import pytest
 from chairlift.core.cost_model import StepShape
 from chairlift_lab.planning.prediction import decode_curve, unfinished_requests
 from chairlift_lab.simulator.outcome import RequestRecord
+from chairlift_lab.simulator.step_cost import LinearCost
 
 
-class _CostOfPositions:
+class _CostOfPositions(LinearCost):
     """A step takes one second, and one more for every position that is read."""
 
     seconds_per_position = 1.0

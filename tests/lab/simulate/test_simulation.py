@@ -22,13 +22,21 @@ from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
-from chairlift_lab.simulator.step_cost import DEVICES, ModelShape, Roofline, SpeedCursor, SpeedProfile, device_named
+from chairlift_lab.simulator.step_cost import (
+    DEVICES,
+    LinearCost,
+    ModelShape,
+    Roofline,
+    SpeedCursor,
+    SpeedProfile,
+    device_named,
+)
 from tests.repeatable import examples
 
 UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
 
 
-class Linear:
+class Linear(LinearCost):
     """A step takes 10 ms, plus 1 ms per token and 10 µs per KV position."""
 
     seconds_per_position = 0.00001

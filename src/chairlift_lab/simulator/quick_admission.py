@@ -40,11 +40,15 @@ class QuickAdmission:
         self._scheduler = aside.scheduler
         self._kv = aside.scheduler.kv
         self._none_fits = False  # when they were last tried
+        # The scheduler admitted none beside the requests set aside, and none has ended or arrived since. What it could
+        # give only shrinks while they decode.
+        self.blocked = False
         self._least_missed = 0  # none fits with fewer free blocks either, until the queue changes ...
         self._reached_end = False  # ... for which one more request is enough
         self._unsubmitted: deque[SimulatedRequest] = deque()  # younger than all submitted ones
 
     def add(self, simulated: SimulatedRequest) -> None:
+        self.blocked = False
         self._unsubmitted.append(simulated)
         if self._reached_end:
             self._least_missed = min(self._least_missed, self._kv.blocks_for(simulated.record.n_in))
@@ -66,12 +70,14 @@ class QuickAdmission:
             return True
         if self._aside.size >= self._scheduler.max_batch_requests:
             return True
-        return self._none_fits  # There are never more blocks until then.
+        return self._none_fits or self.blocked  # There are never more blocks until then.
 
     def admit(self) -> list[SimulatedRequest]:
         """Admit requests whose whole prompts fit into the next step. If there are none, the scheduler must plan the
         step unless `admits_none`."""
         scheduler, self._none_fits = self._scheduler, False
+        if self.blocked or not scheduler.admits_with_room_to_grow:
+            return []
         if scheduler.running or scheduler.swap.num_slots or self._aside.size >= scheduler.max_batch_requests:
             return []
         if scheduler.ordering.has_claims and len(self._unsubmitted) + len(scheduler.waiting) > 1:

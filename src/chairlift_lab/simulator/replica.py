@@ -115,15 +115,21 @@ class Replica:
         self._plan_step(now)
 
     def _plan_step(self, now: float) -> None:
-        aside, scheduler = self._aside, self.scheduler
-        if aside.size and not (self._quick_admission and aside.leaves_room()):
-            aside.give_back()
+        aside, scheduler, quick = self._aside, self.scheduler, self._quick_admission
+        memory_is_short = False
+        if aside.size and not (quick and aside.leaves_room()):
+            memory_is_short = quick is not None and aside.preempt_latest(now)
+            if not memory_is_short:
+                aside.give_back()
         if aside.size:
             aside.reserve()
-        if self._quick_admission:
-            self._quick_admission.submit_queue()
+        if quick:
+            quick.submit_queue()
+        scheduler.memory_is_short = memory_is_short
         plan = scheduler.schedule(now)
         self.scheduler.record_events()
+        if quick:
+            quick.blocked = not plan and not memory_is_short
         if not plan and not aside.size:
             wakeup = scheduler.next_wakeup(now)
             self.due = wakeup if wakeup is not None and wakeup > now else None
@@ -147,7 +153,7 @@ class Replica:
         plan, admitted = self._plan, self._admitted
         self._busy, self._plan, self._admitted = False, None, []
         if self._aside.size:
-            self._aside.advance(1, now)
+            self._advance_aside(1, now)
         if plan:
             tokens = [token_of(chunk.request) for chunk in plan.chunks if chunk.samples]
             self.scheduler.apply(StepResult(plan, tokens, [None] * len(tokens)), now)
@@ -261,8 +267,14 @@ class Replica:
         self.num_steps += steps
         self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same rounding however steps are grouped
         self.gaps.add_steps(seconds, self._aside.size)
-        self._aside.advance(steps, now)
+        self._advance_aside(steps, now)
         if not self._keeps_aside():
             self._aside.give_back()
         if self.scheduler.has_events:
             self.scheduler.record_events()
+
+    def _advance_aside(self, steps: int, now: float) -> None:
+        size = self._aside.size
+        self._aside.advance(steps, now)
+        if self._quick_admission and self._aside.size < size:
+            self._quick_admission.blocked = False

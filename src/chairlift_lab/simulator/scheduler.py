@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.kv.block_pool import BlockPool, EvictionQueue, Resource
@@ -304,12 +304,15 @@ class SimulatedScheduler(Scheduler):
     """A scheduler whose steps also have the tokens of requests that are kept aside."""
 
     state_type = SimulatedState
+    admits_with_room_to_grow: ClassVar[bool] = True
+    """Whether a request is admitted only if running ones keep a block each for their output."""
     kv: SimulatedKVCache
     state: SimulatedState
 
     def __init__(self, kv: SimulatedKVCache, *others: Any, **options: Any) -> None:
         super().__init__(kv, *others, **options)
         self.preemptions = 0
+        self.memory_is_short = False  # Requests that are kept aside were preempted for the step to be planned.
         self.on_start: Callable[[RequestRecord], None] = lambda record: None  # called at the first token
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
         self._by_id: dict[str, SimulatedRequest] = {}  # those that were submitted to the scheduler
@@ -319,6 +322,7 @@ class SimulatedScheduler(Scheduler):
         builder = super()._begin_plan(now)
         builder.room -= self.state.num_aside
         builder.prefill_room = min(builder.prefill_room, builder.room)
+        builder.memory_was_short = self.memory_is_short
         return builder
 
     def enter(self, simulated: SimulatedRequest) -> Request:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from chairlift.core.kv.prefix_index import Miss, PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request
@@ -162,12 +162,31 @@ class SteadyDecodes:
 
     def give_back(self) -> None:
         """Return all requests to the scheduler."""
-        if self._next_is_counted:
-            self._pool.count_used(-self.takers_of(1))
-            self._next_is_counted = False
+        self._uncount_next()
         for _, _, simulated in self._ends:
             self._return(simulated)
         self._ends.clear()
+
+    def preempt_latest(self, now: float) -> bool:
+        """Preempt as many requests, the latest first, as the others need blocks for the next step. False (and no
+        change) if that is for the scheduler to decide."""
+        scheduler = self.scheduler
+        if scheduler.running or scheduler.swap.num_slots or scheduler.idle or scheduler.ordering.has_claims:
+            return False
+        self._uncount_next()
+        while self.takers_of(1) > self._pool.num_free:
+            last = max(range(len(self._ends)), key=lambda index: self._ends[index][1])
+            simulated = self._ends.pop(last)[2]
+            self._return(simulated)
+            assert simulated.request is not None
+            self._state.preempt(simulated.request, now)
+        heapify(self._ends)
+        return True
+
+    def _uncount_next(self) -> None:
+        if self._next_is_counted:
+            self._pool.count_used(-self.takers_of(1))
+            self._next_is_counted = False
 
     def _return(self, simulated: SimulatedRequest) -> None:
         """Return a request to the scheduler with all the blocks and tokens it should have by now."""

@@ -15,6 +15,8 @@ from chairlift_lab.simulator.scheduler import SimulatedScheduler
 class VLLMScheduler(SimulatedScheduler):
     """Plans steps as vLLM does."""
 
+    admits_with_room_to_grow = False
+
     def schedule(self, now: float) -> StepPlan:
         builder = self._begin_plan(now)
         self._continue_running(builder, now)

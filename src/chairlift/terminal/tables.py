@@ -102,3 +102,17 @@ def comparison_table(rows: Iterable[Any]) -> Table:
         Column("Off by", "error", "+.1%"),
     ]
     return Table("The recorded run, and the same simulated", columns, rows)
+
+
+def recording_table(rows: Iterable[Any]) -> Table:
+    """What was measured of a real run, beside two simulations of it."""
+    columns = [
+        Column("", "name"),
+        Column("Measured", "measured", ",.1f"),
+        Column("vLLM's policy", "vllm", ",.1f"),
+        Column("Off by", "error", "+.1%"),
+        Column("Our policy", "chairlift", ",.1f"),
+        Column("Change", "change", "+.1%"),
+    ]
+    caption = "Change: what our policy is predicted to change beside vLLM's on the same machine"
+    return Table("The recorded run, and the same simulated", columns, rows, caption)

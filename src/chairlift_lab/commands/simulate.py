@@ -18,8 +18,8 @@ from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
 from chairlift.options import above, at_least
 from chairlift.progress import watch
-from chairlift.terminal.options import refuse_given
-from chairlift.terminal.tables import comparison_table, show_table
+from chairlift.terminal.options import given, refuse_given
+from chairlift.terminal.tables import Line, comparison_table, recording_table, show_table
 from chairlift_lab.planning.machine import MachineOptions, machine_option, times
 from chairlift_lab.report.options import Count, ReportOptions, Settings
 
@@ -35,7 +35,7 @@ INGRESS_BY = ("turn", "tenant")
 # The options that a report of a simulation has among its settings.
 REPORTED = (
     *("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay", "router", "ingresses", "ingress_by"),
-    *("policy", "order", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size"),
+    *("policy", "order", "scheduler", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size"),
     *("requests", "seed"),
 )
 
@@ -175,6 +175,9 @@ def simulate(
     block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
+    scheduler: Annotated[
+        str, typer.Option(help="chairlift, or vllm: the documented behaviour of vLLM's, for comparisons.")
+    ] = "chairlift",
     preemption: Annotated[
         str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (the cheaper).")
     ] = "recompute",
@@ -196,6 +199,12 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Compare with a real run recorded by `bench profile --record`."),
     ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Simulate a run of vLLM that LLMServingSim recorded, beside its measurements."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run the engine's own scheduler on a virtual clock.
@@ -207,6 +216,9 @@ def simulate(
         raise InvalidParameter("trace", f"to simulate recorded traffic, write --trace {file}")
     if against is not None:
         _compare_with_recording(context, against, report)
+        return
+    if recording is not None:
+        _simulate_recording(context, recording, machine, report)
         return
     from chairlift.core.kv.swap import check_mode
     from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome
@@ -235,6 +247,7 @@ def simulate(
         block_bytes=block_size * model.kv_bytes_per_token,
         host_bytes_per_second=device.host_bytes_per_second,
         prefix_caching=shares_prefixes if prefix_caching is None else prefix_caching,
+        scheduler=scheduler,
     )
     autoscaling = fleet.autoscaling(goal)
     largest = fleet.max_replicas or fleet.replicas
@@ -281,6 +294,35 @@ def _compare_with_recording(context: typer.Context, against: Path, report: Repor
     comparison_table(rows).show()
     if report.json_file is not None:
         write_report(report.json_file, "simulate", {"against": str(against)}, rows)
+
+
+def _simulate_recording(context: typer.Context, folder: Path, machine: MachineOptions, report: ReportOptions) -> None:
+    from chairlift_lab.planning.served_recording import ServedRecording, latencies
+    from chairlift_lab.report.options import write_report
+
+    others = [name for name in context.params if name not in ("recording", "model", "json_file", "quiet")]
+    refuse_given(context, others, "does not go with --recording: it determines what is simulated")
+    report.check()
+    run = ServedRecording.load(folder, machine.model if given(context, "model") else None)
+    measured, rows = latencies(run.measured), list[dict[str, Any]]()
+    outcomes, walls = {}, {}
+    for scheduler in ("vllm", "chairlift"):
+        start = time.perf_counter()
+        outcomes[scheduler] = run.simulated(scheduler)
+        walls[scheduler] = time.perf_counter() - start
+    predicted = {name: latencies(outcome.records) for name, outcome in outcomes.items()}
+    for name, value in measured.items():
+        theirs, ours = predicted["vllm"][name], predicted["chairlift"][name]
+        rows.append(
+            {"name": name, "measured": value, "vllm": theirs, "error": theirs / value - 1}
+            | {"chairlift": ours, "change": ours / theirs - 1}
+        )
+    recording_table(rows).show()
+    for name, outcome in outcomes.items():
+        speed = f"{outcome.steps:,} steps, {outcome.steps / walls[name]:,.0f} per second of real time"
+        Line(f"{name}: {outcome.preemptions:,} preemptions, {speed}").show()
+    if report.json_file is not None:
+        write_report(report.json_file, "simulate", {"recording": str(folder)}, rows)
 
 
 def _rounded(value: float) -> str:

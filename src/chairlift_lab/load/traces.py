@@ -1,18 +1,19 @@
 """Arrivals of an open loop, and recorded traffic of real services: times, lengths and common prefixes.
 
 Two public formats are read: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's traces of 2023
-and 2024), and JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake's), where equal ids
-stand for equal blocks of 512 prompt tokens.
+and 2024), and JSON lines with timestamp (ms), input_length, output_length and hash_ids (those of Mooncake, of
+LLMServingSim's recordings and of Dynamo), where equal ids stand for equal blocks of prompt tokens.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from io import StringIO
 from itertools import accumulate
@@ -23,7 +24,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.options import read_text
 from chairlift_lab.common.workload import BenchRequest
 
-HASHED_TOKENS = 512  # tokens that a hash id stands for
+HASHED_TOKENS = 512  # tokens that a block id stands for in Mooncake's traces
 MAX_TRACE_MIB = 256  # some millions of requests
 
 
@@ -32,12 +33,13 @@ class TraceEntry:
     at: float  # seconds since the first request
     n_in: int
     n_out: int
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks of HASHED_TOKENS, if the trace has them
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks, if the trace has them
+    block_tokens: int = HASHED_TOKENS  # tokens of such a block
 
     def scaled(self, lengths: float, speed: float) -> TraceEntry:
         """The same entry with scaled lengths (at least one token), `speed` times as fast."""
         n_in, n_out = (max(1, round(length * lengths)) for length in (self.n_in, self.n_out))
-        return TraceEntry(self.at / speed, n_in, n_out, self.blocks)
+        return replace(self, at=self.at / speed, n_in=n_in, n_out=n_out)
 
 
 def load_trace(path: Path) -> list[TraceEntry]:
@@ -50,8 +52,15 @@ def load_trace(path: Path) -> list[TraceEntry]:
         raise InvalidParameter("trace", f"cannot read {str(path)!r} ({error})") from None
     if not entries:
         raise InvalidParameter("trace", f"{str(path)!r} has no requests in it")
-    first = entries[0].at
-    return [TraceEntry(entry.at - first, entry.n_in, entry.n_out, entry.blocks) for entry in entries]
+    first, size = entries[0].at, _block_tokens(entries)
+    return [replace(entry, at=entry.at - first, block_tokens=size) for entry in entries]
+
+
+def _block_tokens(entries: Sequence[TraceEntry]) -> int:
+    """How many tokens a block id stands for: the power of two that fits the longest prompt. Some traces leave out the
+    last block of a prompt if it is not full."""
+    longest = max(entries, key=lambda entry: len(entry.blocks))
+    return 2 ** round(math.log2(longest.n_in / len(longest.blocks))) if longest.blocks else HASHED_TOKENS
 
 
 def _read_csv(file: Any, path: Path) -> Iterator[TraceEntry]:
@@ -108,9 +117,8 @@ def trace_requests(
 
     `lengths` is what the entries were scaled by, and shortens the blocks too.
     """
-    size = max(1, round(HASHED_TOKENS * lengths))
     for index, entry in enumerate(entries):
-        prompt: list[int] = []
+        size, prompt = max(1, round(entry.block_tokens * lengths)), list[int]()
         for block in entry.blocks:
             prompt += random.Random(f"{seed} block {block}").choices(vocabulary, k=size)
         missing = entry.n_in - len(prompt)

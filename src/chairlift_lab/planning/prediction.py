@@ -18,8 +18,9 @@ from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
+from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import LengthRange
-from chairlift_lab.load.traces import HASHED_TOKENS, Arrivals, TraceEntry
+from chairlift_lab.load.traces import Arrivals, TraceEntry
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.options import save_panels
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, Targets, percentile
@@ -30,6 +31,7 @@ from chairlift_lab.simulator.step_cost import MeasuredCost, SpeedCursor, StepCos
 from chairlift_lab.simulator.vllm_scheduler import VLLMScheduler
 
 SCHEDULERS = {"chairlift": SimulatedScheduler, "vllm": VLLMScheduler}
+VLLM_SETTINGS = ("continuous", "fcfs", "recompute")
 ALL_AT_ONCE = 1e9  # requests per second
 BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
@@ -53,6 +55,11 @@ class ReplicaSettings:
 
     def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
         """Build a replica; `begin` is the share of a measured speed trace at which it starts."""
+        if self.scheduler not in SCHEDULERS:
+            problem = f"there is no {self.scheduler!r}; choose from {', '.join(SCHEDULERS)}"
+            raise InvalidParameter("scheduler", problem)
+        if self.scheduler == "vllm" and (self.policy, self.order, self.preemption) != VLLM_SETTINGS:
+            raise InvalidParameter("scheduler", f"vllm has only {', '.join(VLLM_SETTINGS)}")
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = SCHEDULERS[self.scheduler](
@@ -127,7 +134,7 @@ def trace_arrivals(
             return
         prompt: list[int] = []
         for block in entry.blocks:
-            prompt.extend([copy * BLOCKS_PER_COPY + block] * HASHED_TOKENS)
+            prompt.extend([copy * BLOCKS_PER_COPY + block] * entry.block_tokens)
         prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
         yield Arrival(time, prompt[: entry.n_in], entry.n_out)
 

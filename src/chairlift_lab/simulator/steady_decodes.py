@@ -174,13 +174,18 @@ class SteadyDecodes:
         if scheduler.running or scheduler.swap.num_slots or scheduler.idle or scheduler.ordering.has_claims:
             return False
         self._uncount_next()
-        while self.takers_of(1) > self._pool.num_free:
-            last = max(range(len(self._ends)), key=lambda index: self._ends[index][1])
+        counted = 0
+        while self.takers_of(1) > counted + self._pool.num_free:
+            counted += self._pool.num_free  # Those before the victim take what is free.
+            self._pool.count_used(self._pool.num_free)
+            last = max(range(len(self._ends)), key=lambda index: _rank(self._ends[index][2]))
             simulated = self._ends.pop(last)[2]
             self._return(simulated)
             assert simulated.request is not None
             self._state.preempt(simulated.request, now)
         heapify(self._ends)
+        self._pool.count_used(self.takers_of(1) - counted)
+        self._next_is_counted = self.size > 0
         return True
 
     def _uncount_next(self) -> None:
@@ -276,3 +281,8 @@ class SteadyDecodes:
         """Whether every running request gets the blocks it needs for the next step."""
         needed = self.blocks_for_next + sum(self._kv.need(request) for request in self.scheduler.running)
         return needed <= self._pool.num_free
+
+
+def _rank(simulated: SimulatedRequest) -> tuple[bool, int]:
+    """As `Ordering.rank` for first come, first served."""
+    return simulated.request is None or not simulated.request.starved, simulated.order

@@ -17,10 +17,10 @@ from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import InvalidParameter
-from chairlift_lab.planning.prediction import ReplicaSettings
+from chairlift_lab.planning.prediction import SCHEDULERS, ReplicaSettings
 from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
 from chairlift_lab.simulator.replica import Replica
-from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
+from chairlift_lab.simulator.scheduler import SimulatedKVCache
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import (
     DEVICES,
@@ -57,10 +57,11 @@ def make_replica(
     budget: int = 64,
     speed: SpeedCursor | None = None,
     prefill: int | None = None,
+    kind: str = "chairlift",
 ) -> Replica:
     kv = SimulatedKVCache(num_blocks, block_size, prefix_caching=caching)
     limits = FixedBudget.of(budget, prefill)
-    scheduler = SimulatedScheduler(kv, limits, make_policy(policy), slots, ordering=make_ordering(order))
+    scheduler = SCHEDULERS[kind](kv, limits, make_policy(policy), slots, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), fast_forward=fast_forward, speed=speed)
 
 
@@ -116,6 +117,7 @@ def test_the_times_of_one_request() -> None:
     budget=st.sampled_from([20, 64, 300]),
     pace=st.sampled_from([None, UNEVEN]),
     prefill=st.sampled_from([None, None, 8, 30]),
+    kind=st.sampled_from(["chairlift", "chairlift", "vllm"]),
 )
 def test_fast_forward_changes_nothing(
     seed: int,
@@ -134,8 +136,11 @@ def test_fast_forward_changes_nothing(
     budget: int,
     pace: SpeedProfile | None,
     prefill: int | None,
+    kind: str,
 ) -> None:
     """All times are equal to the last bit, also with a varying speed and with preemptions."""
+    if kind == "vllm":
+        policy, order, prefill = "continuous", "fcfs", None
     outcomes, evictions = [], []
     for fast_forward in (False, True):
         replicas = [
@@ -150,6 +155,7 @@ def test_fast_forward_changes_nothing(
                 budget=budget,
                 speed=SpeedCursor(pace, index / num_replicas) if pace else None,
                 prefill=prefill,
+                kind=kind,
             )
             for index in range(num_replicas)
         ]

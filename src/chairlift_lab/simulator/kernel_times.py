@@ -116,7 +116,15 @@ class KernelTimes(StepCost):
     _of_decodes: dict[int, Curve] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, folder: Path, num_layers: int, experts: Experts | None = None, **more: float) -> KernelTimes:
+    def load(
+        cls,
+        folder: Path,
+        num_layers: int,
+        experts: Experts | None = None,
+        *,
+        step_seconds: float = 0.0,
+        seconds_per_token: float = 0.0,
+    ) -> KernelTimes:
         """Read the tables of a folder."""
         dense, per_sequence, attention = (read_table(folder / name) for name in FILES)
         mixture = None
@@ -130,7 +138,8 @@ class KernelTimes(StepCost):
             num_layers,
             mixture,
             experts,
-            **more,
+            step_seconds,
+            seconds_per_token,
         )
 
     def predict(self, shape: StepShape) -> float:

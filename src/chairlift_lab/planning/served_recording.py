@@ -31,7 +31,7 @@ SHARES = (50, 90, 99)
 # What vLLM needs of its share of the memory besides weights and blocks. In the recording on an RTX 4090 it is 1.2 GB;
 # it matters only where a recording does not say how many blocks there were.
 OTHER_MEMORY = 1.2e9
-BYTES_PER_VALUE = 2  # of the sums that several devices exchange, in 16 bits
+BYTES_PER_VALUE = 2  # The sums that several devices exchange have 16 bits.
 
 
 @dataclass(frozen=True, slots=True)

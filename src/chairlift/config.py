@@ -76,7 +76,7 @@ class EngineConfig:
         help="Sampling parameters of requests that leave them out: what the model recommends (auto), none, or those in "
         "a generation_config.json, named by its path or folder.",
         check=check_source,
-        metavar="[auto|none|PATH]",
+        metavar="[auto|none|FILE]",
     )
     reasoning_parser: str | None = model_option(
         None,
@@ -203,7 +203,7 @@ class EngineConfig:
         None,
         help="Host memory for swapped blocks, such as 4GiB.",
         check=parse_bytes,
-        metavar="BYTES",
+        metavar="SIZE",
         default_text="as much as the KV cache",
     )
     block_size: int = cache_option(16, help="Tokens per block of the KV cache.", check=at_least(1))
@@ -212,7 +212,7 @@ class EngineConfig:
         help="Memory for the KV cache and the states of recurrent layers, such as 2GiB.",
         check=parse_bytes,
         aliases=("kv_cache_memory_bytes",),
-        metavar="BYTES",
+        metavar="SIZE",
         default_text="a share of the free memory",
     )
     state_memory: int | str | None = cache_option(
@@ -220,7 +220,7 @@ class EngineConfig:
         help="Part of that memory for the states of recurrent layers: of running requests, draft tokens and snapshots "
         "of prefixes.",
         check=parse_bytes,
-        metavar="BYTES",
+        metavar="SIZE",
         default_text="as many as there is a use for, up to half",
     )
     memory_share: float | None = cache_option(

@@ -18,7 +18,7 @@ logging_option, supervision_option = partial(option, group="Logging"), partial(o
 class ServerOptions:
     host: str = server_option("127.0.0.1", help="Address to listen on; 0.0.0.0 accepts other machines.")
     port: int = server_option(8000, help="Port to listen on; 0 uses a free one.", check=between(0, 65535))
-    uds: Path | None = server_option(None, help="Listen on this Unix socket instead of a port.", metavar="PATH")
+    uds: Path | None = server_option(None, help="Listen on this Unix socket instead of a port.", metavar="FILE")
     served_model_name: Sequence[str] | None = server_option(
         None,
         help="Name of the model in the API; may be repeated: all names are accepted, responses have the first.",

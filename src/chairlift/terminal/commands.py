@@ -33,6 +33,8 @@ class _GroupedHelp:
         for parameter in command.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                if parameter.param_type_name == "argument":
+                    record = (record[0].partition(" <")[0], record[1])  # The type of an argument is no news.
                 default = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
         _write_sections(formatter, sections)

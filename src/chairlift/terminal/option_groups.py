@@ -23,10 +23,10 @@ import typer
 
 from chairlift.errors import InvalidParameter
 from chairlift.options import Option, options_of, read_config_file
+from chairlift.terminal.metavars import metavar, with_metavar
 
 _CONFIG_FILE, _CONTEXT = "config_file", "typer_context"
 WIDEST_CHOICES = 60  # characters; longer lists go into the help text, which is wrapped
-_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list: "TEXT"}
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,6 +59,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = _build(group, {field: values.pop(field) for field in field_names(group)}, context)
         command(**values)
 
+    parameters = [with_metavar(parameter) for parameter in parameters]
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread
@@ -97,7 +98,7 @@ def _annotation(option: Option) -> Any:
     settings: dict[str, Any] = {
         "help": option.help,
         "rich_help_panel": option.group,
-        "metavar": option.metavar or _METAVARS.get(option.kind),
+        "metavar": option.metavar or metavar(option.name, option.kind),
         "envvar": option.variable,
         "show_envvar": False,
         "show_default": option.default_text or option.default is not None,

@@ -283,7 +283,7 @@ def bench_shapes(
     ] = None,
     peer_python: Annotated[
         Path | None,
-        _peer_option(metavar="PYTHON", help="The Python that has its package.", show_default="this one"),
+        _peer_option(metavar="FILE", help="The Python that has its package.", show_default="this one"),
     ] = None,
     peer_timeout: Annotated[float, _peer_option(help="Seconds for all of its cases, loading included.")] = 1800.0,
 ) -> BenchResult:

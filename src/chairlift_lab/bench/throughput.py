@@ -269,13 +269,13 @@ class PeerOptions:
     peer_python: Annotated[
         list[str] | None,
         _peers(
-            metavar="NAME=PYTHON", help="The Python that has the peer's package; repeatable.", show_default="this one"
+            metavar="NAME=FILE", help="The Python that has the peer's package; repeatable.", show_default="this one"
         ),
     ] = None
     peer_model: Annotated[
         list[str] | None,
         _peers(
-            metavar="NAME=PATH",
+            metavar="NAME=FILE",
             help="The model that a peer loads instead of --model; repeatable.",
             show_default="--model",
         ),

@@ -26,12 +26,13 @@ from chairlift_lab.report.options import require_matplotlib
 )
 def explain(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help=f"{', '.join(TOPICS)}; or {ALL} for the whole guide.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("guide"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write to.")] = Path("guide"),
     model: Annotated[
         str, typer.Option("--model", "-m", help="Model to run: a name, a .gguf file, a folder or a hub id.")
     ] = DEFAULT_MODEL,
     formats: Annotated[
-        str, typer.Option(metavar="LIST", help="Formats to write: png, svg, json (the run's data), md (a page).")
+        str,
+        typer.Option(metavar="NAME[,NAME…]", help="Formats to write: png, svg, json (the run's data), md (a page)."),
     ] = "png,svg,json,md",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names of the files.")] = False,
 ) -> None:

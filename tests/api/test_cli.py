@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,6 +14,7 @@ import pytest
 from typer.main import get_command
 
 from chairlift import EngineConfig, SamplingParams, __version__
+from chairlift.cli.app import FIRST
 from chairlift.cli.main import app
 from chairlift.options import options_of
 from chairlift.server.options import ServerOptions
@@ -82,6 +84,59 @@ def test_help_at_80_columns_shows_whole_flags_on_one_line(words: list[str]) -> N
             flags = (*parameter.opts, *parameter.secondary_opts)
             starts = [line.split() for line in lines if line.startswith("  -")]
             assert any(all(flag in {word.strip(",") for word in start} for flag in flags) for start in starts), flags
+
+
+# The words that stand for values in help texts.
+WORDS = {
+    *("ADDRESS", "DEVICE", "FILE", "FOLDER", "JSON", "KEY", "MODEL", "N", "NAME", "NUMBER", "ORIGIN", "SIZE", "TYPE"),
+    *("URL", "MILLISECONDS", "SECONDS", "MINUTES", "LOW:HIGH", "FILE|FOLDER", "MODEL|ADDRESS|PID"),
+    *("NAME=FILE", "NAME=MODEL", "NAME=WEIGHT", "N[,N…]", "NAME[,NAME…]"),
+    *("PROMPT", "INPUT", "OUTPUT", "TOPIC", "[MODEL] [PROMPT]..."),  # what arguments are for
+}
+TEXTS = {"--stop", "--system", "PROMPT"}  # Their values are texts.
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_values_have_the_same_words_in_all_help_texts(words: list[str]) -> None:
+    result = run(*words, "--help")
+    assert "<" not in "".join(line for line in result.stdout.splitlines() if re.match(r"  (-|[A-Z])", line))
+    for parameter in find_command(words).params:
+        if getattr(parameter, "is_flag", False):
+            continue
+        word = parameter.metavar or parameter.name.upper()
+        is_choice = word[0] == "[" and word[-1] == "]"
+        is_text = word == "TEXT" and {*parameter.opts, word} & TEXTS
+        assert word in WORDS or is_choice or is_text, f"{parameter.opts} {word}"
+
+
+def test_the_words_that_are_known_are_used() -> None:
+    used = {getattr(parameter, "metavar", None) for words in COMMANDS for parameter in find_command(words).params}
+    assert WORDS <= used
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_model_may_be_an_argument_wherever_it_is_an_option(words: list[str]) -> None:
+    parameters = {parameter.name: parameter for parameter in find_command(words).params}
+    option = parameters.get("model")
+    if option is None or option.param_type_name == "argument":
+        return
+    last = [parameter for parameter in parameters.values() if parameter.param_type_name == "argument"][-1]
+    assert last.metavar == "MODEL" or last.nargs == -1, f"{words} takes --model, but no MODEL"
+
+
+def test_a_model_is_given_once() -> None:
+    result = run("serve", "one", "--model", "two")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --model: was given twice: 'one' and 'two'\n"
+
+
+def test_the_help_begins_with_what_a_newcomer_needs() -> None:
+    lines = run("--help").stdout.splitlines()
+    sections = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][^:]*:", line)]
+    assert sections[1:4] == ["Run a model", "Models on this machine", "Servers and fleets"]
+    commands = lines[lines.index("Run a model:") :]
+    names = [line.split()[0] for line in commands if re.match(r"  [a-z]", line)]
+    assert [name for name in FIRST if name in names] == names[: len(set(FIRST) & set(names))]
 
 
 def test_help_shows_options_in_groups() -> None:

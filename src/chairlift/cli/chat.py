@@ -24,7 +24,6 @@ from chairlift.terminal.options import (
     ChatOptions,
     ChatSampling,
     EngineOptions,
-    ModelArgument,
     given,
     refuse_engine_options,
 )
@@ -100,7 +99,6 @@ def chat(
     engine: EngineOptions,
     sampling: ChatSampling,
     options: ChatOptions,
-    model_argument: ModelArgument = None,
     url: ServerUrl = None,
     api_key: ServerKey = None,
 ) -> None:
@@ -113,8 +111,7 @@ def chat(
     default the first one. Sampling options that are not given are those that the
     model recommends, if it does, or the server's.
     """
-    named = model_argument is not None or given(context, "model")
-    engine = replace(engine, model=model_argument or engine.model)
+    named = given(context, "model")
     _talk(_start(context, engine, sampling, options, url, api_key, named=named, prompt=None), options)
 
 

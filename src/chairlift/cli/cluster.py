@@ -15,7 +15,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import note
-from chairlift.terminal.options import EngineOptions, ModelArgument
+from chairlift.terminal.options import EngineOptions
 from chairlift.terminal.tables import show_table
 
 DEFAULT_NAME = "chairlift"
@@ -54,7 +54,6 @@ def serve(
     cluster: ClusterOptions,
     server: ServerOptions,
     engine: EngineOptions,
-    model_argument: ModelArgument = None,
     name: Name = DEFAULT_NAME,
     address: Address = None,
     detach: Annotated[bool, typer.Option(help="Return once the fleet is ready, and leave it running.")] = False,
@@ -68,7 +67,7 @@ def serve(
     from chairlift.cluster.ray_runtime import connect, is_authenticated
     from chairlift.cluster.serving.fleet import fleet_config, start_fleet, stop_fleet
 
-    config = fleet_config(server, model_argument or engine.model, engine.config(), quiet=engine.quiet)
+    config = fleet_config(server, engine.model, engine.config(), quiet=engine.quiet)
     own = connect(address, log_to_driver=not engine.quiet)
     if not is_authenticated():
         note(NO_TOKEN)

@@ -12,7 +12,7 @@ import typer
 from chairlift.cli.app import SERVERS, app
 from chairlift.config import EngineConfig, device_option
 from chairlift.errors import InvalidParameter
-from chairlift.terminal.options import EngineOptions, ModelArgument
+from chairlift.terminal.options import EngineOptions
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -40,8 +40,7 @@ class CompileOptions(EngineOptions):
 )
 def compile(
     engine: CompileOptions,
-    out: Annotated[Path, typer.Option(help="The folder of the cache, the TRITON_CACHE_DIR of the server.")],
-    model_argument: ModelArgument = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The cache, the TRITON_CACHE_DIR of the server.")],
 ) -> None:
     """Compile the GPU kernels of a model ahead of time, for instance into an image.
 
@@ -57,9 +56,8 @@ def compile(
     from chairlift.engine.kernel_cache import fill_kernel_cache, kernels_of_model
     from chairlift.progress import watch
 
-    model = model_argument or engine.model
     with watch(enabled=not engine.quiet) as note:
         note("finding the kernels")
-        specs = kernels_of_model(model, EngineConfig(**engine.config() | {"device": "auto"}), engine.device)
+        specs = kernels_of_model(engine.model, EngineConfig(**engine.config() | {"device": "auto"}), engine.device)
         missing = fill_kernel_cache(specs, lambda done: note(f"{done} of {len(specs)} kernels"))
     typer.echo(f"{len(specs)} kernels for {engine.device} in {out}, {missing} of them compiled now")

@@ -51,7 +51,8 @@ def generate(
 ) -> None:
     """Complete prompts, all of them together in one continuous batch.
 
-    A single prompt on a terminal is streamed. Otherwise results are printed
+    All arguments are prompts, so the model is named by --model; `chairlift run
+    MODEL PROMPT` takes it first. A single prompt on a terminal is streamed. Otherwise results are printed
     when all are finished, in the order of the prompts. Sampling options that are
     not given are those that the model recommends, if it does.
     """

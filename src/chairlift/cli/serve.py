@@ -12,7 +12,7 @@ import typer
 from chairlift.cli.app import RUN, app
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.console import note
-from chairlift.terminal.options import EngineOptions, ModelArgument
+from chairlift.terminal.options import EngineOptions
 
 
 @app.command(
@@ -24,7 +24,7 @@ from chairlift.terminal.options import EngineOptions, ModelArgument
         "CHAIRLIFT_API_KEY=secret chairlift serve --host 0.0.0.0",
     ],
 )
-def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArgument = None) -> None:
+def serve(server: ServerOptions, engine: EngineOptions) -> None:
     """Serve a model to OpenAI clients.
 
     SIGTERM or Ctrl-C refuses new requests, lets running ones finish, and exits;
@@ -33,7 +33,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
     from chairlift.server.config import server_config
     from chairlift.server.lifecycle import serve_forever
 
-    config = server_config(server, model_argument or engine.model, engine.config(), quiet=engine.quiet)
+    config = server_config(server, engine.model, engine.config(), quiet=engine.quiet)
 
     def greet(model: str, address: str) -> None:
         _print_address(address, model, with_keys=bool(config.keys))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chairlift.cli.app import SERVERS, app
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options import format_bytes
-from chairlift.server.process.running import RunningServer, ServerStatus, poll, request_stop, running_servers
 from chairlift.terminal.console import note
 from chairlift.terminal.tables import show_table
+
+if TYPE_CHECKING:
+    from chairlift.server.process.running import RunningServer, ServerStatus
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 30.0  # A server that drains no more has this long to end its engine and exit.
@@ -28,6 +30,8 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obje
     The memory is that of the server's processes, without that of a GPU. Fleets
     are listed by `chairlift cluster status`.
     """
+    from chairlift.server.process.running import running_servers
+
     servers = running_servers()
     if as_json:
         typer.echo(json.dumps({"servers": [_describe(server) for server in servers]}, indent=2))
@@ -85,6 +89,8 @@ def stop(
     Without an argument the only server that runs is stopped. Ctrl-C ends the
     waiting, not the stop.
     """
+    from chairlift.server.process.running import running_servers
+
     if everything and target is not None:
         raise InvalidParameter("target", "names one server, but --all means all of them")
     chosen = _chosen(running_servers(), target, everything=everything)
@@ -128,6 +134,8 @@ class _Stopping:
     told: str = ""
 
     def begin(self, *, now: bool) -> None:
+        from chairlift.server.process.running import request_stop
+
         status = request_stop(self.server)
         if now and status is not None:
             request_stop(self.server)  # The second request cuts the draining short.
@@ -137,6 +145,8 @@ class _Stopping:
 
     def wait(self) -> None:
         """Return once the server is gone; says what it still waits for."""
+        from chairlift.server.process.running import poll
+
         alive, status = poll(self.server)
         while alive:
             if time.monotonic() > self.deadline:

@@ -3,7 +3,7 @@
 app = Commands(help="What the program does.", examples=["chairlift serve"])
 
 @app.command(group="Run a model", examples=["chairlift serve", "chairlift serve Qwen/Qwen3-0.6B"])
-def serve(engine: EngineOptions, model_argument: ModelArgument = None) -> None:
+def serve(engine: EngineOptions) -> None:
     "Serve a model to OpenAI clients."
 """
 

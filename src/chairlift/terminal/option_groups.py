@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from chairlift.errors import InvalidParameter
 from chairlift.options import Option, options_of, read_config_file
 from chairlift.terminal.metavars import metavar, with_metavar
 
-_CONFIG_FILE, _CONTEXT = "config_file", "typer_context"
+_CONFIG_FILE, _CONTEXT, _MODEL_ARGUMENT = "config_file", "typer_context", "model_argument"
 WIDEST_CHOICES = 60  # characters; longer lists go into the help text, which is wrapped
 
 
@@ -47,6 +48,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     declared = tuple(option for group in groups.values() for option in options_of(group) if option.on_command_line)
     if declared:
         parameters.append(_config_parameter(declared))
+    takes_model = _add_model_argument(parameters)
     own_context = next((item.name for item in parameters if item.annotation is typer.Context), None)
     if own_context is None:
         parameters.append(inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
@@ -55,6 +57,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     def spread(**values: Any) -> None:
         values.pop(_CONFIG_FILE, None)
         context = values[own_context] if own_context else values.pop(_CONTEXT)
+        if takes_model and (argument := values.pop(_MODEL_ARGUMENT)) is not None:
+            values["model"] = _instead_of_option(context, argument)
         for name, group in groups.items():
             values[name] = _build(group, {field: values.pop(field) for field in field_names(group)}, context)
         command(**values)
@@ -63,6 +67,40 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread
+
+
+def _add_model_argument(parameters: list[inspect.Parameter]) -> bool:
+    """Let a command that has --model take the model as an argument as well, after its own arguments.
+
+    Not where it has one by that name, or where its last argument takes all that follow.
+    """
+    infos = {item.name: _info(item) for item in parameters}
+    arguments = [(item, infos[item.name]) for item in parameters if isinstance(infos[item.name], ArgumentInfo)]
+    if not isinstance(infos.get("model"), OptionInfo) or any(
+        getattr(info, "metavar", None) == "MODEL" or "list[" in str(item.annotation) for item, info in arguments
+    ):
+        return False
+    settings = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    annotation = Annotated[str | None, settings]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters.append(inspect.Parameter(_MODEL_ARGUMENT, kind, default=None, annotation=annotation))
+    return True
+
+
+def _info(parameter: inspect.Parameter) -> Any:
+    """How typer reads a parameter, where its annotation says so."""
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    return next((each for each in metadata if isinstance(each, ParameterInfo)), None)
+
+
+def _instead_of_option(context: typer.Context, model: str) -> str:
+    """Count a model that was given as an argument as the value of --model on the command line."""
+    if source_of(context, "model") == "COMMANDLINE":
+        raise InvalidParameter("model", f"was given twice: {model!r} and {context.params['model']!r}")
+    sources = type(context.get_parameter_source("model"))
+    context.set_parameter_source("model", sources["COMMANDLINE"])
+    context.params["model"] = model
+    return model
 
 
 def field_names(group: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 
-__all__ = ["EngineOptions", "ModelArgument", "SamplingOptions", "given", "refuse_given", "with_option_groups"]
-
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)]
+__all__ = ["EngineOptions", "SamplingOptions", "given", "refuse_given", "with_option_groups"]
 
 sampling_option = partial(option, group="Sampling")
 search_option = partial(option, group="Choosing among completions")

@@ -19,7 +19,7 @@ import typer
 from chairlift.client.http import Address, HttpClient
 from chairlift.errors import ChairliftError
 from chairlift.progress import Note
-from chairlift.terminal.options import EngineOptions, ModelArgument
+from chairlift.terminal.options import EngineOptions
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.bench.serve import MAX_WAITING
@@ -156,7 +156,6 @@ def bench_cold_start(
     shape: ShapeOptions,
     note: Note,
     settings: ColdStartSettings,
-    model_argument: ModelArgument = None,
 ) -> BenchResult:
     """The first minute of a server whose kernels are not compiled yet.
 
@@ -167,7 +166,7 @@ def bench_cold_start(
     start of the process.
     """
     _ = settings.lengths  # raises if one is no range
-    with _target(context, engine, shape, model_argument) as (model, options, name, vocabulary):
+    with _target(context, engine, shape) as (model, options, name, vocabulary):
         rows = measure_starts(model, options, vocabulary, settings, note)
     tables = [Table(f"{name}: cold starts", COLUMNS, rows), phase_table(rows)]
     return BenchResult({"model": name} | asdict(settings) | {"engine": options}, rows, tables)
@@ -189,10 +188,10 @@ def phase_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 @contextmanager
 def _target(
-    context: typer.Context, engine: EngineOptions, shape: ShapeOptions, argument: str | None
+    context: typer.Context, engine: EngineOptions, shape: ShapeOptions
 ) -> Iterator[tuple[str, dict[str, Any], str, Sequence[int]]]:
     """The model to serve, its options, its display name and the token ids of prompts."""
-    with shape.resolve(context, engine, argument) as (path, config, name):
+    with shape.resolve(context, engine) as (path, config, name):
         options = engine.config() | {"load_format": config.load_format}
         if config.load_format != "dummy":
             vocabulary, _ = local_model_facts(path, options, progress=not engine.quiet)

@@ -16,7 +16,7 @@ import typer
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import UnsupportedModel
 from chairlift.progress import Note
-from chairlift.terminal.options import EngineOptions, ModelArgument, engine_option_names, refuse_given
+from chairlift.terminal.options import EngineOptions, engine_option_names, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.floor import Ceilings
@@ -224,7 +224,6 @@ def bench_kernels(
     shape: ShapeOptions,
     note: Note,
     *,
-    model_argument: ModelArgument = None,
     kernels: Annotated[str, typer.Option(help="Kinds of kernels, separated by commas.")] = ",".join(KINDS),
     settings: KernelSettings,
 ) -> BenchResult:
@@ -244,7 +243,7 @@ def bench_kernels(
     kinds = parse_names("kernels", kernels, KINDS)
     others = [name for name in engine_option_names() if name not in RELEVANT]
     refuse_given(context, others, "has no effect on single kernels")
-    with shape.resolve(context, engine, model_argument) as (path, config, name):
+    with shape.resolve(context, engine) as (path, config, name):
         note("loading")
         model = load_model(path, config, progress=not engine.quiet).model
         if not isinstance(model, Decoder):

@@ -13,7 +13,7 @@ import typer
 
 from chairlift.options import at_least
 from chairlift.progress import Note
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
+from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import Measurement, serve_at_once
@@ -111,7 +111,6 @@ def bench_latency(
     shape: ShapeOptions,
     note: Note,
     settings: LatencySettings,
-    model_argument: ModelArgument = None,
 ) -> BenchResult:
     """Startup time, time to first token and time per output token, by batch size and prompt length.
 
@@ -128,7 +127,7 @@ def bench_latency(
     refuse_given(
         context, ("speculate", "draft_length"), "the floor counts a step for every token; see bench speculation"
     )
-    with shape.resolve(context, engine, model_argument) as (path, config, name):
+    with shape.resolve(context, engine) as (path, config, name):
         note("loading")
         start_time = time.perf_counter()
         started = load_engine(path, config, progress=not engine.quiet)

@@ -16,7 +16,7 @@ import typer
 from chairlift.errors import InvalidParameter
 from chairlift.options import at_least
 from chairlift.progress import Note
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
+from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import Column, Table
 from chairlift_lab.bench.base import BenchResult, bench
 from chairlift_lab.common.engines import Measurement, serve_at_once, touch_cache
@@ -176,7 +176,6 @@ def bench_long_context(
     shape: ShapeOptions,
     note: Note,
     settings: LongContextSettings,
-    model_argument: ModelArgument = None,
 ) -> BenchResult:
     """One long prompt at a time: prefill time, memory, and time per output token after it.
 
@@ -196,7 +195,7 @@ def bench_long_context(
     refuse_given(context, ("prefix_caching",), "has no effect here: every prompt is new")
     refuse_given(context, ("speculate", "draft_length"), "the floor counts a step for every token")
     with ExitStack() as files:
-        path, config, name = files.enter_context(shape.resolve(context, engine, model_argument))
+        path, config, name = files.enter_context(shape.resolve(context, engine))
         if config.load_format == "dummy":
             path = files.enter_context(made_longer(path, settings.longest))
         note("loading")

@@ -275,7 +275,7 @@ class PeerOptions:
     peer_model: Annotated[
         list[str] | None,
         _peers(
-            metavar="NAME=FILE",
+            metavar="NAME=MODEL",
             help="The model that a peer loads instead of --model; repeatable.",
             show_default="--model",
         ),

@@ -27,7 +27,7 @@ def make_model(
             help="safetensors, or of a GGUF file: q4_0, q4_1, q5_0, q5_1, q8_0, q6_k, iq4_nl, iq4_xs, q4_k_m, q5_k_m."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The file, or with safetensors the folder, to write.")],
+    out: Annotated[Path, typer.Option(metavar="FILE|FOLDER", help="What to write: with safetensors a folder.")],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Write a model of a public shape with random weights.

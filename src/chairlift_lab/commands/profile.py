@@ -11,7 +11,7 @@ from rich.console import Console
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.progress import watch
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
+from chairlift.terminal.options import EngineOptions, refuse_given
 from chairlift.terminal.tables import show_table
 from chairlift_lab.common.model_shapes import ShapeOptions, model_settings
 from chairlift_lab.report.options import JsonOptions, check_writable, machine, parse_numbers
@@ -34,7 +34,6 @@ def profile(
     engine: EngineOptions,
     shape: ShapeOptions,
     report: JsonOptions,
-    model_argument: ModelArgument = None,
     batch: Annotated[str, typer.Option(help="Batch sizes to measure; each gets a table.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to measure for each batch.")] = 32,
@@ -63,7 +62,7 @@ def profile(
     if out is not None:
         check_writable(out, "out")
     with (
-        shape.resolve(context, engine, model_argument) as (path, config, name),
+        shape.resolve(context, engine) as (path, config, name),
         watch(enabled=not engine.quiet) as note,
     ):
         note("loading")

@@ -124,18 +124,13 @@ class ShapeOptions:
     ] = None
 
     @contextmanager
-    def resolve(
-        self, context: typer.Context, engine: EngineOptions, argument: str | None
-    ) -> Iterator[tuple[str, EngineConfig, str]]:
-        """The path to load, the config and a display name; `argument` is a model typed without --model."""
-        if argument is not None and given(context, "model"):
-            raise InvalidParameter("model", f"was given twice: {argument!r} and {engine.model!r}")
+    def resolve(self, context: typer.Context, engine: EngineOptions) -> Iterator[tuple[str, EngineConfig, str]]:
+        """The path to load, the config and a display name."""
         options = engine.config()
         if self.model_config is None:
-            model = argument or engine.model
-            yield model, EngineConfig(**options), model
+            yield engine.model, EngineConfig(**options), engine.model
             return
-        if argument is not None or given(context, "model"):
+        if given(context, "model"):
             raise InvalidParameter("model_config", "replaces the model by random weights; give only one of them")
         if given(context, "load_format") and engine.load_format != "dummy":
             raise InvalidParameter("load_format", "must be dummy with --model-config")

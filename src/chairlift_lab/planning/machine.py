@@ -29,7 +29,7 @@ class MachineOptions:
     model: Annotated[
         str,
         machine_option(
-            help="config.json, a folder with one, a GGUF file, or a name: qwen3-0.6b, llama3-8b, smollm2-135m."
+            help="config.json, a folder with one, a GGUF file, a Hugging Face id, or a name of `chairlift models`."
         ),
     ] = "llama3-8b"
     device: Annotated[str, machine_option(help="h200, h100, a100, l4, cpu or custom.")] = "h200"
@@ -63,10 +63,9 @@ def read_config(name: str) -> Mapping[str, Any]:
     path = Path(name).expanduser()
     if (path / "config.json").exists() or (path.suffix == ".json" and path.exists()):
         return read_json_config(path, "model")
-    from chairlift.loading.checkpoint import open_checkpoint
-    from chairlift.loading.resolve import resolve_model
+    from chairlift.loading.resolve import read_model_config
 
-    return open_checkpoint(resolve_model(name)).config
+    return read_model_config(name).config
 
 
 def model_shape(config: Mapping[str, Any], weights: str, kv_dtype: str) -> ModelShape:

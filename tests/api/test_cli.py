@@ -111,7 +111,7 @@ def test_values_have_the_same_words_in_all_help_texts(words: list[str]) -> None:
 
 def test_the_words_that_are_known_are_used() -> None:
     used = {getattr(parameter, "metavar", None) for words in COMMANDS for parameter in find_command(words).params}
-    assert WORDS <= used
+    assert used >= WORDS
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

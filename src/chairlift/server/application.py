@@ -21,6 +21,8 @@ from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, 
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.errors import add_error_handlers
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
+from chairlift.server.http.llamacpp import add_llamacpp_routes
+from chairlift.server.http.ollama import add_ollama_routes
 from chairlift.server.http.pages import add_pages
 from chairlift.server.http.routes import ERRORS, Service, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.stored.background import BackgroundResponses
@@ -113,6 +115,8 @@ def make_app(
     add_stored_routes(app, stored)
     app.state.stored = stored
     add_tokenizer_routes(app, service)
+    add_ollama_routes(app, service)
+    add_llamacpp_routes(app, service)
     add_status_routes(app, service)
     add_file_routes(app, files, ERRORS)
     if dashboard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +12,44 @@ from typing import Any
 
 import chairlift
 from chairlift.errors import InvalidParameter, UnsupportedModel
-from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.config_file import ConfigCheckpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.recommended_sampling import AUTO, default_sampling
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.machine.hardware import count_gpus
 from chairlift.options import read_text
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDetails:
+    """What other APIs tell of a model's files."""
+
+    format: str = "safetensors"
+    family: str = ""
+    quantization: str | None = None
+    num_bytes: int = 0
+    num_parameters: int | None = None  # None: not known
+    config: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | ConfigCheckpoint, *, on_gpu: bool) -> ModelDetails:
+        config, quantization, num_bytes = checkpoint.config, checkpoint.quantization, checkpoint.num_bytes
+        count, dtype = None, str(config.get("dtype") or config.get("torch_dtype"))
+        if (file := getattr(checkpoint, "file", None)) is not None:
+            count = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+        elif quantization is None and num_bytes and dtype in _DTYPE_BYTES:
+            count = num_bytes // _DTYPE_BYTES[dtype]
+        family = str(config.get("model_type", ""))
+        return cls(checkpoint.format, family, quantization, num_bytes, count, config, on_gpu)
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +61,7 @@ class ServedModel:
     reasoning_format: ReasoningFormat | None = None
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
+    details: ModelDetails = field(default_factory=ModelDetails)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -46,6 +76,7 @@ class ServedModel:
         embedding: EmbeddingConfig | None = None,
         sampling: Mapping[str, float] | None = None,
         engine: Mapping[str, Any] | None = None,
+        details: ModelDetails | None = None,
     ) -> ServedModel:
         """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
         template = tokenizer.chat_template or ""
@@ -60,6 +91,7 @@ class ServedModel:
             choose_reasoning(template, reasoning_parser),
             embedding or EmbeddingConfig(),
             sampling or {},
+            details or ModelDetails(),
         )
 
     @classmethod
@@ -74,7 +106,8 @@ class ServedModel:
     ) -> ServedModel:
         """Load the tokenizer and the settings of a checkpoint; `engine` are the engine's options."""
         checkpoint = ConfigCheckpoint(path) if engine.get("load_format") == "dummy" else open_checkpoint(path)
-        source = engine.get("generation_config", AUTO)
+        source, device = engine.get("generation_config", AUTO), str(engine.get("device", "cpu"))
+        on_gpu = device.startswith("cuda") or (device == "auto" and count_gpus() > 0)
         return cls.create(
             names[0],
             make_tokenizer(checkpoint, chat_template),
@@ -84,6 +117,7 @@ class ServedModel:
             embedding=read_embedding_config(checkpoint),
             sampling=default_sampling(checkpoint.path, checkpoint.generation_config, source),
             engine=engine,
+            details=ModelDetails.of(checkpoint, on_gpu=on_gpu),
         )
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import uuid
 from collections import defaultdict
@@ -25,13 +24,14 @@ import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
 from chairlift.cluster.routing.router import Route, RoutedRequest
-from chairlift.cluster.serving.routed_body import DONE, EVENT_END, body_identity, error_events, read_body
+from chairlift.cluster.serving.routed_body import body_identity, error_events, generates, is_whole, read_body
 from chairlift.cluster.serving.routing_table import KnownReplica, NoReplica, RoutingTable
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import APIKey
 from chairlift.server.generation.usage import (
     REPORT_HEADER,
     REPORTS_PATH,
+    STREAM_ENDS,
     USAGE_HEADER,
     UsageReport,
     read_header,
@@ -60,10 +60,6 @@ _OWN_HEADERS = frozenset(
     ).split()
 ) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, REPORT_HEADER}
 _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split()) | {USAGE_HEADER}
-_GENERATION = re.compile(r"/(completions|responses|messages)$")  # Servers accept other paths with these ends, too.
-
-EVENT_STREAM = "text/event-stream"
-
 Connect = Callable[[], Awaitable[None]]
 
 
@@ -148,9 +144,9 @@ class Relay:
             if not message.get("more_body", False):
                 break
         body, path, key = b"".join(pieces), scope["path"], scope["state"].get("api_key")
-        generates = scope["method"] == "POST" and bool(_GENERATION.search(path))
+        is_generation = scope["method"] == "POST" and generates(path)
         salt = key.digest.hex() if self._isolate_keys and key is not None else ""
-        parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and generates, salt=salt)
+        parse = partial(read_body, path, body, with_keys=self._table.reads_prefixes and is_generation, salt=salt)
         routed = parse() if len(body) < LARGE_BODY else await asyncio.to_thread(parse)
         return _Request(
             method=scope["method"],
@@ -160,8 +156,8 @@ class Relay:
             headers=_request_headers(scope),
             body=body,
             key=key,
-            routed=routed if generates else routed._replace(max_output=0),
-            generates=generates,
+            routed=routed if is_generation else routed._replace(max_output=0),
+            generates=is_generation,
         )
 
     async def _answer(self, request: _Request, send: Send, exchanges: list[_Exchange]) -> None:
@@ -261,7 +257,7 @@ class _Exchange:
         self._send = send
         self._response: aiohttp.ClientResponse | None = None
         self._first = b""  # piece of the response
-        self._is_stream = False
+        self._event_end = b""  # It is empty for a whole response.
         self._events = 0
         self._tail = b""  # The end of what was relayed so far.
         self._partial = b""  # beginning of an event whose end has not arrived
@@ -294,7 +290,7 @@ class _Exchange:
         response = self._response
         assert response is not None
         self._table.started(self._route)
-        self._is_stream = response.content_type == EVENT_STREAM
+        self._event_end = STREAM_ENDS.get(response.content_type, b"")
         await self._send(_start(response))
         try:
             await self._pass_on(self._first)
@@ -316,14 +312,12 @@ class _Exchange:
 
     async def _pass_on(self, piece: bytes) -> None:
         """Relay the next piece; of a stream only whole events, so that an error event can follow at any time."""
-        if self._is_stream:
-            piece = self._partial + piece
-            end = piece.rfind(EVENT_END) + len(EVENT_END)
-            end = 0 if end < len(EVENT_END) else end
-            piece, self._partial = piece[:end], piece[end:]
+        if self._event_end:
+            whole, end, self._partial = (self._partial + piece).rpartition(self._event_end)
+            piece = whole + end
             piece, report = take_comments(piece)
             self.report = report or self.report
-            self._events += piece.count(EVENT_END)
+            self._events += piece.count(self._event_end)
             self._tail = (self._tail + piece)[-TAIL_BYTES:] if len(piece) < TAIL_BYTES else piece[-TAIL_BYTES:]
         if piece:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -332,10 +326,11 @@ class _Exchange:
         """End a response whose replica died: a stream with an error event, another by closing the connection."""
         log.warning("the replica %s died during a response (%s)", self._replica.id, problem)
         self._table.failed(self._replica.id)
-        if not self._is_stream:
+        if not self._event_end:
             raise ConnectionError("the replica died during the response")
         request_id = dict(self.request.headers)["x-request-id"]
-        events = b"" if self._tail.endswith(DONE) else error_events(self.request.path, self._tail, request_id)
+        path, tail = self.request.path, self._tail
+        events = b"" if is_whole(path, tail) else error_events(path, tail, request_id)
         await self._send({"type": "http.response.body", "body": events})
 
     async def ask_for_report(self, session: aiohttp.ClientSession) -> UsageReport | None:
@@ -350,7 +345,7 @@ class _Exchange:
 
     def estimate(self) -> UsageReport | None:
         """What a stream used, if the replica reports nothing."""
-        return UsageReport(self.request.routed.num_prompt, self._events) if self._is_stream else None
+        return UsageReport(self.request.routed.num_prompt, self._events) if self._event_end else None
 
 
 def _start(response: aiohttp.ClientResponse) -> Message:

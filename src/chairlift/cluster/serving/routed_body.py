@@ -17,6 +17,8 @@ import msgspec
 
 from chairlift.cluster.routing.router import PrefixKey, RoutedRequest, prefix_keys
 from chairlift.server.anthropic.errors import anthropic_error, is_messages_path
+from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
+from chairlift.server.ollama.errors import is_ollama_path, ollama_error
 from chairlift.server.wire.errors import unavailable
 
 TOKEN_BYTES = 4
@@ -27,6 +29,15 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 # Fields that differ between equal requests of different clients; the engine does not see them.
 _OF_THE_CLIENT = frozenset(("user", "stream", "stream_options", "cache_salt", "priority", "timeout", "metadata"))
+
+
+# Servers accept other paths with these ends, too.
+_GENERATION = re.compile(r"/(completions?|responses|messages|infill|api/chat|api/generate)$")
+
+
+def generates(path: str) -> bool:
+    """Whether a POST request to this path asks for output."""
+    return _GENERATION.search(path) is not None
 
 
 def body_identity(path: str, body: bytes) -> bytes:
@@ -67,15 +78,23 @@ def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: st
 
 def _prompts(path: str, fields: dict[str, Any]) -> list[Sequence[int]]:
     """The prompts of a request in the order in which their parts are written before the model."""
-    if path.endswith("/chat/completions"):
+    if path.endswith(("/chat/completions", "/api/chat")):
         return [_pieces(_parts(fields, "tools", "messages"))]
     if path.endswith(("/messages", "/count_tokens")):
         return [_pieces(_parts(fields, "tools", "system", "messages"))]
     if path.endswith("/responses"):
         return [_pieces(_parts(fields, "tools", "instructions", "input"))]
-    if path.endswith("/completions"):
+    if path.endswith(("/completions", "/completion")):
         return _completion_prompts(fields.get("prompt"))
-    given = [fields[name] for name in ("query", "input", "documents", "prompt", "text_1", "text_2") if name in fields]
+    if path.endswith("/api/generate"):
+        return [_pieces(_parts(fields, "context", "system", "prompt", "suffix"))]
+    if path.endswith("/infill"):
+        return [_pieces(_parts(fields, "input_extra", "input_prefix", "prompt", "input_suffix"))]
+    given = [
+        fields[name]
+        for name in ("query", "input", "content", "documents", "prompt", "text_1", "text_2")
+        if name in fields
+    ]
     return [_pieces([_json.encode(given)])] if given else []
 
 
@@ -115,7 +134,9 @@ def _integer(value: Any) -> int | None:
 
 
 def _output_limit(fields: dict[str, Any]) -> int | None:
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict", "num_predict")
+    if isinstance(options := fields.get("options"), dict):  # Ollama has it there.
+        fields = options
     return next((limit for name in names if (limit := _integer(fields.get(name))) is not None), None)
 
 
@@ -125,11 +146,23 @@ DONE = b"data: [DONE]\n\n"
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
+def is_whole(path: str, before: bytes) -> bool:
+    """Whether a stream that ends with these events has its last one."""
+    last = before.rstrip(b"\n").rpartition(b"\n")[2]
+    if is_ollama_path(path):
+        return b'"done":true' in last
+    return b'"stop":true' in last if path in LLAMACPP_PATHS else before.endswith(DONE)
+
+
 def error_events(path: str, before: bytes, request_id: str) -> bytes:
     """`before` are the last events of the stream."""
     error = unavailable("the replica that answered this request died; try again")
     if is_messages_path(path):
         return _event("error", anthropic_error(error.status_code, error.body, request_id))
+    if is_ollama_path(path):
+        return msgspec.json.encode(ollama_error(error.status_code, error.body, request_id)) + b"\n"
+    if path in LLAMACPP_PATHS:
+        return b"data: " + msgspec.json.encode(llamacpp_error(error.status_code, error.body, request_id)) + EVENT_END
     body = error.body["error"]
     if path.endswith("/responses"):
         numbers = _SEQUENCE_NUMBER.findall(before)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
-from starlette.types import Message, Scope, Send
+from starlette.types import Scope, Send
+
+from chairlift.server.wire.errors import ConvertingSend
 
 # On this code clients send the whole conversation instead of its last turn.
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -47,38 +48,17 @@ def anthropic_error(status: int, body: dict[str, Any], request_id: str) -> dict[
     return {"type": "error", "error": {"type": type_, "message": message, **details}, "request_id": request_id}
 
 
-class ConvertingSend:
-    """An ASGI `send` that converts the errors of all layers, each once it is complete, and adds the header `request-id`
-    to every response."""
+def _convert(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+    return body if body.get("type") == "error" else anthropic_error(status, body, request_id)
+
+
+class AnthropicSend(ConvertingSend):
+    """Adds the header `request-id` to every response."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None  # An error's.
-        self._body = b""
+        super().__init__(send, _convert)
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            # A server behind an ingress has added the header already.
-            headers = [item for item in message["headers"] if item[0].lower() != b"request-id"]
-            ids = [(b"request-id", value) for name, value in headers if name.lower() == b"x-request-id"]
-            message = {**message, "headers": [*headers, *ids]}
-            if message["status"] >= 400:
-                self._start = message
-                return
-        if self._start is None:
-            await self._send(message)
-        elif message["type"] == "http.response.body":
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._send_error(self._start)
-
-    async def _send_error(self, start: Message) -> None:
-        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-        found, body = dict(headers), self._body
-        if found.get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
-            error = msgspec.json.decode(body)
-            if error.get("type") != "error":  # a server behind an ingress has converted its own
-                request_id = found.get(b"request-id", b"").decode("latin-1")
-                body = msgspec.json.encode(anthropic_error(start["status"], error, request_id))
-        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self._send({"type": "http.response.body", "body": body})
+    def headers(self, given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        # A server behind an ingress has added the header already.
+        kept = [item for item in given if item[0].lower() != b"request-id"]
+        return [*kept, *((b"request-id", value) for name, value in kept if name.lower() == b"x-request-id")]

@@ -181,10 +181,15 @@ class EngineBody(RequestBody):
     user: Annotated[str | None, Field(max_length=256)] = None
 
 
+# A comment, which clients ignore, so that proxies do not close a connection without traffic.
+PING = b": waiting\n\n"
+
+
 class ResponseBuilder(Protocol):
-    """Builds the response to one HTTP request from the engine's updates, whole or as server-sent events."""
+    """Builds the response to one HTTP request from the engine's updates, whole or as a stream of events."""
 
     usage: Usage
+    media_type: str = "text/event-stream"  # of a stream; STREAM_ENDS has how its events end
 
     def add(self, update: Update) -> None:
         """Add an update to the whole response."""
@@ -200,6 +205,10 @@ class ResponseBuilder(Protocol):
 
     def error_events(self, error: APIError) -> Iterable[bytes]:
         """Return the events that end a failed stream."""
+
+    def ping(self) -> bytes:
+        """Return what a stream sends while it has nothing to say."""
+        return PING
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, ti
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Submit
 
+DEFAULT_TAG = ":latest"
 RETRY_SECONDS = 0.05  # The rest of a request is submitted again after this while the queue is full.
 
 
@@ -186,7 +187,7 @@ class GenerationHandler:
             raise
         request_id, finish = parsed.http.state.request_id, partial(parsed.request.finish, builder)
         events = response_events(first, updates, builder, request_id, self.limits.ping_seconds, finish)
-        return EventStream(events, on_end=lambda: self.engine.cancel(submitted.updates))
+        return EventStream(events, lambda: self.engine.cancel(submitted.updates), builder.media_type)
 
     async def _submit_more(self, submitted: Submitted) -> None:
         """Submit further prompts of a request, once there is room for them."""
@@ -207,8 +208,8 @@ class GenerationHandler:
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
-    """Raise a 404 error if a request names another model."""
-    if name is not None and name not in model.names:
+    """Raise a 404 error if a request names another model. Ollama's clients name the tag of a model without one, too."""
+    if name is not None and name not in model.names and name.removesuffix(DEFAULT_TAG) not in model.names:
         known = ", ".join(map(repr, model.names))
         problem = f"the model {name[:200]!r} does not exist; this server has {known}"
         raise APIError(404, problem, param="model", code="model_not_found")

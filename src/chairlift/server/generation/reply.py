@@ -19,9 +19,6 @@ from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, lo
 from chairlift.server.wire.messages import Update
 from chairlift.text.assistant_parts import AssistantParser, AssistantPart
 
-# A comment, which clients ignore, so that proxies do not close a connection without traffic.
-PING = b": waiting\n\n"
-
 LARGE_BODY = 20_000  # values or characters of a response that is encoded in a thread
 PIECE = 1000  # values that are encoded at a time
 MAX_DEPTH = 5  # Lists down to this depth are encoded in pieces: the log-probabilities in a message of a choice.
@@ -138,7 +135,7 @@ async def response_events(
         async for batch in updates:
             data = _events(batch, builder)
             if not data and time.monotonic() - sent > ping_seconds:
-                data = PING  # The output is held back, or is reasoning that is not shown.
+                data = builder.ping()  # The output is held back, or is reasoning that is not shown.
             if data:
                 yield data
                 sent = time.monotonic()
@@ -160,7 +157,7 @@ def _events(batch: list[Update], builder: ResponseBuilder) -> bytes:
         builder.usage.add(update)
         _raise_if_cut_short(update)
         events += builder.events(update)
-    return b"".join(events) if batch else PING
+    return b"".join(events) if batch else builder.ping()
 
 
 def _raise_if_cut_short(update: Update) -> None:
@@ -171,12 +168,14 @@ def _raise_if_cut_short(update: Update) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `on_end` runs however the response ends, even if it was never started."""
+    """A stream of events. `on_end` runs however the response ends, even if it was never started."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], on_end: Callable[[], object], media_type: str = ResponseBuilder.media_type
+    ) -> None:
         # X-Accel-Buffering keeps nginx from buffering the events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

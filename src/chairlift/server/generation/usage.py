@@ -91,6 +91,11 @@ class Timeline:
     num_tokens: int = 0
     finish_reason: str | None = None
 
+    def seconds(self, phase: str) -> float:
+        """Return how long a phase took; 0 if it has not ended."""
+        start, end = self.phases().get(phase, (0.0, 0.0))
+        return end - start
+
     def phases(self) -> dict[str, tuple[float, float]]:
         """Return the start and the end of each phase that has ended."""
         found = {}
@@ -147,6 +152,8 @@ class StreamMetrics:
         self._metrics.requests.labels(reason).inc(count)
 
 
+# The end of an event by the type of a stream. Neither kind of event contains a line that looks like a report.
+STREAM_ENDS = {"text/event-stream": b"\n\n", "application/x-ndjson": b"\n"}
 REPORT_HEADER, USAGE_HEADER = b"x-chairlift-report", b"x-chairlift-usage"
 REPORTS_PATH = "/usage-reports/"
 MAX_KEPT = 2000  # requests whose usage can be asked for
@@ -232,7 +239,8 @@ def send_with_reports(send: Send, state: Mapping[str, Any]) -> Send:
         nonlocal is_stream
         usage: Usage | None = state.get("usage")
         if message["type"] == "http.response.start":
-            is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            kind = dict(message["headers"]).get(b"content-type", b"").partition(b";")[0]
+            is_stream = kind.decode("latin-1") in STREAM_ENDS
             if usage is not None and not is_stream:
                 message["headers"] = [*message["headers"], (USAGE_HEADER, UsageReport.of(usage).header())]
         elif is_stream and usage is not None and message.get("body"):

@@ -26,9 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import chairlift
 from chairlift.errors import InvalidParameter
-from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, ConvertingSend
+from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, AnthropicSend
 from chairlift.server.generation.usage import Timeline
-from chairlift.server.wire.errors import as_api_error, log_unexpected
+from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
+from chairlift.server.ollama.errors import OLLAMA_PATHS, is_ollama_path, ollama_error
+from chairlift.server.wire.errors import ConvertingSend, as_api_error, log_unexpected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,6 +49,8 @@ _PATHS = frozenset(
         *(f"/v1{path}" for path in _UNDER_V1),
         *("/v1/score", "/v1/rerank", "/v2/rerank", "/score", "/rerank", "/tokenize", "/detokenize"),
         *("/health", "/ready", "/ping", "/version", "/metrics", "/dashboard", "/docs"),
+        *OLLAMA_PATHS,
+        *LLAMACPP_PATHS,
     )
 )
 # What follows is a name or an id, which may have slashes of its own.
@@ -64,6 +68,16 @@ def endpoint_path(path: str) -> str:
     if found := _WITH_ID.fullmatch(path):
         return f"/v1/{found[1]}/{found[2]}"
     return path
+
+
+def speaks_json_only(path: str) -> bool:
+    """Whether the servers that have this path read every body as JSON, whatever type it says: curl, as their documents
+    show it, says that it sends a form."""
+    return is_ollama_path(path) or path in LLAMACPP_PATHS
+
+
+def _other_headers(scope: Scope, name: bytes) -> list[tuple[bytes, bytes]]:
+    return [item for item in scope["headers"] if item[0] != name]
 
 
 class SentResponse:
@@ -102,6 +116,8 @@ class RequestBoundary:
         if not 0 < len(request_id) <= 128 or not request_id.isprintable():
             request_id = f"req-{uuid.uuid4().hex}"
         scope = {**scope, "path": endpoint_path(scope["path"])}
+        if scope["method"] == "POST" and speaks_json_only(scope["path"]):
+            scope["headers"] = [*_other_headers(scope, b"content-type"), (b"content-type", b"application/json")]
         scope.setdefault("state", {})["request_id"] = request_id
         sent = SentResponse(send)
         endings = [observer.begin(scope) for observer in self._observers]
@@ -113,7 +129,11 @@ class RequestBoundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         speaks_anthropic = MESSAGES_PATH.match(scope["path"]) or VERSION_HEADER in dict(scope["headers"])
-        outgoing = ConvertingSend(send) if speaks_anthropic else send
+        outgoing: Send = AnthropicSend(send) if speaks_anthropic else send
+        if is_ollama_path(scope["path"]):
+            outgoing = ConvertingSend(send, ollama_error)
+        elif scope["path"] in LLAMACPP_PATHS:
+            outgoing = ConvertingSend(send, llamacpp_error)
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -163,23 +163,23 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         """The tokens of a text or a conversation."""
         check_model_name(service.model, body.model)
         work = partial(_tokenize, body, service.model, service.max_model_len)
-        return await _run_text_job(service, http, len(await http.body()), work)
+        return await run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
         """The number of tokens of a conversation, as Anthropic's."""
         check_model_name(service.model, body.model)
         work = partial(_count_tokens, body, service.model, service.max_model_len)
-        return await _run_text_job(service, http, len(await http.body()), work)
+        return await run_text_job(service, http, len(await http.body()), work)
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         """The text of tokens."""
         check_model_name(service.model, body.model)
-        return await _run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
+        return await run_text_job(service, http, len(body.tokens), partial(_detokenize, body, service.model))
 
 
-async def _run_text_job(service: Service, http: Request, size: int, work: Callable[[], TextJobResult]) -> Response:
+async def run_text_job(service: Service, http: Request, size: int, work: Callable[[], TextJobResult]) -> Response:
     """Respond with the JSON of `work`, which runs in a thread; `size` decides in which. The client's key is charged the
     tokens, whose number is estimated until the work is done."""
     tenant = http.state.tenant or ""
@@ -204,7 +204,7 @@ def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: i
 async def run_input_tokens(service: Service, http: Request, request: ResponsesGeneration) -> Response:
     """Respond with the number of tokens of a request's prompt."""
     size = len(await http.body()) + request.more_text
-    return await _run_text_job(service, http, size, partial(_input_tokens, request, service.max_model_len))
+    return await run_text_job(service, http, size, partial(_input_tokens, request, service.max_model_len))
 
 
 def _input_tokens(request: ResponsesGeneration, max_model_len: int | None) -> TextJobResult:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from chairlift.core.plan import TokenLogprobs
+from chairlift.server.generation.endpoint import ResponseBuilder
 from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.types import ChatRequest, CompletionBody, StreamOptions
 from chairlift.server.served_model import ServedModel
@@ -244,7 +245,7 @@ class TextChoiceFormat:
         return {name: prompt[name] + output[name] for name in prompt}
 
 
-class CompletionResponseBuilder:
+class CompletionResponseBuilder(ResponseBuilder):
     """Builds the response to a chat or text completion."""
 
     def __init__(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Message, Send
 
 from chairlift.errors import EngineDead, EngineDied, InvalidParameter, TemporaryFailure, UnsupportedModel, is_full
 
@@ -77,3 +80,44 @@ def too_busy(message: str) -> APIError:
 def timed_out() -> APIError:
     problem = "the request's timeout passed before it was finished"
     return APIError(408, problem, type_="timeout_error", code="timeout")
+
+
+# Converts an error body of OpenAI's format to that of another API, unless a server behind an ingress has done so. The
+# arguments are the status, the body and the id of the request.
+ErrorFormat = Callable[[int, dict[str, Any], str], dict[str, Any]]
+
+
+class ConvertingSend:
+    """An ASGI `send` that converts the errors of all layers, each once it is complete."""
+
+    def __init__(self, send: Send, convert: ErrorFormat) -> None:
+        self._send = send
+        self._convert = convert
+        self._start: Message | None = None  # An error's.
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": self.headers(message["headers"])}
+            if message["status"] >= 400:
+                self._start = message
+                return
+        if self._start is None:
+            await self._send(message)
+        elif message["type"] == "http.response.body":
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_error(self._start)
+
+    def headers(self, given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a response, given those that the inner layers set."""
+        return given
+
+    async def _send_error(self, start: Message) -> None:
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        found, body = dict(headers), self._body
+        if found.get(b"content-type") == b"application/json":  # the refusal of an origin is plain text
+            request_id = found.get(b"x-request-id", b"").decode("latin-1")
+            body = msgspec.json.encode(self._convert(start["status"], msgspec.json.decode(body), request_id))
+        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})

@@ -7,7 +7,20 @@ from typing import Any
 
 import httpx
 
+from chairlift.server.llamacpp.errors import LLAMACPP_PATHS
 from tests.server.running_server import RunningServer
+
+
+def check_shape(path: str, response: httpx.Response) -> str:
+    """Check the form of an error, which is that of the API that the path is of, and return its message."""
+    error = response.json()["error"]
+    if path.startswith("/api/"):
+        assert response.json().keys() == {"error"}
+        return str(error)
+    assert error.keys() == {"message", "type"} if "messages" in path else {"message", "type", "param", "code"}
+    if path in LLAMACPP_PATHS:
+        assert error["code"] == response.status_code
+    return str(error["message"])
 
 
 def nested(depth: int) -> list[Any]:

@@ -12,12 +12,24 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
+from tests.server.expected_errors import check_shape
 from tests.server.running_server import NAME, RunningServer
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # with errors in Anthropic's format
-POSTS = (*GENERATING, *MESSAGES, "/v1/responses/input_tokens", "/v1/responses/compact", "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
+OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/pull")
+LLAMACPP = ("/completion", "/infill", "/embedding", "/apply-template")
+POSTS = (
+    *(*GENERATING, *MESSAGES, "/v1/responses/input_tokens", "/v1/responses/compact", "/tokenize", "/detokenize"),
+    *(*OLLAMA, *LLAMACPP),
+)
+GETS = (
+    *("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version"),
+    *("/api/tags", "/api/ps", "/api/version", "/props", "/slots"),
+)
+# Refused whatever they are sent.
+REFUSED = [(f"/api/{name}", "POST") for name in ("create", "copy", "push")]
+REFUSED += [("/api/delete", "DELETE"), ("/props", "POST")]
 FILES = [
     ("/v1/files", "POST"),
     ("/v1/files", "GET"),
@@ -49,6 +61,7 @@ CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
 CASES += [(path, method, GenerationMode.POSITIVE) for path, method in FILES]
 CASES += [(path, method, GenerationMode.POSITIVE) for path, method in STORED]
 CASES += [("/v1/conversations", "POST", GenerationMode.NEGATIVE)]
+CASES += [(path, method, GenerationMode.POSITIVE) for path, method in REFUSED]
 CASES += [("/v1/batches", "POST", GenerationMode.NEGATIVE)]
 
 # Valid values; with generated ones, few requests would pass the check of the model name.
@@ -63,6 +76,15 @@ VALID_VALUES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hello"},
     "/v1/score": {"text_1": "hello", "text_2": "hello"},
     "/v1/rerank": {"query": "hello", "documents": ["hello"]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hello"}], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "hello", "options": {"num_predict": 3}},
+    "/api/embed": {"input": "hello"},
+    "/api/embeddings": {"prompt": "hello"},
+    "/api/show": {"name": None},
+    "/api/pull": {"name": None},
+    "/completion": {"prompt": "hello", "n_predict": 3},
+    "/embedding": {"content": "hello", "input": None},
+    "/apply-template": {"messages": [{"role": "user", "content": "hello"}]},
 }
 
 
@@ -103,14 +125,15 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
         assert "server_error" not in response.text, f"{case.as_curl_command()}\n{response.text}"
         assert response.headers["x-request-id"]
         if response.status_code >= 400:
-            keys = {"message", "type"} if path in MESSAGES else {"message", "type", "param", "code"}
-            assert response.json()["error"].keys() == keys
+            check_shape(path, response)
 
     send()
     session.close()
-    if path in POSTS and path != "/tokenize":  # requires exactly one of two optional parameters
+    # /tokenize requires exactly one of two optional parameters; /infill a model with tokens for it.
+    if path in POSTS and path not in ("/tokenize", "/infill"):
         assert mode is GenerationMode.NEGATIVE or statuses[200], f"no request was valid: {statuses}"
-        assert statuses[400], f"no request was invalid: {statuses}"
+        # Every body that matches the document names a model, and nothing else.
+        assert statuses[400] or path in ("/api/show", "/api/pull"), f"no request was invalid: {statuses}"
     assert server.get("/health").status_code == 200
     server.wait_idle()
 

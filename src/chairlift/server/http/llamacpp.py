@@ -15,18 +15,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.generation.handler import check_model_name
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.http.routes import ERRORS, Service, TextJobResult, run_text_job
-from chairlift.server.llamacpp.endpoint import (
-    InfillGeneration,
-    LlamaCompletionGeneration,
-    LlamaEmbeddingGeneration,
-    generation_settings,
-)
-from chairlift.server.llamacpp.types import (
-    ApplyTemplateRequest,
-    InfillRequest,
-    LlamaCompletionRequest,
-    LlamaEmbeddingRequest,
-)
+from chairlift.server.llamacpp import endpoint, types
 from chairlift.server.openai.chat import checked_variables, encode_messages
 from chairlift.server.openai.pooling import RerankGeneration, RerankRequest
 from chairlift.server.served_model import ServedModel
@@ -35,16 +24,16 @@ from chairlift.server.wire.errors import APIError, unavailable
 
 def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
     @app.post("/completion", responses=ERRORS)
-    async def completion(body: LlamaCompletionRequest, http: Request) -> Response:
-        return await service.handle(LlamaCompletionGeneration(body, service.model, http.state.timelines), http)
+    async def completion(body: types.LlamaCompletionRequest, http: Request) -> Response:
+        return await service.handle(endpoint.LlamaCompletionGeneration(body, service.model, http.state.timelines), http)
 
     @app.post("/infill", responses=ERRORS)
-    async def infill(body: InfillRequest, http: Request) -> Response:
-        return await service.handle(InfillGeneration(body, service.model, http.state.timelines), http)
+    async def infill(body: types.InfillRequest, http: Request) -> Response:
+        return await service.handle(endpoint.InfillGeneration(body, service.model, http.state.timelines), http)
 
     @app.post("/embedding", responses=ERRORS)
-    async def embedding(body: LlamaEmbeddingRequest, http: Request) -> Response:
-        return await service.handle(LlamaEmbeddingGeneration(body, service.model), http)
+    async def embedding(body: types.LlamaEmbeddingRequest, http: Request) -> Response:
+        return await service.handle(endpoint.LlamaEmbeddingGeneration(body, service.model), http)
 
     @app.post("/reranking", include_in_schema=False)
     @app.post("/v1/reranking", include_in_schema=False)
@@ -52,7 +41,7 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
         return await service.handle(RerankGeneration(body, service.model), http)
 
     @app.post("/apply-template", responses=ERRORS)
-    async def apply_template(body: ApplyTemplateRequest, http: Request) -> Response:
+    async def apply_template(body: types.ApplyTemplateRequest, http: Request) -> Response:
         check_model_name(service.model, body.model)
         work = partial(_apply_template, body, service.model)
         return await run_text_job(service, http, len(await http.body()), work)
@@ -61,9 +50,10 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
     async def props() -> dict[str, Any]:
         model, loaded, tokenizer = service.model, service.engine.loaded, service.model.tokenizer
         defaults = SamplingParams.with_defaults(model.sampling, max_tokens=None)
-        slot = {"id": 0, "n_ctx": service.max_model_len, "is_processing": False}
+        slot: dict[str, Any] = {"id": 0, "n_ctx": service.max_model_len, "is_processing": False}
+        slot["params"] = endpoint.generation_settings(defaults, service.max_model_len)
         return {
-            "default_generation_settings": slot | {"params": generation_settings(defaults, service.max_model_len)},
+            "default_generation_settings": slot,
             "total_slots": loaded.max_batch_requests if loaded else 0,
             "model_alias": model.name,
             "model_path": model.name,  # The real path is nothing for clients to know.
@@ -95,7 +85,7 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
         ]
 
 
-def _apply_template(body: ApplyTemplateRequest, model: ServedModel) -> TextJobResult:
+def _apply_template(body: types.ApplyTemplateRequest, model: ServedModel) -> TextJobResult:
     tokens = encode_messages(
         model,
         body.messages,

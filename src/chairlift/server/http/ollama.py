@@ -11,22 +11,7 @@ from starlette.requests import Request
 
 from chairlift.server.generation.handler import check_model_name
 from chairlift.server.http.routes import ERRORS, Service
-from chairlift.server.ollama.endpoint import (
-    Generate,
-    OllamaChat,
-    OllamaEmbedding,
-    embeddings_response,
-    loaded_response,
-)
-from chairlift.server.ollama.models import API_VERSION, description, running, tags
-from chairlift.server.ollama.types import (
-    EmbedRequest,
-    GenerateRequest,
-    NamedModel,
-    OldEmbeddingRequest,
-    OllamaBody,
-    OllamaChatRequest,
-)
+from chairlift.server.ollama import endpoint, models, types
 from chairlift.server.process.engine_client import EngineState
 from chairlift.server.wire.errors import APIError, unavailable
 
@@ -35,54 +20,54 @@ NDJSON = "application/x-ndjson"
 
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/chat", responses=ERRORS)
-    async def chat(body: OllamaChatRequest, http: Request) -> Response:
+    async def chat(body: types.OllamaChatRequest, http: Request) -> Response:
         if not body.messages:
             _check_loaded(service, body)
-            return JSONResponse(loaded_response(body.model or service.model.name, is_chat=True))
-        return await service.handle(OllamaChat(body, service.model, http.state), http)
+            return JSONResponse(endpoint.loaded_response(body.model or service.model.name, is_chat=True))
+        return await service.handle(endpoint.OllamaChat(body, service.model, http.state), http)
 
     @app.post("/api/generate", responses=ERRORS)
-    async def generate(body: GenerateRequest, http: Request) -> Response:
+    async def generate(body: types.GenerateRequest, http: Request) -> Response:
         if not (body.prompt or body.suffix or body.images):
             _check_loaded(service, body)
-            return JSONResponse(loaded_response(body.model or service.model.name, is_chat=False))
-        return await service.handle(Generate(body, service.model, http.state), http)
+            return JSONResponse(endpoint.loaded_response(body.model or service.model.name, is_chat=False))
+        return await service.handle(endpoint.Generate(body, service.model, http.state), http)
 
     @app.post("/api/embed", responses=ERRORS)
-    async def embed(body: EmbedRequest, http: Request) -> Response:
+    async def embed(body: types.EmbedRequest, http: Request) -> Response:
         return await _embed(body, http)
 
     @app.post("/api/embeddings", responses=ERRORS)
-    async def old_embeddings(body: OldEmbeddingRequest, http: Request) -> Response:
+    async def old_embeddings(body: types.OldEmbeddingRequest, http: Request) -> Response:
         return await _embed(body, http)
 
-    async def _embed(body: EmbedRequest | OldEmbeddingRequest, http: Request) -> Response:
-        if not (body.input if isinstance(body, EmbedRequest) else body.prompt):
+    async def _embed(body: types.EmbedRequest | types.OldEmbeddingRequest, http: Request) -> Response:
+        if not (body.input if isinstance(body, types.EmbedRequest) else body.prompt):
             _check_loaded(service, body)
-            return JSONResponse(embeddings_response(body, [], 0, service.model.name, http.state.arrived))
-        return await service.handle(OllamaEmbedding(body, service.model, http.state), http)
+            return JSONResponse(endpoint.embeddings_response(body, [], 0, service.model.name, http.state.arrived))
+        return await service.handle(endpoint.OllamaEmbedding(body, service.model, http.state), http)
 
     @app.get("/api/tags", responses=ERRORS)
     async def list_models() -> dict[str, Any]:
-        return tags(service.model)
+        return models.tags(service.model)
 
     @app.get("/api/ps", responses=ERRORS)
     async def running_models() -> dict[str, Any]:
         if service.engine.state is not EngineState.READY:
             return {"models": []}
-        return running(service.model, service.max_model_len or 0, on_gpu=service.model.details.on_gpu)
+        return models.running(service.model, service.max_model_len or 0)
 
     @app.get("/api/version", responses=ERRORS)
     async def api_version() -> dict[str, str]:
-        return {"version": API_VERSION}
+        return {"version": models.API_VERSION}
 
     @app.post("/api/show", responses=ERRORS)
-    async def show(body: NamedModel) -> dict[str, Any]:
+    async def show(body: types.NamedModel) -> dict[str, Any]:
         check_model_name(service.model, body.given)
-        return description(service.model, service.max_model_len)
+        return models.description(service.model, service.max_model_len)
 
     @app.post("/api/pull", responses=ERRORS)
-    async def pull(body: NamedModel) -> Response:
+    async def pull(body: types.NamedModel) -> Response:
         """Succeed for the served model: programs fetch the model that they are about to use."""
         check_model_name(service.model, body.given)
         streams = body.stream is not False
@@ -99,7 +84,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         raise APIError(400, problem, code="unsupported_operation")
 
 
-def _check_loaded(service: Service, body: OllamaBody) -> None:
+def _check_loaded(service: Service, body: types.OllamaBody) -> None:
     """Check a request that only asks for the model to be loaded."""
     check_model_name(service.model, body.model)
     body.name_ignored()

@@ -41,10 +41,10 @@ def tags(model: ServedModel) -> dict[str, Any]:
     return {"models": [one | {"modified_at": _time(model.created)} for one in entries(model)]}
 
 
-def running(model: ServedModel, max_model_len: int, *, on_gpu: bool) -> dict[str, Any]:
+def running(model: ServedModel, max_model_len: int) -> dict[str, Any]:
     more = {
         "expires_at": NEVER,
-        "size_vram": model.details.num_bytes if on_gpu else 0,
+        "size_vram": model.details.num_bytes if model.details.on_gpu else 0,
         "context_length": max_model_len,
     }
     return {"models": [one | more for one in entries(model)[:1]]}

@@ -25,6 +25,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "freq
 CHAT_NAMES = {
     r"response_format(\.json_schema)?(\.schema)?": "format",
     r"reasoning_effort": "think",
+    r"(top_)?logprobs": "top_logprobs",
     r"max_(completion_)?tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     rf"({'|'.join(_SAMPLING)})": r"options.\1",

@@ -350,7 +350,7 @@ def test_only_the_served_model_is_pulled_and_none_is_changed(server: RunningServ
         assert "one model" in error(server, f"/api/{name}", {"model": NAME})
     answer = HTTP.request("DELETE", f"{server.url}/api/delete", json={"model": NAME})
     assert (answer.status_code, answer.json().keys()) == (400, {"error"})
-    assert server.get("/api/nothing").json() == {"error": "Not Found"}
+    assert "/api/nothing" in server.get("/api/nothing").json()["error"]
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class ResponseBuilder(Protocol):
     """Builds the response to one HTTP request from the engine's updates, whole or as a stream of events."""
 
     usage: Usage
-    media_type: str = "text/event-stream"  # of a stream; STREAM_ENDS has how its events end
+    media_type: str = "text/event-stream"  # A stream's; STREAM_ENDS has the ends of its events.
 
     def add(self, update: Update) -> None:
         """Add an update to the whole response."""

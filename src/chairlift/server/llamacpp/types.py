@@ -25,7 +25,7 @@ from chairlift.server.wire.unknown_fields import say_ignored
 from chairlift.text.tokenizer import Tokenizer
 
 MAX_RESPONSE_FIELDS = 64
-MAX_CHUNKS = 1024  # of further context
+MAX_CHUNKS = 1024  # pieces of further context
 NEVER = -100.0  # the bias of a token that is never to be generated
 
 PromptPart = str | list[int | str]

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from chairlift.server.access import KeyTable
 from chairlift.server.batch.run import BatchResponse, call
-from chairlift.server.generation.reply import PING
+from chairlift.server.generation.endpoint import PING
 from chairlift.server.responses.input import Item
 from chairlift.server.stored.store import Continued, ResponseStore, Run
 

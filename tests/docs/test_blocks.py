@@ -36,6 +36,7 @@ from tests.docs.blocks import (
     of_language,
     shell_text,
 )
+from tests.tiny import write_tiny_checkpoint
 from tests.tools import require_tool
 
 LANGUAGES = {"bash", "console", "python", "json", "yaml", "toml", "js", "text", "nft"}
@@ -175,6 +176,22 @@ def check_keywords(called: Any, node: ast.Call) -> None:
     if any(keyword.arg is None for keyword in node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
         return
     signature.bind(*node.args, **{str(keyword.arg): None for keyword in node.keywords})
+
+
+RUN = ("README.md", "docs/run.md", "docs/python.md")
+
+
+def test_programs_of_the_first_pages_run(tmp_path: Path) -> None:
+    """They are complete: each runs as it is, on a tiny random model."""
+    model = write_tiny_checkpoint(tmp_path / "tiny", positions=1024)
+    programs = [block for block in of_language("python") if str(block.page.relative_to(ROOT)) in RUN]
+    assert len(programs) >= 5
+    text = "\n".join(f"print('--- {block}')\n{block.text}" for block in programs)
+    (tmp_path / "programs.py").write_text(text.replace('"smollm2-135m"', repr(str(model))))
+    command = [sys.executable, str(tmp_path / "programs.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"--- {block}" in done.stdout for block in programs)
 
 
 @pytest.mark.slow

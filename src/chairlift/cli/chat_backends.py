@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.client.blocking import BlockingClient, ServerError
+from chairlift.errors import InvalidParameter
 from chairlift.outputs import render_chat
 from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary
 from chairlift.terminal.options import SamplingOptions
@@ -68,7 +69,10 @@ class LocalChat:
         tokenizer, format_ = self._llm.get_tokenizer(), self._llm.engine.reasoning_format
         params = replace(self.defaults, **changed).params()
         if self.chats:
-            variables = {} if reasons else effort_variables("none", format_, tokenizer)
+            try:
+                variables = {} if reasons else effort_variables("none", format_, tokenizer)
+            except InvalidParameter as error:
+                raise error.renamed("reasoning") from None
             prompt: Any = render_chat(messages, variables, tokenizer)
             reasoning = ReasoningUse.after(prompt["prompt_token_ids"], format_, tokenizer)
             params = params.clone(visible_special_ids=tokenizer.special_ids_of(reasoning.markers))

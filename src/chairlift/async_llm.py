@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from chairlift.core.events import Event, RequestFinished
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
-from chairlift.llm import embedding_params, make_config
+from chairlift.llm import capacity, described, embedding_params, free_memory_of_engine, make_config
 from chairlift.options import at_least
 from chairlift.outputs import (
+    ChatFormat,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Messages,
@@ -25,8 +26,7 @@ from chairlift.outputs import (
     RequestOutput,
     ResultCollector,
     StreamedText,
-    after_reasoning,
-    render_chat,
+    check_preset,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class AsyncLLM:
     cancels its request. A slow reader delays no others: its unread output is merged. When `max_waiting` requests wait
     beyond those that can run, further calls wait until there is room.
 
-    Options are those of `LLM`. One event loop may use it; the constructor blocks until the model is loaded.
+    Options are those of `LLM`, and so are the parameters of calls without any. One event loop may use it; the
+    constructor blocks until the model is loaded.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class AsyncLLM:
         from chairlift.engine.startup import load_engine
 
         loaded = load_engine(model, config, progress=progress)
+        self.model = model
         self.embedding = loaded.embedding
-        self.default_sampling = loaded.sampling
+        self.defaults = loaded.defaults
+        self._options, self._capacity = options, capacity(loaded.engine)
         self._tokenizer = loaded.engine.tokenizer
-        self._reasoning_format = loaded.engine.reasoning_format
+        self._chat_format = ChatFormat(self._tokenizer, loaded.engine.reasoning_format, self.defaults)
         self._router = _Router(loaded.engine)
         self._thread = EngineThread(loaded.engine, self._router.fail_all)
         self._close = weakref.finalize(self, self._thread.stop)
@@ -79,24 +82,42 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """The sampling parameters by name that calls without any use."""
+        return self.defaults.sampling
+
+    def get_default_sampling_params(self, preset: str | None = None) -> SamplingParams:
         """The parameters of calls without any, as in `LLM`."""
-        return SamplingParams.with_defaults(self.default_sampling)
+        return self._chat_format.params(preset)
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        preset: str | None = None,
     ) -> RequestOutput:
         """Complete a prompt, in any form that `LLM.generate` accepts."""
-        async with self._submitted(prompt, sampling_params or self.get_default_sampling_params(), timeout) as request:
+        check_preset(preset, sampling_params)
+        params = sampling_params or self.get_default_sampling_params(preset)
+        async with self._submitted(prompt, params, timeout) as request:
             return await request.finished()
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        preset: str | None = None,
     ) -> AsyncIterator[StreamedText]:
         """Yield pieces of text as they are generated."""
-        params = sampling_params or self.get_default_sampling_params()
+        check_preset(preset, sampling_params)
+        params = sampling_params or self.get_default_sampling_params(preset)
         params.check_streamable()
         async with self._submitted(prompt, params, timeout) as request:
             async for piece in request:
@@ -108,11 +129,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
+        preset: str | None = None,
         **options: Any,
     ) -> RequestOutput:
         """Answer a conversation. `options` are those of the chat template, `tools` and `add_generation_prompt`."""
-        prompt = self._render(messages, options)
-        return await self.generate(prompt, self._after_reasoning(prompt, sampling_params), timeout=timeout)
+        prompt, params = self._chat(messages, sampling_params, preset, options)
+        return await self.generate(prompt, params, timeout=timeout)
 
     async def stream_chat(
         self,
@@ -120,11 +142,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
+        preset: str | None = None,
         **options: Any,
     ) -> AsyncIterator[StreamedText]:
         """`stream` for a conversation."""
-        prompt = self._render(messages, options)
-        async for piece in self.stream(prompt, self._after_reasoning(prompt, sampling_params), timeout=timeout):
+        prompt, params = self._chat(messages, sampling_params, preset, options)
+        async for piece in self.stream(prompt, params, timeout=timeout):
             yield piece
 
     async def embed(
@@ -143,12 +166,15 @@ class AsyncLLM:
         embedding = EmbeddingOutput(result.require_vector())
         return EmbeddingRequestOutput(result.request_id, result.prompt_token_ids, embedding)
 
-    def _render(self, messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-        return render_chat(messages, options, self._tokenizer)
-
-    def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> SamplingParams:
-        params = params or self.get_default_sampling_params()
-        return after_reasoning(prompt, params, self._reasoning_format, self._tokenizer)
+    def _chat(
+        self, messages: Messages, params: SamplingParams | None, preset: str | None, options: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], SamplingParams]:
+        """The prompt of a conversation and its parameters."""
+        variables = dict(options.get("chat_template_kwargs") or {}, **options)
+        variables.pop("chat_template_kwargs", None)
+        prompt = self._chat_format.prompt(messages, preset=preset, **variables)
+        params = params or self._chat_format.params(preset, chat=True)
+        return prompt, self._chat_format.after_reasoning(prompt, params)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -178,8 +204,14 @@ class AsyncLLM:
     # ---- end ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Stop the engine; open requests raise EngineDead."""
-        await asyncio.to_thread(self._close)
+        """Stop the engine and free its memory; open requests and further calls raise EngineDead."""
+        if self._close.alive:
+            await asyncio.to_thread(self._close)
+            del self._router
+            await asyncio.to_thread(free_memory_of_engine)
+
+    def __repr__(self) -> str:
+        return described(self, self.model, self._options, self._capacity if self._close.alive else None)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

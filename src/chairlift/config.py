@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.core.budgets.base import BUDGETS, check_budget
@@ -17,6 +19,7 @@ from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
+from chairlift.loading.request_defaults import parse_overrides, parse_presets, read_chat_template
 from chairlift.options import above, at_least, check_options, option, parse_bytes, strictly_between
 from chairlift.speculation.proposers.base import check_speculate, proposer_factory, speculate_forms
 from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
@@ -37,6 +40,18 @@ speculation_option = partial(option, group="Speculative decoding")
 def _check_device(parameter: str, value: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise InvalidParameter(parameter, f"unknown device {value!r:.100}; choose auto, cpu, cuda or cuda:N")
+
+
+def _check_overrides(parameter: str, value: Mapping[str, Any] | str) -> None:
+    parse_overrides(parameter, value)
+
+
+def _check_presets(parameter: str, value: Mapping[str, Any] | str) -> None:
+    parse_presets(parameter, value)
+
+
+def _check_template(parameter: str, value: str | Path) -> None:
+    read_chat_template(value, parameter)
 
 
 def _check_weights(parameter: str, value: Mapping[str, float] | Sequence[str]) -> None:
@@ -77,6 +92,32 @@ class EngineConfig:
         "a generation_config.json, named by its path or folder.",
         check=check_source,
         metavar="[auto|none|FILE]",
+    )
+    override_generation_config: Mapping[str, Any] | str | None = model_option(
+        None,
+        help="Sampling parameters of requests that leave them out, instead of those of --generation-config: JSON, or "
+        "such as temperature=0.5,top_p=0.9.",
+        check=_check_overrides,
+        metavar="NAME=VALUE,…",
+        default_text="none",
+    )
+    system_prompt: str | None = model_option(
+        None, help="System prompt of conversations without one.", default_text="that of the chat template, if any"
+    )
+    chat_template: str | Path | None = model_option(  # noqa: RUF009 (options are declared by calls)
+        None,
+        help="Jinja file that replaces the model's chat template.",
+        check=_check_template,
+        metavar="FILE",
+        default_text="the model's own",
+    )
+    presets: Mapping[str, Any] | str | None = model_option(
+        None,
+        help="Sampling parameters and system prompts under names that requests ask for, as `preset` or `MODEL:NAME`: "
+        "a YAML or TOML file of them, or JSON; in a config file a mapping.",
+        check=_check_presets,
+        metavar="FILE",
+        default_text="none",
     )
     reasoning_parser: str | None = model_option(
         None,

@@ -6,7 +6,8 @@ This module is generated from the declarations in `chairlift/config.py` (`make o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 
@@ -27,6 +28,16 @@ class EngineKeywords(TypedDict, total=False):
     generation_config: str
     """Sampling parameters of requests that leave them out: what the model recommends (auto), none, or those in a
     generation_config.json, named by its path or folder. Default: `auto`."""
+    override_generation_config: Mapping[str, Any] | str | None
+    """Sampling parameters of requests that leave them out, instead of those of --generation-config: JSON, or such as
+    temperature=0.5,top_p=0.9. Default: none."""
+    system_prompt: str | None
+    """System prompt of conversations without one. Default: that of the chat template, if any."""
+    chat_template: str | Path | None
+    """Jinja file that replaces the model's chat template. Default: the model's own."""
+    presets: Mapping[str, Any] | str | None
+    """Sampling parameters and system prompts under names that requests ask for, as `preset` or `MODEL:NAME`: a YAML or
+    TOML file of them, or JSON; in a config file a mapping. Default: none."""
     reasoning_parser: str | None
     """Format of the model's reasoning; none keeps it in the content. Default: from its chat template."""
     device: str

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event
 from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
-from chairlift.errors import InvalidParameter
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.options import options_of, translate_options
 from chairlift.outputs import (
+    ChatFormat,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Messages,
@@ -24,16 +26,19 @@ from chairlift.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
     StreamedText,
-    after_reasoning,
+    check_preset,
     is_conversation,
     params_of,
     parse_prompts,
-    render_chat,
 )
 from chairlift.text.relevance import make_pair_scoring, pair_up
 
 if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+    from chairlift.engine.memory_plan import MemoryPlan
+    from chairlift.engine.startup import StartedEngine
     from chairlift.engine_keywords import EngineKeywords
+    from chairlift.runner.base import ModelRunner
     from chairlift.text.tokenizer import Tokenizer
 
 
@@ -46,8 +51,11 @@ class LLM:
     Options are those of `EngineConfig` (max_model_len, max_batch_tokens, kv_memory, …; see docs/options.md). vLLM's
     names for them (max_num_seqs, enable_prefix_caching, …) are accepted too.
 
-    Calls without sampling parameters use those that the model recommends (`get_default_sampling_params`); parameters
-    that are given are used as they are.
+    Calls without sampling parameters use those that the model recommends, or those of a `preset` (see the option
+    `presets`); parameters that are given are used as they are. Conversations get the option `system_prompt`, or that
+    of the preset, where they have none.
+
+    `close`, or the end of a `with` block, frees the memory and the threads.
     """
 
     def __init__(
@@ -58,21 +66,69 @@ class LLM:
         from chairlift.engine.startup import load_engine
 
         loaded = load_engine(model, for_throughput(config), progress=progress)
-        self.engine = loaded.engine
-        self.runner = loaded.runner
-        self.memory = loaded.memory
+        self.model = model
         self.embedding = loaded.embedding
-        self.default_sampling = loaded.sampling
+        self.defaults = loaded.defaults
+        self._options = options
+        self._loaded: StartedEngine | None = loaded
         # One for each call in flight; a stream may be open while generate() runs.
         self._batches: list[ResultCollector] = []
         self.engine.subscribe(partial(_add_events_to_all, self._batches))
 
+    @property
+    def engine(self) -> Engine:
+        return self._open.engine
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._open.runner
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self._open.memory
+
+    @property
+    def _open(self) -> StartedEngine:
+        if self._loaded is None:
+            raise EngineDead(f"this LLM of {self.model!r} was closed; make another one")
+        return self._loaded
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """The sampling parameters by name that calls without any use."""
+        return self.defaults.sampling
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How conversations become prompts."""
+        return ChatFormat(self.get_tokenizer(), self.engine.reasoning_format, self.defaults)
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of calls without any: SamplingParams() with what the model recommends."""
-        return SamplingParams.with_defaults(self.default_sampling)
+    def get_default_sampling_params(self, preset: str | None = None) -> SamplingParams:
+        """The parameters of calls without any: SamplingParams() with what the model recommends, or a preset has."""
+        return SamplingParams.with_defaults(self.defaults.preset(preset).sampling)
+
+    def close(self) -> None:
+        """Free the memory and end the threads; requests that are not finished end, and further calls raise EngineDead.
+
+        A second call does nothing.
+        """
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.engine.shut_down()
+            del loaded
+            free_memory_of_engine()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return described(self, self.model, self._options, None if self._loaded is None else capacity(self.engine))
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
@@ -83,18 +139,19 @@ class LLM:
         *,
         use_tqdm: bool = True,
         timeout: float | None = None,
+        preset: str | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
         "cache_salt", "priority" (lower is sooner) and "tenant". `use_tqdm` shows a progress bar. `timeout` (seconds)
-        ends requests that are not finished by then.
+        ends requests that are not finished by then. `preset` names the parameters to use.
         """
         from chairlift.progress import generation_progress
 
         inputs = parse_prompts(prompts, self.get_tokenizer())
         with (
-            self._submitted(inputs, self._params_of(inputs, sampling_params), timeout) as batch,
+            self._submitted(inputs, self._params_of(inputs, sampling_params, preset), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
         ):
             while batch.num_open:
@@ -113,20 +170,21 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        preset: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}.
 
-        With `continue_final_message`, the model continues the last message instead of beginning a new one.
+        With `continue_final_message`, the model continues the last message instead of beginning a new one. Without
+        `sampling_params`, an answer may fill the context.
         """
         conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         options = dict(chat_template_kwargs or {}, tools=tools, continue_final_message=continue_final_message)
         if add_generation_prompt is not None:
             options["add_generation_prompt"] = add_generation_prompt
-        prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
-        params = [
-            self._after_reasoning(prompt, each)
-            for prompt, each in zip(prompts, self._params_of(prompts, sampling_params), strict=True)
-        ]
+        format_ = self.chat_format
+        prompts = [format_.prompt(conversation, preset=preset, **options) for conversation in conversations]
+        given = params_of(prompts, sampling_params, format_.params(preset, chat=True))
+        params = [format_.after_reasoning(prompt, each) for prompt, each in zip(prompts, given, strict=True)]
         return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
 
     def stream(
@@ -135,6 +193,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         timeout: float | None = None,
+        preset: str | None = None,
     ) -> Iterator[StreamedText]:
         """Yield pieces of text as they are generated.
 
@@ -142,27 +201,30 @@ class LLM:
         cancels those that are still running.
         """
         inputs = parse_prompts(prompts, self.get_tokenizer())
-        params = self._params_of(inputs, sampling_params)
+        params = self._params_of(inputs, sampling_params, preset)
         for each in params:
             each.check_streamable()
         self._check(inputs, params, timeout)
         return self._stream(inputs, params, timeout)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        preset: str | None = None,
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
-        prompt = render_chat(messages, {}, self.get_tokenizer())
-        params = sampling_params or self.get_default_sampling_params()
-        return self.stream(prompt, self._after_reasoning(prompt, params), timeout=timeout)
+        format_ = self.chat_format
+        prompt, params = format_.prompt(messages, preset=preset), sampling_params or format_.params(preset, chat=True)
+        return self.stream(prompt, format_.after_reasoning(prompt, params), timeout=timeout)
 
     def _params_of(
-        self, inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+        self, inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None, preset: str | None
     ) -> list[SamplingParams]:
-        return params_of(inputs, params, self.get_default_sampling_params())
-
-    def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
-        return after_reasoning(prompt, params, self.engine.reasoning_format, self.get_tokenizer())
+        check_preset(preset, params)
+        return params_of(inputs, params, self.get_default_sampling_params(preset))
 
     # ---- prompts without answers --------------------------------------------------------------------------------
 
@@ -251,7 +313,7 @@ class LLM:
             yield batch
         finally:
             self._batches.remove(batch)
-            for request_id in batch.open_ids():
+            for request_id in batch.open_ids() if self._loaded is not None else ():
                 self.engine.cancel(request_id)
 
     def _stream(
@@ -276,6 +338,25 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     if "dtype" in own:
         own["dtype"] = str(own["dtype"]).removeprefix("torch.")
     return EngineConfig(**own)
+
+
+def free_memory_of_engine() -> None:
+    """Free what a closed engine has left: its objects refer to each other, and torch keeps memory of GPUs."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def capacity(engine: Engine) -> str:
+    return f"context of {engine.max_model_len} tokens, {engine.scheduler.max_batch_requests} requests per step"
+
+
+def described(llm: object, model: str, options: Mapping[str, Any], capacity: str | None) -> str:
+    """Return the `repr` of a model: how it was made, and what it can do unless it is closed."""
+    made = ", ".join([repr(model), *(f"{name}={value!r:.60}" for name, value in options.items())])
+    return f"<{type(llm).__name__}({made}): {capacity or 'closed'}>"
 
 
 def _add_events_to_all(batches: Sequence[ResultCollector], events: Sequence[Event]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from chairlift.errors import InvalidParameter
 
@@ -155,9 +155,10 @@ def options_of(config: type) -> tuple[Option, ...]:
 
 
 def _complete(declared: Option, name: str, hint: Any) -> Option:
-    members = set(get_args(hint)) or {hint}
+    members = {get_origin(member) or member for member in get_args(hint) or [hint]}
     types = members - {NoneType}
-    scalars = types if types <= _SCALARS.keys() else set()
+    # On the command line, a mapping is written as text if the option takes text.
+    scalars = types if types - {Mapping} <= _SCALARS.keys() else set()
     return replace(declared, name=name, types=frozenset(scalars), optional=NoneType in members)
 
 

@@ -19,6 +19,7 @@ from chairlift.core.events import (
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.loading.request_defaults import RequestDefaults
 
 if TYPE_CHECKING:
     from chairlift.text.reasoning_formats.base import ReasoningFormat
@@ -90,22 +91,47 @@ def params_of(
     return list(params)
 
 
-def render_chat(conversation: Messages, options: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """A conversation as a prompt; `options` are those of `Tokenizer.encode_chat`."""
-    text, token_ids = tokenizer.encode_chat(conversation, **options)
-    return {"prompt": text, "prompt_token_ids": token_ids}
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How the conversations with a model become prompts, which are those of the server."""
+
+    tokenizer: Tokenizer
+    reasoning: ReasoningFormat | None
+    defaults: RequestDefaults
+
+    def prompt(
+        self, conversation: Messages, *, preset: str | None = None, tools: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        """A conversation as a prompt; `options` are those of `Tokenizer.encode_chat`."""
+        from chairlift.text.tool_formats.base import choose_format  # imported late, like the tokenizer
+        from chairlift.text.tools.tool_use import ToolUse
+
+        format_ = choose_format(self.tokenizer.chat_template or "")
+        system_prompt = self.defaults.preset(preset).system_prompt
+        text, token_ids = ToolUse.of(format_, tools, None, None).prompt(
+            self.tokenizer, conversation, reasoning=self.reasoning, system_prompt=system_prompt, **options
+        )
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def params(self, preset: str | None = None, *, chat: bool = False) -> SamplingParams:
+        """The parameters of calls without any. An answer of a conversation may fill the context, as in the server."""
+        length: dict[str, Any] = {"max_tokens": None} if chat else {}
+        return SamplingParams.with_defaults(length | {**self.defaults.preset(preset).sampling})
+
+    def after_reasoning(self, chat: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
+        """Let the structure of the answer to a rendered chat begin after the model's reasoning."""
+        if params.structure is None or self.reasoning is None:
+            return params
+        from chairlift.text.reasoning import ReasoningUse  # imported late, like the tokenizer
+
+        reasoning = ReasoningUse.after(chat["prompt_token_ids"], self.reasoning, self.tokenizer)
+        return params.clone(structure=params.structure.after(reasoning.grammar(answer=True, preambles=False)))
 
 
-def after_reasoning(
-    chat: Mapping[str, Any], params: SamplingParams, format_: ReasoningFormat | None, tokenizer: Tokenizer
-) -> SamplingParams:
-    """Let the structure of the answer to a rendered chat begin after the model's reasoning."""
-    if params.structure is None or format_ is None:
-        return params
-    from chairlift.text.reasoning import ReasoningUse  # imported late, like the tokenizer
-
-    reasoning = ReasoningUse.after(chat["prompt_token_ids"], format_, tokenizer)
-    return params.clone(structure=params.structure.after(reasoning.grammar(answer=True, preambles=False)))
+def check_preset(preset: str | None, params: object) -> None:
+    """Raise if a preset would have no effect on a plain prompt."""
+    if preset is not None and params is not None:
+        raise InvalidParameter("preset", "was given together with sampling_params; give one")
 
 
 def is_conversation(messages: Any) -> bool:

@@ -26,8 +26,7 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 class TerminalProgram:
     """`chairlift` with a terminal of its own, to which real bytes are typed."""
 
-    def __init__(self, *arguments: str, columns: int = 60, piped: bool = False, **variables: str) -> None:
-        """`piped` leaves the terminal to standard input and errors."""
+    def __init__(self, *arguments: str, columns: int = 60, **variables: str) -> None:
         self._master, slave = pty.openpty()
         self.resize(columns)
         self.output = ""
@@ -35,7 +34,7 @@ class TerminalProgram:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "chairlift", *arguments],
             stdin=slave,
-            stdout=subprocess.PIPE if piped else slave,
+            stdout=slave,
             stderr=slave,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that \x03 is Ctrl-C

@@ -124,8 +124,9 @@ def test_offline_calls_without_parameters_use_them(tmp_path: Path, caplog: pytes
     assert greedy == SamplingParams(temperature=0.0)
     answers = {llm.generate(prompt, params)[0].outputs[0].text for params in (None, None, greedy)}
     assert len(answers) == 1
-    assert len({llm.chat(messages, params)[0].outputs[0].text for params in (None, None, greedy)}) == 1
-    streams = ["".join(piece.text for piece in llm.stream_chat(messages, params)) for params in (None, greedy)]
+    unlimited = greedy.clone(max_tokens=None)  # as a chat completion without max_tokens
+    assert len({llm.chat(messages, params)[0].outputs[0].text for params in (None, None, unlimited)}) == 1
+    streams = ["".join(piece.text for piece in llm.stream_chat(messages, params)) for params in (None, unlimited)]
     assert streams[0] == streams[1]
     hot = SamplingParams(temperature=100, ignore_eos=True)  # what a caller gives is used as it is
     assert len({llm.generate(prompt, hot)[0].outputs[0].text for _ in range(4)}) > 1
@@ -143,8 +144,10 @@ def test_a_front_end_knows_them(tmp_path: Path) -> None:
     model = recommend(tmp_path / "tiny", SETTINGS)
     other = recommend(tmp_path / "other", {"temperature": 0.1})
     for source, expected in (("auto", SETTINGS), ("none", {}), ("vllm", {}), (other, {"temperature": 0.1})):
-        assert load_served_model(ServerConfig(model, engine={"generation_config": source})).sampling == expected
-    assert load_served_model(ServerConfig(model)).sampling == SETTINGS
+        assert (
+            load_served_model(ServerConfig(model, engine={"generation_config": source})).defaults.sampling == expected
+        )
+    assert load_served_model(ServerConfig(model)).defaults.sampling == SETTINGS
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from chairlift.core.request import RequestLimits
+from chairlift.loading.request_defaults import RequestDefaults
 from chairlift.server.access import KeySources, KeyTable
 from chairlift.server.application import make_app
 from chairlift.server.http.listener import Certificate, UvicornServer
@@ -100,7 +101,8 @@ def front_end(
     tokenizer: Tokenizer | None = None,
     loaded: Loaded = LOADED,
     service_options: dict[str, Any] | None = None,
-    sampling: Mapping[str, float] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    defaults: RequestDefaults | None = None,
     api_keys: Sequence[str] = (),
     keys: KeyTable | None = None,
     certificate: Certificate | None = None,
@@ -116,7 +118,7 @@ def front_end(
     async def run() -> None:
         engine = ScriptedEngine(metrics, script, loaded)  # its sockets belong to this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
-        model = ServedModel.create(NAME, text, sampling=sampling)
+        model = ServedModel.create(NAME, text, defaults=defaults or RequestDefaults(sampling or {}))
         service = Service.local(model, engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
         app = make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options)

@@ -18,10 +18,10 @@ import pytest
 from starlette.applications import Starlette
 
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.loading.request_defaults import read_chat_template
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.listener import Certificate, UvicornServer, listen
 from chairlift.server.lifecycle import serve_forever
-from chairlift.server.served_model import read_chat_template
 from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
 from tests.server.running_server import HTTP, RunningServer, start_server, wait_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -19,7 +19,7 @@ from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.terminal.answers import no_echo
 from chairlift.terminal.console import note, show_error
 from chairlift.terminal.message_input import History, LeaveChat, MessageReader
-from chairlift.terminal.option_groups import left_out, source_of
+from chairlift.terminal.option_groups import source_of
 from chairlift.terminal.options import (
     ChatOptions,
     ChatSampling,
@@ -81,10 +81,7 @@ def run(
     conversation = _start(context, engine, sampling, options, url, api_key, named=named, prompt=text)
     if text is None:
         _talk(conversation, options)
-        return
-    with no_echo():
-        finished = conversation.send(text)
-    if not finished:
+    elif not conversation.send(text):
         raise typer.Exit(INTERRUPTED)
 
 
@@ -147,7 +144,7 @@ def _start(
 ) -> Conversation:
     """Load the model or ask the server. With a prompt, nothing but the answer is shown, and no template is needed."""
     sampling.params()  # check the parameters before the model is loaded
-    changed = {name: value for name, value in asdict(sampling).items() if not left_out(context, name)}
+    changed = sampling.given(context)
     backend: ChatBackend
     if url is not None:
         refuse_engine_options(context)
@@ -157,7 +154,7 @@ def _start(
             note(f"{backend.model} at {client.address}")
     else:
         llm = engine.load(show_details=prompt is None)
-        backend = LocalChat(llm, engine.model, sampling.suited_to(llm.default_sampling, context))
+        backend = LocalChat(llm, engine.model)
         if prompt is None and not backend.chats:
             problem = f"it has no chat template, so it cannot chat; use `chairlift run {engine.model} PROMPT`"
             raise InvalidParameter("model", problem)

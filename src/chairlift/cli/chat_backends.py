@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.client.blocking import BlockingClient, ServerError
-from chairlift.errors import InvalidParameter
-from chairlift.outputs import render_chat
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.options import options_of
 from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary
-from chairlift.terminal.options import SamplingOptions
+from chairlift.terminal.options import ChatSampling, SamplingOptions
 from chairlift.text.assistant_parts import AssistantPart, ContentDelta, PlainParser, ReasoningDelta
 
 if TYPE_CHECKING:
@@ -26,7 +25,10 @@ MAX_ANSWER, MAX_COMPLETION = 1024, 256
 
 class ChatBackend(Protocol):
     model: str
-    defaults: SamplingOptions  # apply where nothing else is set
+
+    def defaults(self, preset: str | None) -> SamplingOptions:
+        """Return what applies where nothing else is set; raises for an unknown preset."""
+        ...
 
     def answer(self, messages: Messages, changed: Mapping[str, Any], *, reasons: bool) -> Answer:
         """Yield the parts of the answer as they arrive. Ctrl-C raises KeyboardInterrupt between two parts.
@@ -49,14 +51,18 @@ class ChatBackend(Protocol):
 class LocalChat:
     """Runs a model in this process. Without a chat template, it completes the last message."""
 
-    def __init__(self, llm: LLM, model: str, defaults: SamplingOptions) -> None:
+    def __init__(self, llm: LLM, model: str) -> None:
         self.model = model
-        self.defaults = defaults
         self._llm = llm
         self._meter = AnswerMeter()
         self._interrupt = InterruptBetweenSteps()
         llm.engine.subscribe(self._meter)
         llm.engine.subscribe(self._interrupt)
+
+    def defaults(self, preset: str | None) -> SamplingOptions:
+        sampling = self._llm.defaults.preset(preset).sampling
+        known = {option.name for option in options_of(ChatSampling)}
+        return ChatSampling(**{name: value for name, value in sampling.items() if name in known})
 
     @property
     def chats(self) -> bool:
@@ -67,13 +73,13 @@ class LocalChat:
         from chairlift.text.reasoning import ReasoningUse, effort_variables  # imported late, like the tokenizer
 
         tokenizer, format_ = self._llm.get_tokenizer(), self._llm.engine.reasoning_format
-        params = replace(self.defaults, **changed).params()
+        preset = changed.get("preset")
+        given = {name: value for name, value in changed.items() if name != "preset"}
+        sampling = {"max_tokens": None, **self._llm.defaults.preset(preset).sampling}
+        params = SamplingParams.with_defaults(sampling, **given)
         if self.chats:
-            try:
-                variables = {} if reasons else effort_variables("none", format_, tokenizer)
-            except InvalidParameter as error:
-                raise error.renamed("reasoning") from None
-            prompt: Any = render_chat(messages, variables, tokenizer)
+            variables = {} if reasons else effort_variables("none", format_, tokenizer)
+            prompt: Any = self._llm.chat_format.prompt(messages, preset=preset, **variables)
             reasoning = ReasoningUse.after(prompt["prompt_token_ids"], format_, tokenizer)
             params = params.clone(visible_special_ids=tokenizer.special_ids_of(reasoning.markers))
             parser, limit = reasoning.parser(PlainParser()), None if reasoning.active else MAX_ANSWER
@@ -100,12 +106,14 @@ class RemoteChat:
 
     def __init__(self, client: BlockingClient, model: str) -> None:
         self.model = model
-        self.defaults = SamplingOptions()
         self._client = client
         self._sent_at = 0.0
         self._times: list[float] = []
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
+
+    def defaults(self, preset: str | None) -> SamplingOptions:
+        return SamplingOptions()
 
     def answer(self, messages: Messages, changed: Mapping[str, Any], *, reasons: bool) -> Answer:
         self._sent_at, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None

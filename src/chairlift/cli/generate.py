@@ -56,11 +56,12 @@ def generate(
     when all are finished, in the order of the prompts. Sampling options that are
     not given are those that the model recommends, if it does.
     """
-    params = search.params(sampling, n)
+    sampling.params(n=n, **search.params())  # check the parameters before the model is loaded
     inputs = _read_prompts(prompts or [], file)
     llm = engine.load()
-    if search.beam_width is None:
-        params = search.params(sampling.suited_to(llm.default_sampling, context), n)
+    defaults = {"max_tokens": sampling.max_tokens, **llm.defaults.preset(sampling.preset).sampling}
+    given = {name: value for name, value in sampling.given(context).items() if name != "preset"}
+    params = SamplingParams.with_defaults(defaults, **given, n=n, **search.params())
     alone = len(inputs) == 1 and n == 1
     if alone and params.num_sequences == 1 and not as_json and sys.stdout.isatty():
         _stream(llm, inputs[0], params, engine.quiet)

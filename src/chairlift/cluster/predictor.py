@@ -101,13 +101,14 @@ class BatchPredictor:
 
     def _prepare(self, value: Any) -> tuple[dict[str, Any], SamplingParams]:
         """The prompt of a row, as tokens, with its parameters; raises if the engine cannot answer it."""
-        from chairlift.outputs import PromptInput, after_reasoning, render_chat
+        from chairlift.outputs import PromptInput
 
         engine, tokenizer, params = self._llm.engine, self._llm.get_tokenizer(), self._params
         if self._is_chat:
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            prompt = render_chat(messages, {}, tokenizer)
-            params = after_reasoning(prompt, params, engine.reasoning_format, tokenizer)
+            format_ = self._llm.chat_format
+            prompt = format_.prompt(messages)
+            params = format_.after_reasoning(prompt, params)
         else:
             parsed = PromptInput.parse(value, tokenizer)
             prompt = {"prompt": parsed.text, "prompt_token_ids": parsed.token_ids}

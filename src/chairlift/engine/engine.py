@@ -47,6 +47,7 @@ class Engine:
     vocab_size: int
     max_model_len: int
     eos_ids: frozenset[int] = frozenset()
+    end_strings: Sequence[str] = ()  # stop strings of every request
     seed: InitVar[int | None] = None
     cost_model: CostModel = field(default_factory=CostModel)  # It learns from every step.
     structured: StructuredOutput | None = None
@@ -120,7 +121,7 @@ class Engine:
             requests.append(request)
             self._unreported.add(one_id)
             if params.detokenize:
-                self._texts[one_id] = OutputText(self.tokenizer, request)
+                self._texts[one_id] = OutputText(self.tokenizer, request, self.end_strings)
             if self.structured is not None and params.has_masks:
                 self.structured.open(request)
         self._queue(requests, now)
@@ -267,7 +268,7 @@ class Engine:
         text = self._texts.get(request.id)
         stop = text.push(request, token) if text is not None and token != BAD_LOGITS else None
         if stop is not None:
-            return Ending(FinishReason.STOP, stop)
+            return Ending(FinishReason.STOP, stop or None)
         return self.structured.ending(request) if self.structured else None
 
     def _publish(self, done: Sequence[StepDone]) -> list[Event]:

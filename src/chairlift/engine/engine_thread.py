@@ -65,6 +65,7 @@ class EngineThread:
         while not self._calls.empty():
             self._calls.get().refuse()
         self._engine.shut_down()
+        del self._engine, self._on_end  # Their memory is free once nothing else refers to them.
 
     def _turn(self) -> None:
         engine = self._engine

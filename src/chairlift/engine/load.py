@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from chairlift.config import EngineConfig
 from chairlift.engine.settings import (
@@ -20,7 +21,8 @@ from chairlift.engine.weights import build_with_weights
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
-from chairlift.loading.recommended_sampling import default_sampling, describe_sampling
+from chairlift.loading.recommended_sampling import describe_sampling, end_strings, given_ends
+from chairlift.loading.request_defaults import OPTIONS, RequestDefaults, read_chat_template
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import choose_implementation, describe, is_native
@@ -42,7 +44,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)  # what requests leave out
+    end_strings: tuple[str, ...] = ()  # They end every output, as end-of-sequence tokens do.
 
 
 def load(
@@ -55,7 +58,9 @@ def load(
     timeline.end("device")
     checkpoint, tokenizer = _open(name, base, progress=progress)
     timeline.end("tokenizer")
-    sampling = default_sampling(checkpoint.path, checkpoint.generation_config, config.generation_config)
+    given = {name: getattr(config, name) for name in OPTIONS}
+    defaults = RequestDefaults.of(checkpoint.path, checkpoint.generation_config, given)
+    generation = checkpoint.generation_config | given_ends(config.generation_config)
     embedding = read_embedding_config(checkpoint)
     _settle_tied_head(checkpoint, config, embedding)
     choose_implementation(checkpoint.config, config.model_impl)
@@ -68,10 +73,13 @@ def load(
     model = build_with_weights(checkpoint, settings, num_parameters, progress=progress)
     timeline.end("weights")
     _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
-    if sampling and embedding.generates:
-        source = "the model" if config.generation_config == "auto" else config.generation_config
-        log.info(f"sampling   {describe_sampling(sampling)} where requests leave it out, from {source}")
-    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding, sampling)
+    if defaults.sampling and embedding.generates:
+        sources = ["the model" if config.generation_config == "auto" else config.generation_config]
+        sources += ["override_generation_config"] if config.override_generation_config else []
+        described = describe_sampling(defaults.sampling)
+        log.info(f"sampling   {described} where requests leave it out, from {' and '.join(sources)}")
+    eos_ids, ends = _eos_ids(checkpoint, generation, tokenizer), end_strings(checkpoint.path, generation)
+    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends)
 
 
 def _settle_tied_head(checkpoint: Checkpoint, config: EngineConfig, embedding: EmbeddingConfig) -> None:
@@ -88,7 +96,7 @@ def _open(name: str, settings: MachineSettings, *, progress: bool) -> tuple[Chec
         dummy = DummyCheckpoint(name, settings.device)
         return dummy, make_tokenizer(dummy) if dummy.has_tokenizer else dummy_tokenizer()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
-    return checkpoint, make_tokenizer(checkpoint)
+    return checkpoint, make_tokenizer(checkpoint, read_chat_template(settings.config.chat_template))
 
 
 def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: LoadSettings, seconds: float) -> None:
@@ -125,10 +133,10 @@ def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None
         )
 
 
-def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+def _eos_ids(checkpoint: Checkpoint, generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     """All end-of-sequence tokens: of the generation config, else of the model config, and of the tokenizer."""
     of_text = text_config(checkpoint.config).get("eos_token_id")
-    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id", of_text))
+    listed = generation.get("eos_token_id", checkpoint.config.get("eos_token_id", of_text))
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     if not all(isinstance(token, int) for token in ids):
         raise CorruptCheckpoint(f"{checkpoint.path}: eos_token_id must be a token id or a list, got {listed!r:.100}")

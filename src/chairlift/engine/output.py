@@ -16,14 +16,17 @@ from chairlift.text.tokenizer import Tokenizer
 class OutputText:
     """The text of one request."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, end_strings: Sequence[str] = ()) -> None:
+        """`end_strings` are stop strings of the model, which `ignore_eos` turns off."""
         params = request.params
         self._detokenizer = tokenizer.detokenizer(
             params.skip_special_tokens,
             params.visible_special_ids or (),
             verbatim=params.structure is not None,  # the caller gets exactly the text that the grammar matched
         )
-        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._asked_for = params.stop_strings
+        ends = () if params.ignore_eos or params.beam_width is not None else end_strings
+        self._stops = StopStrings([*dict.fromkeys((*self._asked_for, *ends))], params.include_stop_str_in_output)
         self._ready: list[str] = []
         self._stopped = False
         self._min_tokens = params.min_tokens
@@ -31,7 +34,8 @@ class OutputText:
         self._hidden_tokens = frozenset() if params.include_stop_str_in_output else request.stop_tokens
 
     def push(self, request: Request, token: int) -> str | None:
-        """Add a token just appended to `request`; return the stop string that it completes, if any."""
+        """Add a token just appended to `request`; return the stop string that it completes, if any: the request's, or
+        an empty one for the model's."""
         if token in self._hidden_tokens:
             return None
         text = self._detokenizer.push(token)
@@ -41,7 +45,7 @@ class OutputText:
         emitted, matched = self._stops.push(text)
         self._ready.append(emitted)
         self._stopped = matched is not None
-        return matched
+        return "" if matched is not None and matched not in self._asked_for else matched
 
     def take(self) -> str:
         """The text since the last call that cannot become part of a stop string."""

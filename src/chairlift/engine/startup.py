@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chairlift.config import EngineConfig
@@ -24,6 +24,7 @@ from chairlift.engine.settings import (
 )
 from chairlift.kernels.gpu import start_libraries
 from chairlift.loading.embedding_config import EmbeddingConfig
+from chairlift.loading.request_defaults import RequestDefaults
 from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
@@ -45,7 +46,7 @@ class StartedEngine:
     runner: ModelRunner
     memory: MemoryPlan
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)
 
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
@@ -95,7 +96,7 @@ def _start(
         log.info(line)
     for line in settings.lines():
         log.debug(f"chosen     {line}")
-    return StartedEngine(engine, built.runner, built.memory, loaded.embedding, loaded.sampling)
+    return StartedEngine(engine, built.runner, built.memory, loaded.embedding, loaded.defaults)
 
 
 def load_draft(loaded: LoadedModel, config: EngineConfig) -> LoadedProposer | None:
@@ -135,6 +136,7 @@ def _make_engine(
         vocab_size=loaded.model.vocab_size,
         max_model_len=settings.max_model_len,
         eos_ids=loaded.eos_ids,
+        end_strings=loaded.end_strings,
         seed=settings.config.seed,
         cost_model=cost_model,
         structured=structured,

@@ -48,17 +48,22 @@ def check_source(parameter: str, source: str) -> None:
         _read(parameter, source)
 
 
-def _read(parameter: str, source: str) -> dict[str, float]:
+def _file(source: str) -> Path:
     path = Path(source).expanduser()
-    path = path / FILE_NAME if path.is_dir() else path
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def _read(parameter: str, source: str) -> dict[str, float]:
     try:
-        parameters = _parameters(read_json_object(path))
+        config = read_json_object(_file(source))
     except CorruptCheckpoint as problem:
         raise InvalidParameter(parameter, f"must be auto, none, or a file of parameters: {problem}") from None
+    parameters, eos = _parameters(config), config.get("eos_token_id")
     try:
         SamplingParams(**parameters)
+        SamplingParams(stop=config.get("stop_strings"), stop_token_ids=[eos] if isinstance(eos, int) else eos)
     except InvalidParameter as problem:
-        raise InvalidParameter(parameter, f"{path}: {problem}") from None
+        raise InvalidParameter(parameter, f"{_file(source)}: {problem}") from None
     return parameters
 
 
@@ -71,6 +76,24 @@ def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return greedy | {name: parameters[name] for name in parameters if name == "repetition_penalty"}
 
 
-def describe_sampling(sampling: Mapping[str, float]) -> str:
+def given_ends(source: str) -> dict[str, Any]:
+    """The end tokens and stop strings in a file that the user names, which replace the model's."""
+    if source in (AUTO, NONE, NONE_OF_VLLM):
+        return {}
+    config = read_json_object(_file(source))
+    return {name: config[name] for name in ("eos_token_id", "stop_strings") if config.get(name) is not None}
+
+
+def end_strings(model: Path, generation_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop strings in a generation config, which end every output."""
+    given = generation_config.get("stop_strings") or ()
+    try:
+        return SamplingParams(stop=given).stop_strings
+    except InvalidParameter as problem:
+        raise CorruptCheckpoint(f"{model}: the stop_strings of its generation config are wrong: {problem}") from None
+
+
+def describe_sampling(sampling: Mapping[str, Any]) -> str:
     """The parameters in words, for the startup log."""
-    return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+    words = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in sampling.items()}
+    return ", ".join(f"{name} {value}" for name, value in words.items())

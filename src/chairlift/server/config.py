@@ -36,7 +36,6 @@ class ServerConfig:
     access_log: Path | None = None  # "-" for standard output
     traces_endpoint: str | None = None  # OpenTelemetry's; None: no traces
     log_level: str = "info"
-    chat_template: Path | None = None  # replaces the model's
     keys: KeySources = field(default_factory=KeySources)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server

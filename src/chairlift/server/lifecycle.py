@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.loading.request_defaults import read_chat_template
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.files import connection_limit, raise_file_limit
 from chairlift.server.access import warn_of_short_keys
@@ -23,7 +24,6 @@ from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState, remove_stale_folders
 from chairlift.server.process.running import ServerStatus, announced
-from chairlift.server.served_model import read_chat_template
 from chairlift.server.workers.hub import WorkerPool
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
@@ -49,10 +49,11 @@ async def serve_forever(
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     HostNames(config.host, config.allowed_hosts)  # raises for invalid names
-    template = read_chat_template(config.chat_template)
-    if template is not None and config.engine.get("reasoning_parser") is None:
-        # The engine only knows the model's own template, which may have other reasoning.
-        config = replace(config, engine={**config.engine, "reasoning_parser": recognised_reasoning(template)})
+    template = read_chat_template(config.engine.get("chat_template"))
+    if template is not None:
+        # A restarted engine does not depend on the file: all that it needs of the template is the kind of reasoning.
+        reasoning = config.engine.get("reasoning_parser") or recognised_reasoning(template)
+        config = replace(config, engine={**config.engine, "chat_template": None, "reasoning_parser": reasoning})
     if config.certificate is not None:
         config.certificate.check()
     if config.traces_endpoint is not None:

@@ -25,9 +25,6 @@ class ServerOptions:
         metavar="NAME",
         default_text="as --model",
     )
-    chat_template: Path | None = server_option(
-        None, help="Jinja file that replaces the model's chat template.", metavar="FILE", default_text="the model's own"
-    )
     api_workers: int = server_option(
         1,
         help="HTTP processes. More of them help where one limits the throughput of many streams.",

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import chairlift
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.config_file import ConfigCheckpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
-from chairlift.loading.recommended_sampling import AUTO, default_sampling
+from chairlift.loading.request_defaults import RequestDefaults, read_chat_template
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.hardware import count_gpus
-from chairlift.options import read_text
-from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
@@ -60,7 +58,7 @@ class ServedModel:
     fingerprint: str  # changes with whatever may change the output of a seeded request
     reasoning_format: ReasoningFormat | None = None
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that leave them out
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)  # what requests leave out
     details: ModelDetails = field(default_factory=ModelDetails)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -74,14 +72,14 @@ class ServedModel:
         *,
         reasoning_parser: str | None = None,
         embedding: EmbeddingConfig | None = None,
-        sampling: Mapping[str, float] | None = None,
+        defaults: RequestDefaults | None = None,
         engine: Mapping[str, Any] | None = None,
         details: ModelDetails | None = None,
     ) -> ServedModel:
         """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
         template = tokenizer.chat_template or ""
         tools = choose_format(template, tool_format)
-        options, defaults = sorted((engine or {}).items()), sorted((sampling or {}).items())
+        options, defaults = sorted((engine or {}).items()), defaults or RequestDefaults()
         backend = repr((chairlift.__version__, name, template, options, defaults))
         return cls(
             (name, *aliases),
@@ -90,7 +88,7 @@ class ServedModel:
             "fp_" + hashlib.sha256(backend.encode("utf-8", "replace")).hexdigest()[:12],
             choose_reasoning(template, reasoning_parser),
             embedding or EmbeddingConfig(),
-            sampling or {},
+            defaults,
             details or ModelDetails(),
         )
 
@@ -104,18 +102,19 @@ class ServedModel:
         tool_format: str | None = None,
         chat_template: str | None = None,
     ) -> ServedModel:
-        """Load the tokenizer and the settings of a checkpoint; `engine` are the engine's options."""
+        """Load the tokenizer and the settings of a checkpoint; `engine` are the engine's options, which name the file
+        of the chat template if it has not been read."""
         checkpoint = ConfigCheckpoint(path) if engine.get("load_format") == "dummy" else open_checkpoint(path)
-        source, device = engine.get("generation_config", AUTO), str(engine.get("device", "cpu"))
+        device = str(engine.get("device", "cpu"))
         on_gpu = device.startswith("cuda") or (device == "auto" and count_gpus() > 0)
         return cls.create(
             names[0],
-            make_tokenizer(checkpoint, chat_template),
+            make_tokenizer(checkpoint, chat_template or read_chat_template(engine.get("chat_template"))),
             tool_format,
             names[1:],
             reasoning_parser=engine.get("reasoning_parser"),
             embedding=read_embedding_config(checkpoint),
-            sampling=default_sampling(checkpoint.path, checkpoint.generation_config, source),
+            defaults=RequestDefaults.of(checkpoint.path, checkpoint.generation_config, engine),
             engine=engine,
             details=ModelDetails.of(checkpoint, on_gpu=on_gpu),
         )
@@ -124,14 +123,21 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """The sampling parameters by name of requests that leave them out."""
+        return self.defaults.sampling
 
-def read_chat_template(file: Path | None) -> str | None:
-    """Return the template in a file, once it is known to compile."""
-    if file is None:
-        return None
-    source = read_text(file, "chat_template")
-    try:
-        ChatTemplate(source)
-    except UnsupportedModel as error:
-        raise InvalidParameter("chat_template", f"cannot use {str(file)!r}: {error}") from None
-    return source
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names that requests may have: those of the model, and with each preset."""
+        return (*self.names, *(f"{name}:{preset}" for name in self.names for preset in self.defaults.presets))
+
+    def defaults_of(self, name: str | None, preset: str | None = None) -> RequestDefaults:
+        """What a request leaves out that names this model, a preset of it (`model:preset`) or a preset of its own."""
+        if name is None or name in self.names or name not in self.all_names:
+            return self.defaults.preset(preset)
+        named = name.rpartition(":")[2]
+        if preset not in (None, named):
+            raise InvalidParameter("preset", f"is {preset!r:.100}, but the model's name asks for {named!r}")
+        return self.defaults.preset(named)

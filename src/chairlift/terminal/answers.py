@@ -59,16 +59,14 @@ class AnswerText:
 
     def close(self, *, stopped: bool = False) -> None:
         """Write what is held back; an answer that was stopped ends in an ellipsis."""
-        end = " …" if stopped else ""
-        if self._out is None:
-            sys.stdout.write(f"{end}\n")
-        elif self._markdown is not None and not self._in_reasoning:
-            self._markdown.push(end)
+        if self._markdown is not None:
             self._markdown.close()
-        else:
-            self._out.add(end)
+        end = " …" if stopped else ""
         if self._out is not None:
+            self._out.add(end)
             self._out.close()
+        else:
+            sys.stdout.write(f"{end}\n")
         sys.stdout.flush()
 
     def _end_reasoning(self) -> None:

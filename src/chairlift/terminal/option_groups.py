@@ -13,6 +13,7 @@ The order of precedence is: command line, environment variable, config file, def
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -95,11 +96,10 @@ def _info(parameter: inspect.Parameter) -> Any:
 
 def _instead_of_option(context: typer.Context, model: str) -> str:
     """Count a model that was given as an argument as the value of --model on the command line."""
-    source = context.get_parameter_source("model")
-    assert source is not None
-    if source.name == "COMMANDLINE":
+    if source_of(context, "model") == "COMMANDLINE":
         raise InvalidParameter("model", f"was given twice: {model!r} and {context.params['model']!r}")
-    context.set_parameter_source("model", type(source)["COMMANDLINE"])
+    sources = type(context.get_parameter_source("model"))
+    context.set_parameter_source("model", sources["COMMANDLINE"])
     context.params["model"] = model
     return model
 
@@ -183,8 +183,8 @@ def _build(group: type, values: Mapping[str, Any], context: typer.Context) -> An
 def _config_parameter(declared: tuple[Option, ...]) -> inspect.Parameter:
     def read(context: typer.Context, value: Path | None) -> Path | None:
         if value is not None and not context.resilient_parsing:
-            values = read_config_file(value, declared)
-            context.default_map = {name: _typed(values[name]) for name in values}
+            values, lists = read_config_file(value, declared), {one.name for one in declared if one.kind is list}
+            context.default_map = {name: _typed(values[name], name in lists) for name in values}
         return value
 
     help = "Read options from this YAML or TOML file. The variables CHAIRLIFT_<OPTION> set options too."
@@ -193,9 +193,11 @@ def _config_parameter(declared: tuple[Option, ...]) -> inspect.Parameter:
     return inspect.Parameter(_CONFIG_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _typed(value: Any) -> Any:
-    """Convert a value of a config file to command line form: a mapping becomes a repeated NAME=VALUE."""
-    return [f"{name}={number}" for name, number in value.items()] if isinstance(value, Mapping) else value
+def _typed(value: Any, repeated: bool) -> Any:
+    """Convert a value of a config file to command line form: a mapping becomes a repeated NAME=VALUE, or JSON."""
+    if not isinstance(value, Mapping):
+        return value
+    return [f"{name}={number}" for name, number in value.items()] if repeated else json.dumps(value)
 
 
 # ---- where values come from -------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +60,16 @@ def refuse_engine_options(context: typer.Context) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling parameters, with defaults for interactive use of models that recommend none."""
+    """Sampling parameters; those that are left out are as in the server, except the length of the output."""
 
-    temperature: float = sampling_option(0.7, help="Sampling temperature; 0 is greedy.")
+    preset: str | None = sampling_option(
+        None, help="Preset of sampling parameters and of a system prompt (see --presets).", default_text="none"
+    )
+    temperature: float = sampling_option(
+        1.0, help="Sampling temperature; 0 is greedy.", default_text="what the model recommends, else 1"
+    )
     top_k: int = sampling_option(0, help="Sample from the k most likely tokens; 0 means all.")
-    top_p: float = sampling_option(0.95, help="Sample from the most likely tokens whose probabilities sum to this.")
+    top_p: float = sampling_option(1.0, help="Sample from the most likely tokens whose probabilities sum to this.")
     min_p: float = sampling_option(0.0, help="Exclude tokens less likely than this fraction of the most likely one.")
     repetition_penalty: float = sampling_option(1.0, help="Values above 1 make tokens that occurred less likely.")
     presence_penalty: float = sampling_option(0.0, help="Subtracted from the logit of every token generated so far.")
@@ -78,15 +82,14 @@ class SamplingOptions:
     stop: list[str] | None = sampling_option(None, help="End the output before this text; may be repeated.")
     ignore_eos: bool = sampling_option(False, help="Continue after the end-of-sequence token.", negatable=False)
 
-    def params(self, n: int = 1) -> SamplingParams:
-        return SamplingParams(n=n, **asdict(self))
+    def params(self, **more: Any) -> SamplingParams:
+        values = asdict(self)
+        del values["preset"]
+        return SamplingParams(**values, **more)
 
-    def suited_to(self, recommended: Mapping[str, float], context: typer.Context) -> SamplingOptions:
-        """Replace what the user left out by what a model recommends; greedy decoding stays as it is."""
-        if self.temperature == 0:
-            return self
-        changes: dict[str, Any] = {name: recommended[name] for name in recommended if left_out(context, name)}
-        return replace(self, **changes)
+    def given(self, context: typer.Context) -> dict[str, Any]:
+        """The values that the user has set in this context."""
+        return {name: value for name, value in asdict(self).items() if not left_out(context, name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,17 +139,6 @@ class SearchOptions:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def params(self, sampling: SamplingOptions, n: int) -> SamplingParams:
-        values: dict[str, Any] = asdict(sampling)
-        if self.beam_width is not None:  # requires 1 for these, so replace the defaults
-            for field in fields(sampling):
-                if field.name in ("temperature", "top_p") and values[field.name] == field.default:
-                    values[field.name] = 1.0
-        return SamplingParams(
-            n=n,
-            best_of=self.best_of,
-            beam_width=self.beam_width,
-            length_penalty=self.length_penalty,
-            early_stopping=_EARLY_STOPPING[self.early_stopping],
-            **values,
-        )
+    def params(self) -> dict[str, Any]:
+        """The parameters of `SamplingParams`."""
+        return asdict(self) | {"early_stopping": _EARLY_STOPPING[self.early_stopping]}

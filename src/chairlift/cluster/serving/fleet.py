@@ -124,7 +124,7 @@ def replica_config(config: ServerConfig) -> ServerConfig:
 
 def ingress_config(config: ServerConfig) -> ServerConfig:
     """What the ingress needs: not the engine's options, so that a rolling update of replicas does not restart it."""
-    return replace(config, engine={}, chat_template=None, tool_format=None)
+    return replace(config, engine={}, tool_format=None)
 
 
 def replica_count(options: ClusterOptions) -> dict[str, Any]:

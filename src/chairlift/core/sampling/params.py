@@ -152,10 +152,12 @@ class SamplingParams:
 
     @classmethod
     def with_defaults(cls, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
-        """Create parameters from those that a request gives and a model's defaults for the others. Defaults say how to
-        sample, so requests that do not sample get none: those with temperature 0 and beam searches."""
-        samples = given.get("temperature") != 0 and given.get("beam_width") is None
-        return cls(**{**defaults, **given}) if samples else cls(**given)
+        """Create parameters from those that a request gives and a model's defaults for the others. Requests that do
+        not sample get no defaults that say how to: those with temperature 0 and beam searches."""
+        if given.get("beam_width") is not None:
+            ends = {name: defaults[name] for name in ENDS if name in defaults and PARAMETERS[name].with_beams}
+            return cls(**{**ends, **given})
+        return cls(**joined_defaults(defaults, given))
 
     def _check_pooling(self) -> None:
         if self.pooling is None:
@@ -259,6 +261,16 @@ class SamplingParams:
 PARAMETERS: dict[str, SamplingParameter] = {
     one.name: one.metadata["parameter"] for one in fields(SamplingParams) if one.init
 }
+
+
+# Parameters that say where an output ends; the defaults of these hold for greedy requests, too.
+ENDS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "thinking_token_budget")
+
+
+def joined_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` and the defaults for what it leaves out; with temperature 0 it leaves out no way to sample."""
+    greedy = given.get("temperature") == 0
+    return {name: value for name, value in defaults.items() if name in ENDS or not greedy} | {**given}
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

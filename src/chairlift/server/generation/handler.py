@@ -209,8 +209,8 @@ class GenerationHandler:
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
     """Raise a 404 error if a request names another model. Ollama's clients name the tag of a model without one, too."""
-    if name is not None and name not in model.names and name.removesuffix(DEFAULT_TAG) not in model.names:
-        known = ", ".join(map(repr, model.names))
+    if name is not None and name.removesuffix(DEFAULT_TAG) not in model.names and name not in model.all_names:
+        known = ", ".join(map(repr, model.all_names))
         problem = f"the model {name[:200]!r} does not exist; this server has {known}"
         raise APIError(404, problem, param="model", code="model_not_found")
 

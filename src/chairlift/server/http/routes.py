@@ -92,6 +92,7 @@ class Service(GenerationHandler):
             "sampling": dict(self.model.sampling),
             "policy_switch": self.policy_switch,
             "max_model_len": self.max_model_len,
+            "presets": [*self.model.defaults.presets],
         }
 
 
@@ -134,7 +135,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses=ERRORS)
     async def models(http: Request) -> dict[str, Any]:
         """The names that requests may use."""
-        cards = [_model_card(service, name, http) for name in service.model.names]
+        cards = [_model_card(service, name, http) for name in service.model.all_names]
         return model_page(cards) if is_anthropic_client(http.scope) else {"object": "list", "data": cards}
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
@@ -252,6 +253,7 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
         model,
         body.messages,
         body.tools,
+        system_prompt=model.defaults_of(body.model).system_prompt,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )

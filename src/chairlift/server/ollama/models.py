@@ -34,7 +34,7 @@ def entries(model: ServedModel) -> list[dict[str, Any]]:
     """Return what /api/tags and /api/ps have in common."""
     digest = hashlib.sha256(f"{model.name} {model.details.num_bytes} {model.fingerprint}".encode()).hexdigest()
     shared = {"size": model.details.num_bytes, "digest": digest, "details": _details(model)}
-    return [{"name": tagged(name), "model": tagged(name), **shared} for name in model.names]
+    return [{"name": tagged(name), "model": tagged(name), **shared} for name in model.all_names]
 
 
 def tags(model: ServedModel) -> dict[str, Any]:

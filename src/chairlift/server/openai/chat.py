@@ -100,6 +100,7 @@ class ChatGeneration(GenerationRequest):
             reasoning=format_,
             max_tokens=max_tokens,
             continue_final_message=continue_final or bool(body.continue_final_message),
+            system_prompt=body.system_prompt,
             **variables,
         )
         reasoning = ReasoningUse(None, tokenizer)
@@ -222,7 +223,7 @@ class TextGeneration(GenerationRequest):
     body: CompletionRequest
 
     def __init__(self, body: CompletionRequest, model: ServedModel) -> None:
-        params, self._prompts = body.params(model.sampling), body.prompts()
+        params, self._prompts = body.params(model), body.prompts()
         super().__init__(
             body, model, params, body.max_tokens, streams=bool(body.stream), num_prompts=len(self._prompts)
         )

@@ -12,6 +12,7 @@ from chairlift.core.sampling.parameter import extra_parameter_names
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
+from chairlift.loading.request_defaults import RequestDefaults
 from chairlift.server.generation.endpoint import (
     EngineBody,
     Entries,
@@ -139,8 +140,8 @@ class StreamOptions(StrictModel):
 class GenerationBody(EngineBody):
     """Parameters of every generation endpoint. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
-    priority (lower is sooner), thinking_token_budget, and for structured output guided_json, guided_regex,
-    guided_choice, guided_grammar and structured_outputs."""
+    priority (lower is sooner), thinking_token_budget, preset (a name of `--presets`), and for structured output
+    guided_json, guided_regex, guided_choice, guided_grammar and structured_outputs."""
 
     refused_names: ClassVar[Collection[str]] = GENERATION_NAMES
 
@@ -161,6 +162,7 @@ class GenerationBody(EngineBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     thinking_token_budget: Integer | None = None
+    preset: Annotated[str | None, Field(max_length=64)] = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -168,6 +170,7 @@ class GenerationBody(EngineBody):
     json_schema: Schema | None = None  # llama.cpp's names of guided_json and guided_grammar
     grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    _system_prompt: str | None = PrivateAttr(default=None)
     _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters registered by plugins
 
     def take_extras(self, extras: dict[str, Any]) -> None:
@@ -207,11 +210,27 @@ class GenerationBody(EngineBody):
             *([self.structured_outputs.structure()] if self.structured_outputs else []),
         ]
 
+    def defaults(self, model: ServedModel) -> RequestDefaults:
+        """Find what the request leaves out, and note its system prompt."""
+        if self.preset is None and (self.model is None or self.model in model.names):
+            found = model.defaults
+        else:
+            found = model.defaults_of(self.model, self.preset)
+        self._system_prompt = found.system_prompt
+        return found
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt if the conversation has none, once the parameters are read."""
+        return self._system_prompt
+
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-        """Return the sampling parameters; absent ones are as in `defaults`, which are the model's."""
+        """Return the sampling parameters; absent ones are as in `defaults`, which are the model's or a preset's."""
         shared = [field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields]
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        given |= {"logit_bias": _logit_bias(self.logit_bias), "stop": self._stop_strings(), "seed": _seed(self.seed)}
+        given |= {} if self.logit_bias is None else {"logit_bias": _logit_bias(self.logit_bias)}
+        given |= {} if self.seed is None else {"seed": _seed(self.seed)}
+        given |= {} if self.stop is None else {"stop": self._stop_strings()}
         if self.top_p == 0:  # the limit: only the most likely token
             given |= {"top_p": 1.0, "top_k": 1}
         check_unicode("user", [self.user or ""])
@@ -281,7 +300,8 @@ class CompletionRequest(CompletionBody):
     echo: bool | None = None
     suffix: str | None = None
 
-    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def params(self, model: ServedModel) -> SamplingParams:
+        defaults = self.defaults(model).sampling
         self.check_stream_options()
         if self.suffix is not None and self.echo:
             raise InvalidParameter("echo", "does not go with suffix: the completion is not at the prompt's end")
@@ -291,7 +311,7 @@ class CompletionRequest(CompletionBody):
         scored = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             scored = max(self.logprobs, scored or 0)
-        limit = 16 if self.max_tokens is None else self.max_tokens
+        limit = defaults.get("max_tokens", 16) if self.max_tokens is None else self.max_tokens
         return self.sampling_params(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
     def prompts(self) -> list[str | list[int]]:
@@ -368,10 +388,13 @@ class ChatRequest(WithLabels, CompletionBody):
         more: dict[str, Any] = {"logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}
         if model.reasoning_format is not None and self.thinking_token_budget is None:
             # The budget of other servers' parameters, which has no effect on models that do not reason.
-            more["thinking_token_budget"] = self.thinking_budget
-            if self.thinking_budget is None and isinstance(self.thinking, ThinkingSwitch):
-                more["thinking_token_budget"] = self.thinking.budget_tokens
-        return self.sampling_params(model.sampling, max_tokens=limit, **more)
+            budget = self.thinking_budget
+            if budget is None and isinstance(self.thinking, ThinkingSwitch):
+                budget = self.thinking.budget_tokens
+            more |= {} if budget is None else {"thinking_token_budget": budget}
+        defaults = self.defaults(model).sampling
+        limit = defaults.get("max_tokens") if limit is None else limit
+        return self.sampling_params(defaults, max_tokens=limit, **more)
 
 
 class TokenizeRequest(RequestBody):

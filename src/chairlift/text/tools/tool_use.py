@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -21,6 +21,8 @@ from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import Message, ToolFormat
 from chairlift.text.tools.call_grammar import CallGrammar, marker_speller
 from chairlift.text.tools.tool import Calling, Tool, ToolChoice, allowed_tools, checked_choice, checked_tools
+
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,11 @@ class ToolUse:
         tools = [tool for tool in self.tools if named is None or tool.name == named]
         return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker_speller(tokenizer))
 
-    def encode(
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+        """Return the token ids of `prompt`."""
+        return self.prompt(tokenizer, messages, **options)[1]
+
+    def prompt(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
@@ -114,10 +120,11 @@ class ToolUse:
         reasoning: ReasoningFormat | None = None,
         max_tokens: int | None = None,
         continue_final_message: bool = False,
+        system_prompt: str | None = None,
         **options: Any,
-    ) -> list[int]:
-        """Return the prompt of messages whose roles are known, as token ids. `options` are those of
-        `Tokenizer.encode_chat`."""
+    ) -> tuple[str, list[int]]:
+        """Return the prompt of messages whose roles are known, as text and as token ids. `options` are those of
+        `Tokenizer.encode_chat`; `system_prompt` is for conversations without a system message."""
         history = checked_messages(messages, tokenizer.template_strings)
         plain = {name: plain_data(name, value) for name, value in options.items()}
         encode = partial(
@@ -125,17 +132,27 @@ class ToolUse:
         )
         if reasoning is not None:
             history = reasoning.history(history)
+        if not system_prompt or any(message["role"] in SYSTEM_ROLES for message in history):
+            return self._encode_history(tokenizer, history, encode)
+        try:
+            return self._encode_history(tokenizer, in_system_message(history, system_prompt), encode)
+        except RefusedByTemplate:  # the template may have no system role
+            return self._encode_history(tokenizer, in_user_message(history, system_prompt), encode)
+
+    def _encode_history(
+        self, tokenizer: Tokenizer, history: list[Message], encode: Callable[..., tuple[str, list[int]]]
+    ) -> tuple[str, list[int]]:
         if tokenizer.template_shows_tools:
             shown = [plain_data("tools", self.format.shown(tool)) for tool in self.tools]
-            return encode(self.format.history(history), tools=shown or None)[1]
+            return encode(self.format.history(history), tools=shown or None)
         history = as_plain_messages(history, self.format)
         if not self.tools:
-            return encode(history)[1]
+            return encode(history)
         description = describe(self.tools, self.format)
         try:
-            return encode(in_system_message(history, description))[1]
+            return encode(in_system_message(history, description))
         except RefusedByTemplate:  # the template may have no system role
-            return encode(in_user_message(history, description))[1]
+            return encode(in_user_message(history, description))
 
 
 def _requested_schema(requested: Structure) -> dict[str, Any]:
@@ -167,7 +184,7 @@ def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:
 
 def in_system_message(messages: list[Message], description: str) -> list[Message]:
     """Append the description to the system message, which is added if there is none."""
-    if messages[0]["role"] in ("system", "developer"):
+    if messages[0]["role"] in SYSTEM_ROLES:
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
     return [{"role": "system", "content": description}, *messages]
 

@@ -40,7 +40,7 @@ def fleet_page() -> str:
 
 @cache
 def _page(document: str, entry: str) -> str:
-    page = _read(document).replace("/* style */", _read("style.css"), 1)
+    page = _read(document).replace("/* style */", _read("style.css"), 1).replace("<!-- chat -->", _read("chat.html"), 1)
     return page.replace("/* script */", joined_modules(entry), 1)
 
 

@@ -1,12 +1,20 @@
-// The KV pool as a map: one cell per block.
+// The KV pool: a strip of all of it, and a map with a cell for each block of the parts that are in use.
 
-import { Picture, hatching, pointerOn } from "./canvas.js";
+import { Picture, SMALL_FONT, hatching, pointerOn } from "./canvas.js";
 import { byId, element, formatCount, formatPercent, setText, shortId } from "./format.js";
 import { ownerColour, ownerMark, palette } from "./theme.js";
+
+const GROUP = 8; // blocks that are drawn together if one of them is in use
+const GROUP_GAP = 5; // between groups
+const LARGEST = 22; // of a block, in pixels
+const STRIP = 22; // height of the strip and the space below it
+const LABELS = 46; // width of the numbers at the left
+const MAP_HEIGHT = 280;
 
 export class BlocksPanel {
   constructor(app) {
     this.app = app;
+    this.groups = [];
     this.canvas = byId("blocks-canvas");
     this.picture = new Picture(this.canvas, (context, width, height) => this.draw(context, width, height));
     this.canvas.addEventListener("pointermove", (event) => this.explain(event));
@@ -32,25 +40,48 @@ export class BlocksPanel {
     setText(byId("blocks-evicted"), formatCount(blocks.evictions || 0));
     this.canvas.setAttribute("aria-label",
       `KV pool of ${blocks.count} blocks: ${found.used} used, ${found.shared} of them shared, ${found.kept} cached but free, ${found.empty} empty`);
+    setText(byId("blocks-empty"), formatCount(found.empty));
+    byId("blocks-none").hidden = found.used + found.kept > 0;
+    this.findGroups(blocks);
     this.fitHeight(blocks.count);
     this.showTable();
     this.picture.invalidate();
   }
 
-  // A small pool gets a small map.
+  // The groups of neighbouring blocks that are not all empty. Only these have cells, so that few used blocks of a large
+  // pool can be seen; the strip above them is the whole pool, to scale.
+  findGroups(blocks) {
+    this.groups = [];
+    for (let first = 0; first < blocks.count; first += GROUP) {
+      const group = { first, isHeld: false, isKept: false, isEvicted: false };
+      for (let block = first; block < Math.min(blocks.count, first + GROUP); block++) {
+        if (blocks.references[block]) group.isHeld = true;
+        else if (blocks.cached[block]) group.isKept = true;
+        else if (blocks.wasJustEvicted(block)) group.isEvicted = true;
+      }
+      if (group.isHeld || group.isKept || group.isEvicted) this.groups.push(group);
+    }
+  }
+
+  // The map grows with the blocks in use and does not shrink, so that the page stays where it is.
   fitHeight(count) {
-    if (count === this.fittedCount || !this.canvas.clientWidth) return;
+    if (!this.canvas.clientWidth) return;
+    if (count !== this.fittedCount) this.rows = 0;
     this.fittedCount = count;
-    const rows = Math.ceil(count / Math.floor(this.canvas.clientWidth / 26));
-    this.canvas.style.height = `${Math.max(60, Math.min(250, rows * 26))}px`;
+    const perRow = Math.max(1, Math.floor((this.canvas.clientWidth - LABELS) / (GROUP * LARGEST + GROUP_GAP)));
+    this.rows = Math.max(this.rows, Math.ceil(this.groups.length / perRow), 2);
+    const height = `${Math.min(MAP_HEIGHT, STRIP + this.rows * LARGEST)}px`;
+    if (this.canvas.style.height !== height) this.canvas.style.height = height;
   }
 
   layout(width, height) {
-    const { count } = this.app.model.blocks;
-    let size = Math.min(26, Math.max(2, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
-    while (size > 2 && Math.ceil(count / Math.floor(width / size)) * size > height) size--;
-    this.size = size;
-    this.perRow = Math.max(1, Math.floor(width / size));
+    const fits = (size) => {
+      this.perRow = Math.max(1, Math.floor((width - LABELS) / (GROUP * size + GROUP_GAP)));
+      return Math.ceil(this.groups.length / this.perRow) * size <= height - STRIP;
+    };
+    for (this.size = LARGEST; !fits(this.size) && this.size > 2; ) this.size--;
+    this.shown = Math.min(this.groups.length, this.perRow * Math.floor((height - STRIP) / this.size));
+    this.width = width;
   }
 
   draw(context, width, height) {
@@ -58,26 +89,56 @@ export class BlocksPanel {
     const colours = palette();
     this.layout(width, height);
     const kept = hatching(context, colours.cached, 4, 1);
+    this.drawStrip(context, blocks, colours, kept);
     const highlighted = new Set(this.app.selected ? this.app.selected.table : []);
-    const gap = this.size > 5 ? 1.5 : this.size > 3 ? 1 : 0;
-    for (let block = 0; block < blocks.count; block++) {
-      const x = (block % this.perRow) * this.size;
-      const y = Math.floor(block / this.perRow) * this.size;
-      const side = this.size - gap;
-      const owner = blocks.references[block] ? blocks.ownerOf(block) : null;
-      context.globalAlpha = highlighted.size && !highlighted.has(block) ? 0.3 : 1;
-      context.fillStyle = owner ? ownerColour(owner.handle) : blocks.references[block] ? colours.muted : colours.faint;
-      context.fillRect(x, y, side, side);
-      if (!blocks.references[block] && blocks.cached[block]) {
-        context.fillStyle = kept;
-        context.fillRect(x, y, side, side);
+    const side = this.size - (this.size > 5 ? 1.5 : this.size > 3 ? 1 : 0);
+    for (let index = 0; index < this.shown; index++) {
+      const y = STRIP + Math.floor(index / this.perRow) * this.size;
+      const left = LABELS + (index % this.perRow) * (GROUP * this.size + GROUP_GAP);
+      const { first } = this.groups[index];
+      if (index % this.perRow === 0 && this.size >= 10) this.drawLabel(context, first, y, colours);
+      for (let block = first; block < Math.min(blocks.count, first + GROUP); block++) {
+        this.drawBlock(context, block, left + (block - first) * this.size, y, side, { blocks, colours, kept, highlighted });
       }
-      if (owner && side >= 8) this.drawMark(context, ownerMark(owner.handle), x, y, side);
-      if (blocks.references[block] > 1) this.drawReferences(context, blocks.references[block], x, y, side, colours);
-      if (blocks.wasJustEvicted(block)) this.frame(context, colours.preempt, x, y, side);
-      if (highlighted.has(block)) this.frame(context, colours.text, x, y, side);
     }
     context.globalAlpha = 1;
+  }
+
+  drawStrip(context, blocks, colours, kept) {
+    context.fillStyle = colours.faint;
+    context.fillRect(0, 0, this.width, STRIP - 8);
+    const scale = this.width / Math.max(1, blocks.count);
+    for (const { first, isHeld, isEvicted } of this.groups) {
+      context.fillStyle = isHeld ? colours.accent : isEvicted ? colours.preempt : kept;
+      context.fillRect(first * scale, 0, Math.max(2, GROUP * scale), STRIP - 8);
+    }
+    context.strokeStyle = colours.line;
+    context.lineWidth = 1;
+    context.strokeRect(0.5, 0.5, this.width - 1, STRIP - 9);
+  }
+
+  drawLabel(context, first, y, colours) {
+    context.font = SMALL_FONT;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillStyle = colours.muted;
+    context.fillText(String(first), LABELS - 6, y + this.size / 2);
+  }
+
+  drawBlock(context, block, x, y, side, { blocks, colours, kept, highlighted }) {
+    const owner = blocks.references[block] ? blocks.ownerOf(block) : null;
+    context.globalAlpha = highlighted.size && !highlighted.has(block) ? 0.3 : 1;
+    context.fillStyle = owner ? ownerColour(owner.handle) : blocks.references[block] ? colours.muted : colours.faint;
+    context.fillRect(x, y, side, side);
+    if (!blocks.references[block] && blocks.cached[block]) {
+      context.fillStyle = kept;
+      context.fillRect(x, y, side, side);
+    }
+    if (owner && side >= 8) this.drawMark(context, ownerMark(owner.handle), x, y, side);
+    if (blocks.references[block] > 1) this.drawReferences(context, blocks.references[block], x, y, side, colours);
+    if (blocks.wasJustEvicted(block)) this.frame(context, colours.preempt, x, y, side);
+    if (owner && this.app.own.has(owner.id)) this.frame(context, colours.own, x, y, side);
+    if (highlighted.has(block)) this.frame(context, colours.text, x, y, side);
   }
 
   drawMark(context, mark, x, y, side) {
@@ -110,8 +171,12 @@ export class BlocksPanel {
 
   blockAt(event) {
     const [x, y] = pointerOn(this.canvas, event);
-    const col = Math.floor(x / this.size);
-    return col < this.perRow ? Math.floor(y / this.size) * this.perRow + col : -1;
+    if (y < STRIP) return Math.floor((x / this.width) * this.app.model.blocks.count);
+    const [col, row] = [Math.floor((x - LABELS) / (GROUP * this.size + GROUP_GAP)), Math.floor((y - STRIP) / this.size)];
+    const index = row * this.perRow + col;
+    if (col < 0 || col >= this.perRow || index >= this.shown) return -1;
+    const within = Math.floor((x - LABELS - col * (GROUP * this.size + GROUP_GAP)) / this.size);
+    return within < GROUP ? this.groups[index].first + within : -1;
   }
 
   explain(event) {

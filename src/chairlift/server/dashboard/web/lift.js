@@ -26,7 +26,7 @@ export class LiftPanel {
   draw(context, width, height) {
     const { model } = this.app;
     this.view.layout(width, height, model);
-    const marks = { hovered: this.hovered, selected: this.app.selected, cursor: this.app.cursor };
+    const marks = { hovered: this.hovered, selected: this.app.selected, cursor: this.app.cursor, own: this.app.own };
     new LiftDrawing(context, this.view, model, this.tiles, marks).draw();
   }
 

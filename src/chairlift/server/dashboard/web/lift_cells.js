@@ -5,8 +5,6 @@ import { formatCount } from "./format.js";
 import { upperBound } from "./stats.js";
 import { palette } from "./theme.js";
 
-const SHADES = [50, 60, 70, 80, 90, 100];
-
 export class LiftCells {
   // `view` maps columns and slots to pixels.
   constructor(context, view, model, from, to) {
@@ -16,7 +14,6 @@ export class LiftCells {
     this.to = Math.min(model.nextCol, to);
     this.inset = view.rowHeight > 7 ? 1.5 : view.rowHeight > 3 ? 0.5 : 0;
     this.bubble = hatching(context, this.colours.bubble);
-    this.shades = SHADES.map((share) => `color-mix(in srgb, ${this.colours.prefill} ${share}%, ${this.colours.card})`);
     this.rects = new Map(); // by style
     this.labels = [];
     this.drafts = []; // drawn over the other cells
@@ -85,12 +82,9 @@ export class LiftCells {
     }
   }
 
-  // A larger chunk has a stronger colour.
   drawChunk(part, from, to, y, height) {
     const { view } = this;
-    const step = view.colWidth >= 2 ? this.model.stepAt(part.col) : null;
-    const share = step ? Math.min(1, part.count / Math.max(1, step.prefillLimit)) : 1;
-    this.rect(this.shades[Math.round(share * (this.shades.length - 1))], from, to, y, height);
+    this.rect(this.colours.prefill, from, to, y, height);
     if (view.colWidth >= 24 && view.rowHeight >= 14) this.labels.push([formatCount(part.count), view.xOf(from + 0.5), y + height / 2 + 0.5]);
   }
 

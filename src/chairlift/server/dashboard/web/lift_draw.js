@@ -9,7 +9,7 @@ const TILED_BELOW = 2.5; // pixels per column; narrower columns are too many to 
 
 export class LiftDrawing {
   constructor(context, view, model, tiles, marks) {
-    Object.assign(this, { context, view, model, tiles, marks }); // marks: hovered, selected, cursor
+    Object.assign(this, { context, view, model, tiles, marks }); // marks: hovered, selected, cursor, own
     this.colours = palette();
   }
 
@@ -24,6 +24,7 @@ export class LiftDrawing {
     context.clip();
     if (view.colWidth < TILED_BELOW) this.tiles.draw(context, view, model);
     else new LiftCells(context, view, model, Math.floor(view.left), Math.ceil(view.right) + 1).draw();
+    this.drawOwn();
     for (const request of new Set([this.marks.hovered, this.marks.selected])) if (request) this.drawOutline(request);
     this.drawBreaks();
     this.drawCursor();
@@ -47,6 +48,23 @@ export class LiftDrawing {
       if (slot % every === 0) {
         context.fillStyle = this.colours.muted;
         context.fillText(String(slot + 1), view.gutter - 8, y + Math.max(view.rowHeight / 2, 6));
+      }
+    }
+  }
+
+  // The requests of this page's chat, in a frame of their own colour.
+  drawOwn() {
+    const { context, view, model } = this;
+    context.strokeStyle = this.colours.own;
+    context.lineWidth = Math.min(3, Math.max(1.5, view.rowHeight / 6));
+    const inset = context.lineWidth / 2;
+    for (const [slot, stays] of this.marks.own.size ? model.slots.entries() : []) {
+      for (let index = stays.length - 1; index >= 0 && stays[index].to > view.left; index--) {
+        const stay = stays[index];
+        if (!this.marks.own.has(stay.request.id)) continue;
+        const x = view.xOf(stay.from) + inset;
+        const width = view.xOf(Math.min(stay.to, model.nextCol)) - x - inset;
+        context.strokeRect(x, view.yOf(slot) + inset, Math.max(1, width), view.rowHeight - 2 * inset);
       }
     }
   }

@@ -1,6 +1,7 @@
 // The page: a model, fed by the server or a file, and the panels that show it.
 
 import { BlocksPanel } from "./blocks_panel.js";
+import { ChatPanel } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId, setText } from "./format.js";
 import { LiftPanel } from "./lift.js";
@@ -19,6 +20,7 @@ class App {
   constructor() {
     this.model = new Model();
     this.selected = null; // the request whose story is open
+    this.own = new Set(); // the ids of the chat's requests
     this.cursor = null; // the selected step; null: the last one
     this.isLive = false;
     this.isStale = true;
@@ -30,6 +32,8 @@ class App {
     this.lift = new LiftPanel(this);
     this.story = new StoryPanel(this);
     this.panels = [this.lift, new StepPanel(this), new BlocksPanel(this), new ServicePanel(this), new Playground(this), this.story];
+    this.chat = new ChatPanel(this);
+    this.panels.push(this.chat);
   }
 
   start() {
@@ -124,6 +128,14 @@ class App {
   setCursor(col) {
     this.cursor = col;
     this.update();
+  }
+
+  get hello() {
+    return this.model.hello;
+  }
+
+  findRequest(id) {
+    return this.model.requests.get(id) || null;
   }
 
   openStory(request) {

@@ -7,7 +7,7 @@ const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 let colours = {};
 
 const COLOUR_NAMES = ["bg", "card", "line", "text", "muted", "faint", "prefill", "decode", "cached", "preempt", "draft",
-  "swap", "bubble", "stay", "accent"];
+  "swap", "bubble", "stay", "accent", "own"];
 // Okabe and Ito's colours, which are safe for colour blindness; owners also differ by a mark.
 const OWNER_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7AE6", "#B8A800"];
 

@@ -22,6 +22,14 @@ WAITED_FOR_SLOTS = """
     const waitedForSlots = (each) => each.waits.some((wait) => wait.reason === "slots");
     return [...chairlift.model.requests.values()].filter(waitedForSlots).length;
 """
+OWN_COLOUR_ON_LIFT = """
+    const own = getComputedStyle(document.documentElement).getPropertyValue('--own').trim();
+    const wanted = own.slice(1).match(/../g).map((pair) => parseInt(pair, 16)).join();
+    const canvas = document.getElementById('lift-canvas');
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    for (let at = 0; at < data.length; at += 4) if (data.slice(at, at + 3).join() === wanted) return true;
+    return false;
+"""
 BUBBLES = "return chairlift.model.slots.flat().filter((stay) => stay.idleFrom < stay.to && stay.to < Infinity).length"
 
 
@@ -56,7 +64,7 @@ def test_the_page_shows_the_numbers_of_the_api(page: Page, lift_server: RunningS
     assert page.run("return document.getElementById('story-output').textContent") == answer["choices"][0]["text"]
     assert page.text("#story-state") == "length"
     outcome = page.text("#story-events")
-    assert all(event in outcome for event in ("queued", "boards", "first token", "ends: length, 9 tokens"))
+    assert all(event in outcome for event in ("queued", "admitted", "first token", "ends: length, 9 tokens"))
     for name, metric in {"prompt": "prompt_tokens_total", "output": "output_tokens_total", "steps": "steps_total",
                          "cached": "prompt_tokens_cached_total"}.items():  # fmt: skip
         value = lift_server.metric(f"chairlift_{metric}")
@@ -86,11 +94,40 @@ def test_a_shared_prefix_is_computed_once(page: Page) -> None:
 
 def test_chat_streams_beside_the_picture_of_its_request(page: Page) -> None:
     page.find("#chat-input").send_keys("what is a chairlift\n")
-    page.wait_for("return document.querySelector('.bubble.assistant')?.textContent.length > 0")
-    page.wait_for("return chairlift.panels[4].ownRequest?.end && !document.getElementById('chat-own').hidden")
-    page.wait_for("return /new, (stop|length)/.test(document.getElementById('own-status').textContent)")
+    page.wait_for("return document.querySelector('.message.assistant .text')?.textContent.length > 0")
+    page.click("#chat-stop")
+    page.wait_for("return !chairlift.chat.abort && chairlift.chat.ownRequest?.end")
+    page.wait_for("return /new, (stop|length|cancelled)/.test(document.getElementById('own-status').textContent)")
+    page.wait_for("return !document.querySelector('.message.assistant footer button:last-child').hidden")
+    page.wait_for(OWN_COLOUR_ON_LIFT)
     page.click("#chat-own")
     assert page.find("#story").is_displayed()
+    page.click("#story-close")
+    page.click("#chat-new")
+    assert page.run("return document.querySelectorAll('.message').length") == 0
+
+
+def test_few_used_blocks_of_a_large_pool_can_be_seen(page: Page) -> None:
+    """The cells of a pool of which one block in a hundred is in use are as large as those of a small one."""
+    sizes = page.run("""
+        const { model } = chairlift, panel = chairlift.panels[2];
+        const draw = (count, used) => {
+          const blocks = used.flatMap((block) => [block, 1, 0]);
+          model.blocks.reset({ num_blocks: count, block_size: 16, now: 0, blocks });
+          panel.update();
+          panel.layout(panel.canvas.clientWidth, parseFloat(panel.canvas.style.height));
+          return [panel.size, panel.shown];
+        };
+        chairlift.isLive = false;
+        const used = Array.from({ length: 200 }, (_, index) => index);
+        const found = [draw(256, used), draw(20000, used), draw(20000, used.map((block) => block * 100))];
+        chairlift.isLive = true;
+        return found;
+    """)
+    assert sizes[0] == sizes[1]
+    assert sizes[1][1] == 50
+    assert sizes[2][0] >= 6
+    assert sizes[2][1] == 200
 
 
 def test_the_page_works_with_the_keyboard(page: Page) -> None:

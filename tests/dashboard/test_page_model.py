@@ -57,9 +57,9 @@ def run_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run_on_node(script_text: str, data: list[Any], tmp_path: Path) -> Any:
+def run_on_node(script_text: str, data: list[Any], tmp_path: Path, module: str = "model") -> Any:
     script = tmp_path / "model_test.mjs"
-    script.write_text(joined_modules("model") + script_text)
+    script.write_text(joined_modules(module) + script_text)
     done = subprocess.run(
         [require_tool("node"), script], input=json.dumps(data), capture_output=True, text=True, timeout=60
     )

@@ -4,7 +4,7 @@ import { Picture, SMALL_FONT, hatching, pointerOn } from "./canvas.js";
 import { byId, element, formatCount, formatPercent, setText, shortId } from "./format.js";
 import { ownerColour, ownerMark, palette } from "./theme.js";
 
-const GROUP = 8; // blocks that are drawn together if one of them is in use
+const GROUP = 4; // blocks that are drawn together if one of them is in use
 const GROUP_GAP = 5; // between groups
 const LARGEST = 22; // of a block, in pixels
 const STRIP = 22; // height of the strip and the space below it
@@ -69,7 +69,7 @@ export class BlocksPanel {
     if (count !== this.fittedCount) this.rows = 0;
     this.fittedCount = count;
     const perRow = Math.max(1, Math.floor((this.canvas.clientWidth - LABELS) / (GROUP * LARGEST + GROUP_GAP)));
-    this.rows = Math.max(this.rows, Math.ceil(this.groups.length / perRow), 2);
+    this.rows = Math.max(this.rows, Math.ceil(this.groups.length / perRow));
     const height = `${Math.min(MAP_HEIGHT, STRIP + this.rows * LARGEST)}px`;
     if (this.canvas.style.height !== height) this.canvas.style.height = height;
   }

@@ -1,6 +1,7 @@
 // The page of a fleet: a lift for each replica, fed by one stream.
 
 import { Picture } from "./canvas.js";
+import { ChatPanel } from "./chat.js";
 import { Connection } from "./connection.js";
 import { byId, element, formatCount, formatPercent, setText } from "./format.js";
 import { LiftDrawing } from "./lift_draw.js";
@@ -13,11 +14,11 @@ const ROW_HEIGHT = 14; // of a slot
 const LEAST_HEIGHT = 110;
 const MOST_HEIGHT = 260;
 const RATE_MS = 5000; // over which tokens per second are counted
-const NO_MARKS = { hovered: null, selected: null, cursor: null };
+const UPDATE_CHAT_MS = 100;
 
 // The card of one replica.
 class ReplicaLift {
-  constructor(id) {
+  constructor(id, own) {
     this.model = new Model();
     this.view = new LiftView();
     this.tiles = new LiftTiles();
@@ -28,7 +29,7 @@ class ReplicaLift {
       element("div", { class: "head" }, element("h2", {}, `Replica ${shortReplica(id)}`), this.pill, this.summary), this.canvas);
     this.picture = new Picture(this.canvas, (context, width, height) => {
       this.view.layout(width, height, this.model);
-      new LiftDrawing(context, this.view, this.model, this.tiles, NO_MARKS).draw();
+      new LiftDrawing(context, this.view, this.model, this.tiles, { hovered: null, selected: null, cursor: null, own }).draw();
     });
   }
 
@@ -58,6 +59,8 @@ class FleetApp {
   constructor() {
     this.lifts = new Map(); // by the replica's id
     this.fleet = null; // the last report
+    this.own = new Set(); // the ids of the chat's requests
+    this.isLive = true;
     this.outputs = []; // [time, output tokens by replica] of the last seconds
     this.isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
     this.connection = new Connection((frame) => this.takeIn(frame), (state, reason) => this.showState(state, reason));
@@ -74,7 +77,23 @@ class FleetApp {
       requestAnimationFrame(tick);
     };
     requestAnimationFrame(tick);
+    this.chat = new ChatPanel(this);
+    setInterval(() => this.update(), UPDATE_CHAT_MS);
     this.connection.start();
+  }
+
+  update() {
+    this.chat?.update();
+  }
+
+  // What a replica says of the model, which is that of all; a new object only if another model is served.
+  get hello() {
+    const greeted = [...this.lifts.values()].map((lift) => lift.model.hello).find((hello) => hello.model);
+    return (this.greeting = greeted && this.greeting?.model !== greeted.model ? greeted : this.greeting) || {};
+  }
+
+  findRequest(id) {
+    return [...this.lifts.values()].map((lift) => lift.model.requests.get(id)).find(Boolean) || null;
   }
 
   takeIn(frame) {
@@ -89,7 +108,7 @@ class FleetApp {
       this.lifts.delete(id);
     }
     for (const id of fleet.shown.filter((id) => !this.lifts.has(id))) {
-      const lift = new ReplicaLift(id);
+      const lift = new ReplicaLift(id, this.own);
       this.lifts.set(id, lift);
       byId("replicas").append(lift.card);
     }

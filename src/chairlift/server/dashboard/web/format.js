@@ -41,7 +41,7 @@ const WAIT_WORDS = {
   preemption: "memory ran out in this step",
   turn: "an overtaken request goes first",
   batch_filling: "the batch is not full yet",
-  batch_running: "a batch is on board",
+  batch_running: "a batch is running",
   sibling: "its sibling computes their prompt",
   grammar: "its grammar is being compiled",
   prefix: "another computes the same prefix",

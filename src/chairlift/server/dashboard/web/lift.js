@@ -211,7 +211,7 @@ function describeCell(model, request, col) {
   else if (part && part.proposed) lines.push(`drafts: ${part.accepted} of ${part.proposed} accepted`);
   else if (part) lines.push(`decodes token ${part.start + col - part.col}`);
   else if (request.end && col > request.end.col) lines.push("finished; its row is still computed as padding");
-  else lines.push("on board, but not in this step");
+  else lines.push("running, but not in this step");
   return lines;
 }
 

@@ -190,7 +190,7 @@ class App {
 
 function faultWords(count, isOff) {
   const times = count === 1 ? "once" : `${count} times`;
-  const next = isOff ? "It is off until the engine is started again: the picture stands still, requests do not" : "It has begun anew, requests were not affected";
+  const next = isOff ? "It is off until the engine is started again: the picture stands still, requests do not" : "It has started again, requests were not affected";
   return `What records this picture has failed ${times}. ${next}. The server's log says why.`;
 }
 

@@ -146,13 +146,13 @@ function tableNode({ rows: [head, ...rows] }) {
 
 // ---- text -----------------------------------------------------------------------------------------------------------
 
-export function inlineNodes(text, depth = 0) {
-  return new Inline(text, depth).parse();
+function inlineNodes(text, depth = 0, inLink = false) {
+  return new Inline(text, depth, inLink).parse();
 }
 
 class Inline {
-  constructor(text, depth) {
-    Object.assign(this, { text, depth, at: 0, nodes: [], plain: "", places: new Map() });
+  constructor(text, depth, inLink) {
+    Object.assign(this, { text, depth, inLink, at: 0, nodes: [], plain: "", places: new Map() });
   }
 
   parse() {
@@ -186,9 +186,9 @@ class Inline {
     if (mark === "`") return this.takeCode();
     if (mark === "\n") return this.takeBreak();
     if (mark === "&") return this.takeEntity();
-    if (mark === "<") return this.takeTag();
-    if (mark === "[" || mark === "!") return this.depth < DEEPEST && this.takeLink(mark === "!");
-    if (mark.startsWith("http")) return this.takeAddress();
+    if (mark === "<") return !this.inLink && this.takeTag();
+    if (mark === "[" || mark === "!") return !this.inLink && this.takeLink(mark === "!");
+    if (mark.startsWith("http")) return !this.inLink && this.takeAddress();
     return this.depth < DEEPEST && STYLES.some(([opening, tag]) => this.text.startsWith(opening, this.at) && this.takeStyled(opening, tag));
   }
 
@@ -263,7 +263,7 @@ class Inline {
     if (end < 0) return false;
     const address = text.slice(middle + 2, end).trim().replace(/^<(.*)>$/, "$1").replace(/\s+(?:"[^"]*"|'[^']*')$/, "");
     const label = text.slice(begin, middle);
-    const node = linkNode(address, isImage ? [`image: ${label || address}`] : new Inline(label, DEEPEST).parse());
+    const node = linkNode(address, isImage ? [`image: ${label || address}`] : inlineNodes(label, this.depth, true));
     return node !== null && this.put(node, end + 1);
   }
 
@@ -275,7 +275,7 @@ class Inline {
     const isInRun = (at) => text[at + mark.length] === mark[0] || (mark.length === 1 && text[at - 1] === mark);
     const fits = (at) => text[at - 1].trim() && text[at - 1] !== "\\" && !isInRun(at) && !(mark[0] === "_" && isWord(at + mark.length));
     const end = this.find(mark, begin + 1, fits);
-    return end >= 0 && this.put(element(tag, {}, ...inlineNodes(text.slice(begin, end), this.depth + 1)), end + mark.length);
+    return end >= 0 && this.put(element(tag, {}, ...inlineNodes(text.slice(begin, end), this.depth + 1, this.inLink)), end + mark.length);
   }
 }
 
@@ -290,7 +290,7 @@ function closingBracket(text, from) {
 }
 
 // A link, or null if the address is none of the web: its source stays text.
-export function linkNode(address, label) {
+function linkNode(address, label) {
   let url;
   try {
     url = new URL(address);

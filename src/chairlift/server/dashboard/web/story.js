@@ -157,13 +157,13 @@ function eventsOf(model, request) {
   for (const admission of request.admissions) {
     const miss = admission.miss ? `; ${missWords(admission.miss)}` : "";
     const swapped = admission.swapped ? `, ${admission.swapped} back from host memory` : "";
-    add(admission.time, `boards, ${formatCount(admission.cached)} tokens cached${swapped}${miss}`, "admit");
+    add(admission.time, `admitted, ${formatCount(admission.cached)} tokens cached${swapped}${miss}`, "admit");
   }
   for (const part of request.parts.filter((each) => each.kind === "prefill").slice(0, 40)) {
     const step = model.stepAt(part.col);
     if (step) add(step.time, `prompt tokens ${part.start} to ${part.start + part.count - 1} computed`, "prefill");
   }
-  for (const preempt of request.preempts) add(preempt.time, preempt.swapped ? "gives way: its blocks go to host memory" : "gives way: its blocks are taken", "preempt");
+  for (const preempt of request.preempts) add(preempt.time, preempt.swapped ? "preempted: its blocks go to host memory" : "preempted: its blocks are taken", "preempt");
   if (request.firstToken !== null) add(request.firstToken + 1e-9, "first token", "decode");
   if (request.end) add(request.end.time + 2e-9, `ends: ${wordsOf(request.end.reason)}, ${formatCount(request.outputs)} tokens`, "end");
   events.sort((a, b) => a.time - b.time);

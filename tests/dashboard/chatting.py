@@ -29,7 +29,7 @@ class Answers:
 
     def __call__(self, engine: ScriptedEngine, message: ToEngine) -> None:
         if isinstance(message, Cancel):
-            self.cancelled.append(message.request_id)
+            self.cancelled += message.request_ids
         if not isinstance(message, Submit):
             return
         self.prompts.append(self._tokenizer.decode(list(message.prompt), skip_special_tokens=False))
@@ -50,9 +50,11 @@ def chatting(
     answers, page = Answers(*texts), Page(browser)
     tokenizer = Tokenizer(byte_level_tokenizer(), chat_template=template)
     with front_end(answers, tokenizer=tokenizer, loaded=LOADED, **options) as front:
-        open_chat(page, front)
-        yield page, answers, front
-        page.driver.get("about:blank")  # its stream would keep the server from stopping
+        try:
+            open_chat(page, front)
+            yield page, answers, front
+        finally:
+            browser.get("about:blank")  # An open stream would keep the server from stopping.
 
 
 def open_chat(page: Page, front: FrontEnd) -> None:

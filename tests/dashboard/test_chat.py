@@ -109,8 +109,8 @@ def test_reasoning_and_tool_calls_are_shown_and_results_are_sent(browser: Any) -
         page.find("#set-tools").send_keys('[{"name": "get_weather", "parameters": {"type": "object"}}]')
         page.click("#chat-options")
         say(page, "weather?")
-        assert "The user wants weather." in page.run("return document.querySelector('details.aside pre').textContent")
-        assert not page.run("return document.querySelector('details.aside').open")
+        assert "The user wants weather." in page.run("return document.querySelector('.assistant details.aside pre').textContent")
+        assert not page.run("return document.querySelector('.assistant details.aside').open")
         assert page.text(".calls summary") == "Calls get_weather"
         page.find(".results textarea").send_keys("rain, 11 °C")
         page.click(".results button")
@@ -126,10 +126,10 @@ def test_errors_are_shown_and_can_be_retried(browser: Any) -> None:
         page.find("#set-temperature").send_keys("-3")
         page.find("#set-tools").send_keys("{")
         say(page, "hello")
-        assert "not valid JSON" in page.text(".message .problem")
-        page.find("#set-tools").clear()
+        assert "not valid JSON" in page.text(".assistant .problem")
+        page.find("#set-tools").send_keys("\ue003")  # Backspace
         page.click(".message.assistant footer button")
-        page.wait_for("return document.querySelector('.problem:not([hidden])')?.textContent.includes('temperature')")
+        page.wait_for("return document.querySelector('.assistant .problem')?.textContent.includes('temperature')")
         page.click("#chat-reset")
         page.click(".message.assistant footer button")
         page.wait_for("return chairlift.chat.talk.last.content === 'Fine.'")
@@ -141,7 +141,7 @@ def test_a_model_without_a_chat_template_continues_a_text(browser: Any) -> None:
     with chatting(browser, " there was **a** lift", " and it moved", template=None) as (page, answers, _):
         assert not page.find("#set-system").is_displayed()
         say(page, "Once")
-        assert page.text(".message.assistant .text") == "there was **a** lift"
+        assert page.text(".message.assistant .text") == " there was **a** lift"
         page.click(".message.assistant footer button:nth-of-type(2)")
         page.wait_for("return chairlift.chat.talk.messages.length === 4 && !chairlift.chat.abort")
         assert answers.prompts == ["Once", "Once there was **a** lift"]

@@ -25,6 +25,7 @@ from chairlift.server.batch.run import BatchResponse, call
 from chairlift.server.generation.endpoint import PING
 from chairlift.server.responses.input import Item
 from chairlift.server.stored.store import Continued, ResponseStore, Run
+from chairlift.server.wire.errors import APIError
 
 log = logging.getLogger("chairlift.server")
 
@@ -68,20 +69,21 @@ class RunningResponse:
         self.is_over = True
         self._announce()
 
-    async def stream(self, first: int) -> AsyncIterator[bytes]:
+    async def stream(self, first: int) -> AsyncIterator[list[bytes]]:
+        """Yield the events from the number `first` on as they come; none after a while without any."""
         while True:
             changed = self._changed
             if first < len(self.events):
                 ready = self.events[first:]
                 first += len(ready)
-                yield b"".join(ready)
+                yield ready
             elif self.is_over:
                 return
             else:
                 try:
                     await asyncio.wait_for(changed.wait(), PING_SECONDS)
                 except TimeoutError:
-                    yield PING
+                    yield []
 
     def _announce(self) -> None:
         self._changed.set()
@@ -137,29 +139,42 @@ class BackgroundResponses:
         """Yield the events of a response from the number `first` on, while they are generated."""
         running = self._running.get(response_id)
         if running is not None and running.run.owner == owner:
-            async for events in running.stream(first):
-                yield events
-            return
+            batches = running.stream(first)
+        else:
+            batches = self._kept_events(owner, response_id, first)
         last = b""
+        async for events in batches:
+            if events:
+                first, last = first + len(events), events[-1]
+            yield b"".join(events) or PING
+        if last.startswith(_LAST_EVENTS):
+            return
+        with suppress(APIError):  # It was deleted.
+            response = await self._store.response(owner, response_id)
+            if response["status"] == "failed":
+                event = {"type": "response.failed", "response": response, "sequence_number": first}
+                yield b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event)
+
+    async def _kept_events(self, owner: str, response_id: str, first: int) -> AsyncIterator[list[bytes]]:
+        """Yield the events of a response that another process generates, or has generated."""
+        silent = 0.0
         while True:
             pieces, may_follow = await self._store.events(owner, response_id, first)
             events: list[bytes] = []
             for number, data in pieces:
                 blocks = [block + b"\n\n" for block in data.split(b"\n\n")[:-1]]
-                events += blocks[max(0, first - number) :]
-                first = max(first, number + len(blocks))
+                events += blocks[max(0, first + len(events) - number) :]
             if events:
-                last = events[-1]
-                yield b"".join(events)
+                first += len(events)
+                yield events
             elif not may_follow:
-                break
+                return
             else:
                 await asyncio.sleep(POLL_SECONDS)
-        if last and not last.startswith(_LAST_EVENTS):  # The process that generated it has died.
-            response = await self._store.response(owner, response_id)
-            if response["status"] == "failed":
-                event = {"type": "response.failed", "response": response, "sequence_number": first}
-                yield b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event)
+                silent += POLL_SECONDS
+                if silent >= PING_SECONDS:
+                    silent = 0.0
+                    yield []
 
     # ---- one response ------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ async def _start(
     running = RunningResponse(run, data, state, messages.kept_items, created_at, streams=bool(body.stream))
     await background.start(running, response, continued)
     if body.stream:
-        return EventStream(running.stream(0), on_end=lambda: None)
+        return EventStream(background.stream(run.owner, run.id, 0), on_end=lambda: None)
     return JSONResponse(response)
 
 

@@ -273,8 +273,8 @@ class ResponseStore:
     # ---- conversations -----------------------------------------------------------------------------------------
 
     async def create_conversation(self, owner: str, metadata: dict[str, str], items: Sequence[Item]) -> dict[str, Any]:
-        conversation = {"id": f"conv_{uuid.uuid4().hex}", "object": "conversation"}
-        conversation |= {"created_at": int(time.time()), "metadata": metadata}
+        about = {"created_at": int(time.time()), "metadata": metadata}
+        conversation: dict[str, Any] = {"id": f"conv_{uuid.uuid4().hex}", "object": "conversation", **about}
 
         def write(connection: Connection) -> None:
             body, columns = _encode(conversation), (None, None, "completed", None)
@@ -313,7 +313,8 @@ class ResponseStore:
     async def conversation_item(self, owner: str, conversation_id: str, item_id: str) -> Item:
         def read(connection: Connection) -> Item:
             self._find(connection, owner, "conversation", conversation_id)
-            return _decode(_item(connection, conversation_id, item_id)[0])
+            item: Item = _decode(_item(connection, conversation_id, item_id)[0])
+            return item
 
         return await self._database.read(read)
 

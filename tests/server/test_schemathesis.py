@@ -41,6 +41,14 @@ FILES = [
     ("/v1/batches/{batch_id}", "GET"),
     ("/v1/batches/{batch_id}/cancel", "POST"),
 ]
+MESSAGE_BATCHES = [
+    ("/v1/messages/batches", "POST"),
+    ("/v1/messages/batches", "GET"),
+    ("/v1/messages/batches/{message_batch_id}", "GET"),
+    ("/v1/messages/batches/{message_batch_id}", "DELETE"),
+    ("/v1/messages/batches/{message_batch_id}/cancel", "POST"),
+    ("/v1/messages/batches/{message_batch_id}/results", "GET"),
+]
 STORED = [
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}", "DELETE"),
@@ -59,9 +67,10 @@ STORED = [
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
 CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
 CASES += [(path, method, GenerationMode.POSITIVE) for path, method in FILES]
-CASES += [(path, method, GenerationMode.POSITIVE) for path, method in STORED]
+CASES += [(path, method, GenerationMode.POSITIVE) for path, method in (*STORED, *MESSAGE_BATCHES)]
 CASES += [("/v1/conversations", "POST", GenerationMode.NEGATIVE)]
 CASES += [(path, method, GenerationMode.POSITIVE) for path, method in REFUSED]
+CASES += [("/v1/messages/batches", "POST", GenerationMode.NEGATIVE)]
 CASES += [("/v1/batches", "POST", GenerationMode.NEGATIVE)]
 
 # Valid values; with generated ones, few requests would pass the check of the model name.
@@ -153,8 +162,8 @@ def test_no_generated_request_of_many_makes_the_server_fail(
     fuzz(stored_server, path, method, mode, 500 if path in POSTS else 50)
 
 
-def test_every_documented_route_is_tested(server: RunningServer) -> None:
-    document = server.get("/openapi.json").json()
+def test_every_documented_route_is_tested(stored_server: RunningServer) -> None:
+    document = stored_server.get("/openapi.json").json()
     served = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
     assert served == {(path, method) for path, method, _ in CASES}
     for methods in document["paths"].values():

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 import chairlift
 from chairlift.server.access import KeyTable
 from chairlift.server.batch.folder import FilesFolder
+from chairlift.server.batch.messages import add_message_batch_routes
 from chairlift.server.batch.routes import add_file_routes
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.http.bodies import threaded_body_route
@@ -119,6 +120,7 @@ def make_app(
     add_llamacpp_routes(app, service)
     add_status_routes(app, service)
     add_file_routes(app, files, ERRORS)
+    add_message_batch_routes(app, files, ERRORS)
     if dashboard:
         add_dashboard_routes(app, service.subscribers, policy_switch=service.policy_switch)
     completes = service.model.tokenizer.chat_template is None

@@ -36,6 +36,8 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.this_process import freeze_loaded_objects
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
+FILE_PATHS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
+
 
 def make_ingress_app(
     config: ServerConfig, fleet: RoutingTable, relay: Relay, metrics: Metrics, keys: KeyTable
@@ -100,8 +102,8 @@ def make_ingress_app(
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/cluster/replicas", replicas),
         Route("/metrics", metrics_page),
-        *(Route(path, files, methods=METHODS) for path in ("/v1/files", "/v1/batches")),
-        *(Route(path, files, methods=METHODS) for path in ("/v1/files/{_:path}", "/v1/batches/{_:path}")),
+        *(Route(path, files, methods=METHODS) for path in FILE_PATHS),
+        *(Route(f"{path}/{{_:path}}", files, methods=METHODS) for path in FILE_PATHS),
         Route("/v1/responses/{_}", stored, methods=["GET", "DELETE"]),
         *(Route(f"/v1/responses/{{_}}/{name}", stored, methods=METHODS) for name in ("cancel", "input_items")),
         *(Route(path, stored, methods=METHODS) for path in ("/v1/conversations", "/v1/conversations/{_:path}")),

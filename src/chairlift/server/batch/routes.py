@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -51,11 +51,19 @@ class BatchRequest(RequestBody):
     output_expires_after: OutputExpiry | None = None
 
 
-def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int | str, dict[str, Any]]) -> None:
+def owner_in(folder: FilesFolder | None) -> Callable[[Request], OwnerFolder]:
+    """Return what finds the folder of a request's key; it raises if the server keeps no files."""
+
     def owner_of(http: Request) -> OwnerFolder:
         if folder is None:
             raise APIError(404, "this server keeps no files; start it with --files-dir FOLDER", code="files_disabled")
         return folder.owner(http.state.key)
+
+    return owner_of
+
+
+def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int | str, dict[str, Any]]) -> None:
+    owner_of = owner_in(folder)
 
     @app.post("/v1/files", responses=errors)
     async def upload(http: Request) -> JSONResponse:
@@ -122,7 +130,7 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
             key=http.state.key,
             tenant=http.state.tenant,
         )
-        await asyncio.to_thread(_add_batch, owner, batch)
+        await asyncio.to_thread(add_batch, owner, batch)
         return batch.body()
 
     @app.get("/v1/batches", responses=errors)
@@ -130,27 +138,28 @@ def add_file_routes(app: FastAPI, folder: FilesFolder | None, errors: dict[int |
         owner = owner_of(http)
 
         def page() -> bytes:
-            found = sorted(owner.all_batches(), key=lambda batch: (batch.created_at, batch.id), reverse=True)
+            own = (batch for batch in owner.all_batches() if batch.endpoint in PATHS)  # Others are Anthropic's.
+            found = sorted(own, key=lambda batch: (batch.created_at, batch.id), reverse=True)
             return _page(found, limit, after)
 
         return Response(await asyncio.to_thread(page), media_type="application/json")
 
     @app.get("/v1/batches/{batch_id}", responses=errors)
     async def batch(batch_id: str, http: Request) -> dict[str, Any]:
-        return _found(owner_of(http).find_batch(batch_id), "batch").body()
+        return _found_batch(owner_of(http), batch_id).body()
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=errors)
     async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
         owner = owner_of(http)
-        found = _found(owner.find_batch(batch_id), "batch")
+        found = _found_batch(owner, batch_id)
         if found.status.is_final:
             raise APIError(409, f"the batch is {found.status.value} already", param="batch_id", code="invalid_state")
         if found.status is not BatchStatus.CANCELLING:
             owner.cancel(found.id)
-        return _found(owner.find_batch(batch_id), "batch").body()
+        return _found_batch(owner, batch_id).body()
 
 
-def _add_batch(owner: OwnerFolder, batch: BatchRecord) -> None:
+def add_batch(owner: OwnerFolder, batch: BatchRecord) -> None:
     with locked(owner.batches.folder):
         others = list(owner.batches.all())
         finished = sorted((other for other in others if other.status.is_final), key=lambda other: other.created_at)
@@ -214,6 +223,11 @@ def _found(entry: Entry | None, kind: str) -> Entry:
     if entry is None:
         raise APIError(404, f"there is no such {kind}", param=f"{kind}_id", code="not_found")
     return entry
+
+
+def _found_batch(owner: OwnerFolder, batch_id: str) -> BatchRecord:
+    batch = owner.find_batch(batch_id)
+    return _found(batch if batch is not None and batch.endpoint in PATHS else None, "batch")
 
 
 def _page(entries: Sequence[Entry], limit: int, after: str | None) -> bytes:

@@ -42,7 +42,8 @@ log = logging.getLogger("chairlift.server")
 # and the log all see the endpoint's own path, because it is replaced before any of them.
 _UNDER_V1 = (
     *("/chat/completions", "/completions", "/responses", "/responses/compact", "/responses/input_tokens"),
-    *("/messages", "/messages/count_tokens", "/embeddings", "/models", "/files", "/batches", "/conversations"),
+    *("/messages", "/messages/count_tokens", "/messages/batches", "/embeddings", "/models", "/conversations"),
+    *("/files", "/batches"),
 )
 _PATHS = frozenset(
     (
@@ -54,7 +55,7 @@ _PATHS = frozenset(
     )
 )
 # What follows is a name or an id, which may have slashes of its own.
-_WITH_ID = re.compile(r"/+(?:v1/+)?(models|files|batches|responses|conversations)/(.+)", re.DOTALL)
+_WITH_ID = re.compile(r"/+(?:v1/+)?(models|files|batches|messages/batches|responses|conversations)/(.+)", re.DOTALL)
 
 
 def endpoint_path(path: str) -> str:

@@ -109,8 +109,9 @@ def test_reasoning_and_tool_calls_are_shown_and_results_are_sent(browser: Any) -
         page.find("#set-tools").send_keys('[{"name": "get_weather", "parameters": {"type": "object"}}]')
         page.click("#chat-options")
         say(page, "weather?")
-        assert "The user wants weather." in page.run("return document.querySelector('.assistant details.aside pre').textContent")
-        assert not page.run("return document.querySelector('.assistant details.aside').open")
+        thoughts = "document.querySelector('.assistant details.aside')"
+        assert "The user wants weather." in page.run(f"return {thoughts}.textContent")
+        assert not page.run(f"return {thoughts}.open")
         assert page.text(".calls summary") == "Calls get_weather"
         page.find(".results textarea").send_keys("rain, 11 °C")
         page.click(".results button")

@@ -90,6 +90,11 @@ def test_list_tells_models_that_cannot_run(caches: Path, monkeypatch: pytest.Mon
     with stub_hub("org/checked", {"config.json": b'{"model_type": "qwen3"}'}, caches / "hub", monkeypatch):
         run("models", "--check", "org/checked")
     assert [(model.name, model.state) for model in local_models()] == [("org/checked", "no safetensors")]
+    (caches / "hub" / "models--org--checked" / "blobs" / "0.partial").write_bytes(bytes(1000))
+    (model,) = local_models()
+    assert (model.state, model.size > 1000) == ("incomplete", True)
+    assert run("rm", "org/checked", "--yes").exit_code == 0
+    assert not model.path.exists()
 
 
 def test_show_describes_a_model_from_its_files(pulled: Path) -> None:

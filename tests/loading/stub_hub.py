@@ -15,6 +15,14 @@ import pytest
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+class Downloads(list[str]):
+    """The paths that were downloaded, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[str, int]] = []  # the path and the first byte of those that were continued
+
+
 @contextmanager
 def stub_hub(
     repository: str,
@@ -25,15 +33,17 @@ def stub_hub(
     gated: bool = False,
     sums: Mapping[str, str] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> Iterator[list[str]]:
+    broken_after: int | None = None,
+) -> Iterator[Downloads]:
     """Serve the files of a repository to huggingface_hub; yields the paths that were downloaded, in order.
 
     `gated`: files are only for those who have accepted a licence. `sums` and `sizes` are stated instead of the true
-    ones.
+    ones. `broken_after`: a connection breaks after so many bytes of a file of weights.
     """
     from huggingface_hub import constants
 
-    downloaded: list[str] = []
+    downloaded: Downloads = Downloads()
+    ranges = downloaded.ranges
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -51,13 +61,34 @@ def stub_hub(
                 self._answer(b"", 403, "GatedRepo")
             elif file is not None:
                 downloaded.extend([file] if self.command == "GET" else [])
-                self._answer(files[file])
+                self._send_file(file)
             else:
                 in_repository = path.startswith(f"/{repository}/")
                 self._answer(b"", 404, "EntryNotFound" if in_repository else "RepoNotFound")
 
         def _is(self, name: str) -> bool:
             return self.path.split("/resolve/")[1].partition("/")[2] == name
+
+        def _send_file(self, name: str) -> None:
+            content, begin = files[name], 0
+            asked = self.headers.get("Range", "")
+            if asked.startswith("bytes=") and self.command == "GET":
+                begin = int(asked[len("bytes=") :].partition("-")[0])
+            ranges.append((name, begin)) if begin else None
+            self.send_response(206 if begin else 200)
+            self.send_header("Content-Length", str(len(content) - begin))
+            if begin:
+                self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+            self.send_header("X-Repo-Commit", COMMIT)
+            form = hashlib.sha256 if name.endswith(".safetensors") else hashlib.sha1
+            self.send_header("ETag", f'"{form(content).hexdigest()}"')
+            self.end_headers()
+            if self.command == "GET":
+                body = content[begin:]
+                if broken_after is not None and name.endswith(".safetensors"):
+                    body = body[:broken_after]
+                    self.close_connection = True
+                self.wfile.write(body)
 
         def _answer(self, body: bytes, status: int = 200, error: str | None = None) -> None:
             self.send_response(status)

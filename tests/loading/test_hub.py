@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
+from chairlift.loading import hub
 from chairlift.loading.hub import fetch_from_hub
 from chairlift.loading.known_models import cached_folder, known_model
 from chairlift.loading.resolve import read_model_config, resolve_model
@@ -97,3 +100,48 @@ def test_a_file_with_another_checksum_is_refused_and_deleted(tmp_path: Path, mon
             fetch_from_hub("org/name", progress=False)
         assert cached_folder("org/name") is None
     assert not list(tmp_path.rglob("model.safetensors"))
+
+
+def test_an_interrupted_file_is_continued_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "RESUMED_BYTES", 1000)
+    large = {**FILES, "model.safetensors": save({"norm.weight": torch.arange(5000.0)})}
+
+    def interrupted(url: str, target: Any, **settings: Any) -> None:
+        target.write(large["model.safetensors"][:4000])
+        raise KeyboardInterrupt
+
+    with stub_hub("org/name", large, tmp_path, monkeypatch), monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.file_download.http_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_from_hub("org/name", progress=False)
+    (partial,) = tmp_path.rglob("*.partial")
+    assert partial.stat().st_size == 4000
+    assert cached_folder("org/name") is None
+    with stub_hub("org/name", large, tmp_path, monkeypatch) as downloaded:
+        folder = fetch_from_hub("org/name", progress=False)
+    assert downloaded.ranges == [("model.safetensors", 4000)]
+    assert (folder / "model.safetensors").read_bytes() == large["model.safetensors"]
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_continued_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "RESUMED_BYTES", 10)
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    damaged = blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.partial"
+    damaged.write_bytes(b"?" * 20)
+    with stub_hub("org/name", FILES, tmp_path, monkeypatch):
+        with pytest.raises(CorruptCheckpoint, match="is deleted, so try again"):
+            fetch_from_hub("org/name", progress=False)
+        assert not damaged.exists()
+        assert (fetch_from_hub("org/name", progress=False) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_broken_connection_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "RESUMED_BYTES", 1000)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 500)
+    large = {**FILES, "model.safetensors": save({"norm.weight": torch.arange(2000.0)})}
+    with stub_hub("org/name", large, tmp_path, monkeypatch, broken_after=5000) as downloaded:
+        folder = fetch_from_hub("org/name", progress=False)
+    assert downloaded.ranges == [("model.safetensors", 5000)]
+    assert (folder / "model.safetensors").read_bytes() == large["model.safetensors"]

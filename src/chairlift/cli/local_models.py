@@ -32,7 +32,7 @@ def pull(
     """Fetch a model into the cache, so that its first start finds it there.
 
     Free disk space is checked before, and checksums after. Repeating the
-    command continues an interrupted download: complete files are kept.
+    command continues an interrupted download.
     """
     from chairlift.loading.resolve import existing_path, resolve_model
 
@@ -45,7 +45,7 @@ def pull(
     try:
         path = resolve_model(model, progress=not quiet)
     except KeyboardInterrupt:
-        note("Interrupted. The same command continues: complete files are kept.")
+        note("Interrupted. The same command continues.")
         raise typer.Exit(130) from None
     write_text(f"{path}\n")
     if not quiet:

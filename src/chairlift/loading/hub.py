@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import ChairliftError, CorruptCheckpoint, ModelNotFound
 from chairlift.loading.config_file import MODELOPT_FILE
@@ -21,22 +24,33 @@ if TYPE_CHECKING:
 # Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 IGNORED_FILES = ["*/*", "consolidated*"]  # other layouts of the same weights
+RESUMED_BYTES = 64 << 20  # Smaller files are fetched anew after an interruption.
+MOST_OVER_HTTP = 50_000_000_000  # The hub serves larger files by a protocol of its own only.
+PARTIAL = ".partial"  # how the names of files end that are fetched in part
+STREAMS = 4  # files at a time
 
 
 def fetch_from_hub(repository: str, *, progress: bool = True) -> Path:
-    """Return the folder of a model, downloading what is missing. Files that are complete are never fetched again."""
+    """Return the folder of a model, downloading what is missing; an interrupted download is continued."""
     from huggingface_hub import snapshot_download
 
     with _errors_explained(repository), _progress_bars(progress):
         missing = [] if cached_folder(repository) else _missing_files(repository)
-        _require_space(repository, sum(file.size for file in missing))
+        large = [file for file in missing if file.lfs is not None and RESUMED_BYTES <= file.size <= MOST_OVER_HTTP]
+        _require_space(repository, sum(file.size for file in missing) - fetched_in_part(repository))
+        if large:
+            others = [*IGNORED_FILES, *(file.path for file in large)]
+            first = Path(snapshot_download(repository, allow_patterns=HUB_FILES, ignore_patterns=others))
+            _fetch_large(repository, first, large, progress)
         folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, ignore_patterns=IGNORED_FILES))
         if modules := module_folders(folder):  # They come from the same commit, after which the folder is named.
             settings = [f"{each}/config.json" for each in modules]
             snapshot_download(repository, revision=folder.name, allow_patterns=settings)
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFound(f"{repository!r} has no safetensors; if it has GGUF files, download one and give its path")
-    _check_sums(repository, folder, missing, progress)
+    for file in missing:
+        if file not in large and file.lfs is not None:
+            _check_sum(repository, file, folder / file.path, progress)
     return folder
 
 
@@ -85,25 +99,84 @@ def _require_space(repository: str, needed: int) -> None:
         )
 
 
-def _check_sums(repository: str, folder: Path, fetched: list[RepoFile], progress: bool) -> None:
-    """Compare the files that were just downloaded with the SHA-256 that the hub states, where it does."""
+def fetched_in_part(repository: str) -> int:
+    """Bytes of files that an interrupted download has left."""
+    blobs = hub_cache() / f"models--{repository.replace('/', '--')}" / "blobs"
+    return sum(path.stat().st_size for path in blobs.glob(f"*{PARTIAL}"))
+
+
+def _fetch_large(repository: str, snapshot: Path, files: list[RepoFile], progress: bool) -> None:
+    """Download large files into the hub's cache, from the place where an earlier download stopped.
+
+    The hub's own client begins such a file again in every process.
+    """
+    stopping = Event()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        downloads = [pool.submit(_fetch_file, repository, snapshot, file, progress, stopping) for file in files]
+        try:
+            for download in downloads:
+                download.result()
+        except BaseException:  # also Ctrl-C
+            stopping.set()
+            raise
+
+
+def _fetch_file(repository: str, snapshot: Path, file: RepoFile, progress: bool, stopping: Event) -> None:
+    from filelock import FileLock
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(repository, file.path, revision=snapshot.name)
+    name = get_hf_file_metadata(url).etag  # The cache names the content after it.
+    if name is None or stopping.is_set():
+        return
+    blob = snapshot.parent.parent / "blobs" / name
+    partial = blob.with_name(f"{name}{PARTIAL}")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{partial}.lock"):
+        if blob.exists():  # Another process has fetched it during the wait.
+            return
+        with _Stoppable(partial.open("ab", buffering=0), stopping) as target:
+            http_get(
+                url,
+                target,
+                resume_size=target.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                displayed_filename=file.path,
+            )
+        _check_sum(repository, file, partial, progress)
+        partial.replace(blob)
+
+
+class _Stoppable(BufferedWriter):
+    """A file that can no longer be written once `stopping` is set, which ends the thread that writes it."""
+
+    def __init__(self, raw: FileIO, stopping: Event) -> None:
+        super().__init__(raw)
+        self._stopping = stopping
+
+    def write(self, data: Any) -> int:
+        if self._stopping.is_set():
+            raise ChairliftError("another file of the model could not be fetched")
+        return super().write(data)
+
+
+def _check_sum(repository: str, file: RepoFile, path: Path, progress: bool) -> None:
+    """Compare a file that was downloaded with the SHA-256 that the hub states; delete it if they differ."""
     from chairlift.progress import watch
 
-    with watch(enabled=progress) as note:
-        for file in fetched:
-            path = folder / file.path
-            if file.lfs is None or not path.exists():
-                continue
-            note(f"checking {file.path}")
-            with path.open("rb") as stored:
-                digest = hashlib.file_digest(stored, "sha256").hexdigest()
-            if digest != file.lfs.sha256:
-                path.resolve().unlink()  # The link in the snapshot leads to it.
-                path.unlink(missing_ok=True)
-                raise CorruptCheckpoint(
-                    f"{repository}: {file.path} came with the SHA-256 {digest} where {file.lfs.sha256} is expected; "
-                    "it is deleted, so try again"
-                )
+    with watch(enabled=progress) as note, path.open("rb") as stored:
+        note(f"checking {file.path}")
+        digest = hashlib.file_digest(stored, "sha256").hexdigest()
+    if file.lfs is not None and digest != file.lfs.sha256:
+        path.resolve().unlink()  # The link in a snapshot leads to it.
+        path.unlink(missing_ok=True)
+        raise CorruptCheckpoint(
+            f"{repository}: {file.path} came with the SHA-256 {digest} where {file.lfs.sha256} is expected; it is "
+            "deleted, so try again"
+        )
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift.errors import InvalidParameter, ModelNotFound
+from chairlift.loading.hub import fetched_in_part
 from chairlift.loading.known_models import WheelModel, cache_dir, cached_folder, hub_cache, known_model, known_models
 from chairlift.loading.resolve import existing_path, is_hub_id, unknown_model
 
+WEIGHTS = (".safetensors", ".safetensors.index.json")
 COMPLETE, INCOMPLETE, UNUSABLE = "complete", "incomplete", "no safetensors"
 
 
@@ -75,11 +77,12 @@ def _from_hub() -> Iterator[LocalModel]:
         name = repository.repo_id if known is None or isinstance(known, WheelModel) else known.name
         files = {file.file_name for revision in repository.revisions for file in revision.files}
         state = COMPLETE if cached_folder(repository.repo_id) else INCOMPLETE
-        if state is INCOMPLETE and not any(file.endswith((".safetensors", ".index.json")) for file in files):
+        begun = fetched_in_part(repository.repo_id)
+        if state is INCOMPLETE and not begun and not any(file.endswith(WEIGHTS) for file in files):
             state = UNUSABLE
         packed = tuple(path for revision in repository.revisions for path in _packed_from(revision.snapshot_path))
         used = max(repository.last_accessed, repository.last_modified)
-        path, size = repository.repo_path, repository.size_on_disk
+        path, size = repository.repo_path, repository.size_on_disk + begun
         yield LocalModel(name, repository.repo_id, path, size, used, state, packed)
 
 

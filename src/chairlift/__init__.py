@@ -10,6 +10,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from chairlift.errors import (
+    ChairliftError,
+    CorruptCheckpoint,
+    EngineDead,
+    EngineDied,
+    InvalidParameter,
+    ModelNotFound,
+    StorageFull,
+    TemporaryFailure,
+    UnsupportedModel,
+)
+
 if TYPE_CHECKING:
     from chairlift.async_llm import AsyncLLM
     from chairlift.config import EngineConfig
@@ -17,10 +29,31 @@ if TYPE_CHECKING:
     from chairlift.core.sampling.structure import Structure
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
+    from chairlift.outputs import CompletionOutput, RequestOutput, StreamedText
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncLLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ChairliftError",
+    "CompletionOutput",
+    "CorruptCheckpoint",
+    "Engine",
+    "EngineConfig",
+    "EngineDead",
+    "EngineDied",
+    "InvalidParameter",
+    "ModelNotFound",
+    "RequestOutput",
+    "SamplingParams",
+    "StorageFull",
+    "StreamedText",
+    "Structure",
+    "TemporaryFailure",
+    "UnsupportedModel",
+    "__version__",
+]
 
 # Imported on first use, so that `import chairlift` does not wait for torch.
 _HOMES = {
@@ -30,6 +63,9 @@ _HOMES = {
     "Structure": "chairlift.core.sampling.structure",
     "Engine": "chairlift.engine.engine",
     "EngineConfig": "chairlift.config",
+    "RequestOutput": "chairlift.outputs",
+    "CompletionOutput": "chairlift.outputs",
+    "StreamedText": "chairlift.outputs",
 }
 
 
@@ -37,3 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'chairlift' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import (
@@ -139,21 +141,51 @@ def is_conversation(messages: Any) -> bool:
     return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxdict = 6
+_SHORT.maxstring, _SHORT.maxother = 100, sys.maxsize
+
+
+class ShortRepr:
+    """A dataclass whose `repr` shows the fields with a value, and long ones shortened."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        values = [(one, getattr(self, one.name)) for one in fields(self)]  # type: ignore[arg-type]
+        shown = [f"{one.name}={_SHORT.repr(value)}" for one, value in values if value not in (None, one.default)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token, and its rank in the vocabulary."""
+    """The log-probability of one token.
+
+    Attributes:
+        logprob: the natural logarithm of its probability.
+        rank: its position in the vocabulary by probability, from 1; None if it is not known.
+        decoded_token: its text.
+    """
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-@dataclass(slots=True)
-class RequestMetrics:
-    """Times of a request, in seconds on the engine's clock."""
+@dataclass(slots=True, repr=False)
+class RequestMetrics(ShortRepr):
+    """Times of a request, in seconds on the engine's clock.
+
+    Attributes:
+        arrival: when it was submitted.
+        boarded: when it was first admitted.
+        token_times: when each token of the first completion came.
+        finished: when it ended.
+        preemptions: how often it lost its place and had to begin again.
+    """
 
     arrival: float
-    boarded: float | None = None  # time of the first admission
+    boarded: float | None = None
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     preemptions: int = 0
@@ -177,32 +209,56 @@ class RequestMetrics:
         return None if self.finished is None else self.finished - self.arrival
 
 
-@dataclass(slots=True)
-class CompletionOutput:
-    """One completion of a prompt."""
+@dataclass(slots=True, repr=False)
+class CompletionOutput(ShortRepr):
+    """One completion of a prompt.
+
+    Attributes:
+        index: its number among the completions of the prompt.
+        text: the text.
+        token_ids: the tokens.
+        cumulative_logprob: the sum of the log-probabilities, with `logprobs`.
+        logprobs: for each token a dict of token id → `Logprob` (`logprob`, `rank`, `decoded_token`).
+        finish_reason: `stop`, `length`, `cancelled`, `deadline` or `error`.
+        stop_reason: the stop string or stop token, or the message of an error.
+        score: of beam search and `best_of`.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length, cancelled, deadline, error
-    stop_reason: int | str | None = None  # the stop token id or stop string, or the message of an error
-    score: float | None = None  # set by beam search and best_of
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
 
 
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its completions."""
+@dataclass(slots=True, repr=False)
+class RequestOutput(ShortRepr):
+    """A prompt and its completions.
+
+    Attributes:
+        request_id: its id.
+        prompt: the text; None if token ids were given.
+        prompt_token_ids: its tokens.
+        outputs: a `CompletionOutput` for each completion.
+        metrics: times, in seconds on the engine's clock: `arrival`, `queued`, `time_to_first_token`, `inter_token`,
+            `end_to_end`, `preemptions`.
+        cached_tokens: prompt tokens that the prefix cache had.
+        prompt_logprobs: with `SamplingParams(prompt_logprobs=…)`: for each token a dict of token id → `Logprob`; None
+            for the first.
+        vector: with pooling: the vector.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
-    vector: list[float] | None = None  # Only pooling gives one.
+    cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    vector: list[float] | None = None
 
     def require_vector(self) -> list[float]:
         """The pooled vector; raises if the request ended without one."""
@@ -212,17 +268,30 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether all completions have ended."""
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingOutput:
+@dataclass(frozen=True, slots=True, repr=False)
+class EmbeddingOutput(ShortRepr):
+    """An embedding.
+
+    Attributes:
+        embedding: the vector.
+    """
+
     embedding: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """A prompt and its embedding."""
+@dataclass(frozen=True, slots=True, repr=False)
+class EmbeddingRequestOutput(ShortRepr):
+    """A prompt and its embedding.
+
+    Attributes:
+        request_id: its id.
+        prompt_token_ids: its tokens.
+        outputs: the embedding.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -231,19 +300,37 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
+    """A score.
+
+    Attributes:
+        score: how well two texts go together; higher is better.
+    """
+
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """The score of a pair of texts."""
+    """The score of a pair of texts.
+
+    Attributes:
+        outputs: the score.
+    """
 
     outputs: ScoringOutput
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedText:
-    """A piece of one completion, as it is generated."""
+    """A piece of one completion, as it is generated.
+
+    Attributes:
+        prompt_index: the number of the prompt in the call.
+        completion_index: the number of the completion of that prompt.
+        text: the new text, which may be empty.
+        token_ids: the new tokens.
+        finish_reason: None until the last piece; `stop`, `length`, `cancelled`, `deadline` or `error`.
+    """
 
     prompt_index: int
     completion_index: int

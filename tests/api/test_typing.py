@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from mypy import api
 
 import chairlift
+from chairlift import ChairliftError, SamplingParams, errors
 from chairlift.config import EngineConfig
 from chairlift.engine_keywords import EngineKeywords
 from chairlift.errors import InvalidParameter
 from chairlift.llm import make_config
 from chairlift.options import FIXED_OPTIONS, options_of
+from chairlift.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    StreamedText,
+)
 
 SOURCE = Path(chairlift.__file__).parent
 # Other modules are not followed, so that this takes a second.
@@ -70,3 +86,50 @@ def test_a_misspelled_keyword_is_refused_with_a_suggestion(name: str, message: s
     with pytest.raises(InvalidParameter) as raised:
         make_config({name: 3})
     assert str(raised.value).startswith(message)
+
+
+# ---- documentation and exports ------------------------------------------------------------------------------------
+
+DOCUMENTED = (
+    *(SamplingParams, RequestOutput, CompletionOutput, StreamedText, RequestMetrics, Logprob),
+    *(EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput),
+)
+
+
+def lines_of(documented: type) -> dict[str, str]:
+    """The line of each field in the docstring of a class, which `help` and editors show."""
+    text = inspect.getdoc(documented) or ""
+    entries = re.split(r"^    (?=\w+: )", text.partition(":\n    ")[2], flags=re.MULTILINE)
+    return {name: " ".join(line.split()) for name, _, line in (entry.partition(": ") for entry in entries if entry)}
+
+
+@pytest.mark.parametrize("documented", DOCUMENTED)
+def test_every_field_has_a_line_of_documentation(documented: type) -> None:
+    lines = lines_of(documented)
+    assert [*lines] == [field.name for field in dataclasses.fields(documented)]  # type: ignore[arg-type]
+    assert all(line.endswith(".") for line in lines.values())
+
+
+@pytest.mark.parametrize("documented", [SamplingParams, RequestOutput, CompletionOutput])
+def test_the_tables_of_the_page_have_the_same_lines(documented: type) -> None:
+    page = (SOURCE.parents[1] / "docs" / "python.md").read_text()
+    start = "## SamplingParams" if documented is SamplingParams else f"`{documented.__name__}`:"
+    table = page[page.index(start) :].partition("\n|---")[2].partition("\n\n")[0]
+    rows = {row[0]: row[-1] for row in re.findall(r"^\| `(\w+)` \|(?: \S+ \|)? (.*) \|$", table, re.MULTILINE)}
+    shown = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, text in rows.items()}
+    lines = {name: line.removesuffix(".") for name, line in lines_of(documented).items()}
+    assert lines == {name: text for name, text in shown.items() if name != "finished"}
+
+
+def test_the_package_exports_what_programs_need() -> None:
+    own = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, ChairliftError)}
+    assert own | {"LLM", "AsyncLLM", "SamplingParams", "RequestOutput"} <= set(chairlift.__all__)
+    assert sorted(chairlift.__all__) == sorted({*chairlift.__all__})
+    assert all(getattr(chairlift, name) is not None for name in chairlift.__all__)
+    assert set(chairlift.__all__) <= set(dir(chairlift))
+    assert (SOURCE / "py.typed").exists()
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    program = "import sys, chairlift; chairlift.InvalidParameter; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -78,13 +78,42 @@ class Pooling:
         return cls(PoolingKind.LAST, normalize=False, token_ids=tuple(token_ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SamplingParams:
     """How to choose the next token, when to stop and what to return; immutable, and checked on creation.
 
-    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` disable those filters. `max_tokens=None` means
-    "until the context is full", and `max_tokens=0` computes the prompt only. Each field declares its check, its neutral
-    value and where it can be applied: see `core/sampling/parameter.py`.
+    Each field declares its check, its neutral value and where it can be applied: see `core/sampling/parameter.py`.
+
+    Parameters:
+        n: completions of a prompt, 1 to 128; they share its KV blocks.
+        temperature: 0 is greedy; higher values make unlikely tokens likelier.
+        top_k: only the k likeliest tokens; 0 or -1: all.
+        top_p: only the likeliest tokens that together have this probability.
+        min_p: only tokens at least this likely, relative to the likeliest.
+        repetition_penalty: above 1: tokens of the prompt and the output become less likely.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: the same, for each time that the token occurs.
+        logit_bias: token id → number that is added to its logit, -100 to 100.
+        seed: the same seed gives the same choices; None: random.
+        max_tokens: most tokens of the output; None: until the context is full; 0: only the prompt is computed.
+        min_tokens: no end before as many tokens.
+        stop: a string or several that end the output.
+        stop_token_ids: tokens that end the output.
+        include_stop_str_in_output: keep the stop string in the text.
+        ignore_eos: go on after the end-of-sequence token.
+        logprobs: log-probabilities of the tokens and of as many alternatives, 0 to 20.
+        prompt_logprobs: the same for the tokens of the prompt.
+        pooling: a vector of the prompt in place of an output; `LLM.embed` sets it.
+        skip_special_tokens: leave special tokens out of the text.
+        visible_special_ids: special tokens that stay in the text nevertheless.
+        detokenize: make text of the tokens; False: only ids.
+        structure: what the output must be, a `Structure`.
+        thinking_token_budget: most tokens of reasoning, after which its end marker is forced.
+        best_of: generate as many completions and return the `n` with the highest mean log-probability.
+        beam_width: beam search with as many beams.
+        length_penalty: of beam search: the score is log-probability / length ** length_penalty.
+        early_stopping: when a beam search ends: True, False or `"never"`, as in transformers.
+        extra_args: values of parameters of plugins by name.
     """
 
     n: int = declared(1, integer(1, MAX_COMPLETIONS), Stage.REQUEST, with_beams=True)
@@ -106,28 +135,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     ignore_eos: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.LOGPROBS, with_beams=True)
-    # The log-probability of each prompt token, and of as many of the likeliest tokens in its place.
     prompt_logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.REQUEST)
-    # Return one vector for the prompt and generate nothing.
     pooling: Pooling | None = declared(None, optional(instance_of(Pooling)), Stage.REQUEST)  # noqa: RUF009
     skip_special_tokens: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
-    # Special tokens that stay in the text despite skip_special_tokens, such as <tool_call>.
     visible_special_ids: Sequence[int] | None = declared(
         None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True
     )
     detokenize: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
     structure: Structure | None = declared(None, optional(instance_of(Structure)), Stage.GRAMMAR)  # noqa: RUF009
-    # The most tokens of reasoning, after which its end marker is forced.
     thinking_token_budget: int | None = declared(None, optional(integer(0)), Stage.GRAMMAR)
-    # Generate this many completions and return the `n` with the highest mean log-probability.
     best_of: int | None = declared(None, optional(integer(1, MAX_COMPLETIONS)), Stage.REQUEST)
-    # Beam search; the `n` best hypotheses are returned.
     beam_width: int | None = declared(None, optional(integer(2, MAX_BEAM_WIDTH)), Stage.REQUEST, with_beams=True)
-    # The score of a hypothesis is log-probability / length ** length_penalty.
     length_penalty: float = declared(1.0, number(-10.0, 10.0), Stage.REQUEST, with_beams=True)
-    # When a beam search ends: True, False or "never", as in transformers.
     early_stopping: bool | str = declared(False, boolean_or("never"), Stage.REQUEST, with_beams=True)
-    # Values of plugins' parameters by name.
     extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
 
     def __post_init__(self) -> None:
@@ -144,6 +164,13 @@ class SamplingParams:
                 object.__setattr__(self, "best_of", None)  # all completions are returned, so there is nothing to rank
         self._check_beams()
         self._check_pooling()
+
+    def __repr__(self) -> str:
+        """Show what differs from the defaults."""
+        values = [(one, getattr(self, one.name)) for one in fields(self)]
+        usual = {one.name: (one.default, PARAMETERS[one.name].neutral) for one, _ in values}
+        shown = [f"{one.name}={value!r}" for one, value in values if value not in usual[one.name]]
+        return f"SamplingParams({', '.join(shown)})"
 
     @property
     def num_sequences(self) -> int:

@@ -92,6 +92,7 @@ def _apply_template(body: types.ApplyTemplateRequest, model: ServedModel) -> Tex
         body.tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        system_prompt=model.defaults_of(body.model).system_prompt,
         **checked_variables(body.chat_template_kwargs, model.tokenizer),
     )
     prompt = model.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -111,7 +111,10 @@ class LlamaBody(LlamaSampling, EngineBody):
             "n": self.n if self.n_cmpl is None else self.n_cmpl,
         }
         completion = parse_at("", CompletionRequest, {"prompt": "", **fields})
-        return completion.sampling_params(model.sampling, max_tokens=self.limit, logprobs=self.n_probs or None)
+        defaults = model.defaults_of(self.model).sampling
+        given = self.max_tokens if self.n_predict is None else self.n_predict
+        limit = defaults.get("max_tokens") if given is None else self.limit
+        return completion.sampling_params(defaults, max_tokens=limit, logprobs=self.n_probs or None)
 
     def _check(self) -> None:
         for name, reason in self.refused.items():

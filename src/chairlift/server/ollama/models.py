@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -63,13 +65,20 @@ def description(model: ServedModel, max_model_len: int | None) -> dict[str, Any]
     return {
         "license": "",
         "modelfile": f"# served by chairlift\nFROM {model.name}\n",
-        "parameters": "\n".join(f"{_PARAMETERS.get(name, name)} {value:g}" for name, value in model.sampling.items()),
+        "parameters": "\n".join(_parameters(model)),
+        **({"system": model.defaults.system_prompt} if model.defaults.system_prompt else {}),
         "template": model.tokenizer.chat_template or "",
         "details": _details(model),
         "model_info": info,
         "capabilities": capabilities(model),
         "modified_at": _time(model.created),
     }
+
+
+def _parameters(model: ServedModel) -> Iterator[str]:
+    for name, value in model.sampling.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            yield f"{_PARAMETERS.get(name, name)} {each:g}" if isinstance(each, float) else f"{name} {json.dumps(each)}"
 
 
 def capabilities(model: ServedModel) -> list[str]:

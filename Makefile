@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 CLIENTS := $(VENV)/.clients
 # Two workers take whole files, so that each file sets up its model or server once. Bytecode is written even where the
 # environment forbids it: tests start many processes, which would all compile the sources again.
@@ -14,7 +15,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-install: $(STAMP)  ## create .venv with chairlift and the development tools
+install: $(STAMP) $(KERNELS)  ## create .venv with chairlift and the development tools, and compile the CPU kernels
+
+# The first start compiles them if this fails. Tests compile theirs beside other work, so they do not wait for it.
+$(KERNELS): $(STAMP) $(shell find src/chairlift/kernels/cpu -name '*.py')
+	-@$(BIN)/python -m chairlift compile --device cpu
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " \
@@ -34,10 +40,10 @@ chat: install  ## talk to the default model in the terminal
 	$(BIN)/chairlift chat
 
 # Imports and types are checked beside the tests, which wait for servers and other processes a fifth of their time.
-test: install style  ## run what CI runs: style, types and tests
+test: $(STAMP) style  ## run what CI runs: style, types and tests
 	$(MAKE) --no-print-directory -j 3 imports typecheck pytest
 
-pytest: install
+pytest: $(STAMP)
 	$(PYTEST)
 
 $(CLIENTS): $(STAMP)
@@ -47,32 +53,32 @@ $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip --python $(VENV)/aiperf/bin/python install --quiet --disable-pip-version-check 'aiperf>=0.13'
 	@touch $@
 
-test-all: install $(CLIENTS) lint typecheck  ## also run the slow tests and those of client libraries
+test-all: $(STAMP) $(CLIENTS) lint typecheck  ## also run the slow tests and those of client libraries
 	HYPOTHESIS_PROFILE=searching $(PYTEST) -m ''
 
 lint: style imports
 
-style: install
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-imports: install
+imports: $(STAMP)
 	$(BIN)/lint-imports
 
-typecheck: install
+typecheck: $(STAMP)
 	$(BIN)/mypy
 
-format: install  ## fix style and format the code
+format: $(STAMP)  ## fix style and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: install  ## output tokens/s, beside one-at-a-time and transformers
 	$(BIN)/chairlift bench throughput
 
-options-page: install  ## write docs/options.md and the types of keywords
+options-page: $(STAMP)  ## write docs/options.md and the types of keywords
 	$(BIN)/python -m chairlift.cli.options_page docs/options.md src/chairlift/engine_keywords.py
 
-models-page: install  ## write docs/models.md from docs/models.json
+models-page: $(STAMP)  ## write docs/models.md from docs/models.json
 	$(BIN)/python -m chairlift_lab.report.models_page docs/models.json > docs/models.md
 
 speed-picture: install  ## draw docs/images/speed.png from docs/results

@@ -18,7 +18,7 @@ def main() -> None:
 
 def _engine_process_ahead(arguments: list[str]) -> AbstractContextManager[None]:
     """For `chairlift serve`, start the engine's process before the command line is imported and read."""
-    if arguments[:1] != ["serve"] or {"-h", "--help"} & set(arguments):
+    if arguments[:1] != ["serve"] or any(word == "-h" or word.startswith("--help") for word in arguments):
         return nullcontext()
     from chairlift.server.process.this_process import engine_process_ahead
 

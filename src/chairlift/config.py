@@ -76,6 +76,7 @@ class EngineConfig:
     )
     max_model_len: int | None = model_option(
         None,
+        common=True,
         help="Maximum number of tokens of a prompt plus its output.",
         check=at_least(1),
         default_text="the model's limit",
@@ -127,6 +128,7 @@ class EngineConfig:
     )
     device: str = device_option(
         "auto",
+        common=True,
         help="Device to run on; auto uses a GPU if there is one.",
         check=_check_device,
         metavar="[auto|cpu|cuda|cuda:N]",
@@ -139,6 +141,7 @@ class EngineConfig:
     )
     quantization: str | None = device_option(
         "auto",
+        common=True,
         help="Format of the weights: int8, int4 or bfloat16 on a CPU, fp8 or int4 on a GPU. auto keeps the format of a "
         "quantized checkpoint on a GPU, and of a large GGUF file on a CPU; otherwise it uses int8 on a CPU where it is "
         "faster, unless a dtype is given.",
@@ -184,6 +187,7 @@ class EngineConfig:
     )
     max_batch_requests: int | None = batching_option(
         None,
+        common=True,
         help="Maximum number of requests per step.",
         check=at_least(1),
         aliases=("max_num_seqs", "max_batch_size"),
@@ -250,6 +254,7 @@ class EngineConfig:
     block_size: int = cache_option(16, help="Tokens per block of the KV cache.", check=at_least(1))
     kv_memory: int | str | None = cache_option(
         None,
+        common=True,
         help="Memory for the KV cache and the states of recurrent layers, such as 2GiB.",
         check=parse_bytes,
         aliases=("kv_cache_memory_bytes",),
@@ -278,6 +283,7 @@ class EngineConfig:
     )
     speculate: str | None = speculation_option(
         None,
+        common=True,
         help="Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's "
         "first N layers (layers), or with a draft model (draft; see train-draft). The output does not change.",
         check=_check_speculate,

@@ -83,6 +83,7 @@ class Option:
     flag: str | None = None  # the long flag if it differs from the field's name
     short: str | None = None
     negatable: bool = True  # whether a flag has a --no- form
+    common: bool = False  # whether the short help shows it
     on_command_line: bool = True
     in_environment: bool = True
 

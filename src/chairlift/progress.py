@@ -6,8 +6,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 log = logging.getLogger("chairlift")
 
@@ -65,6 +65,99 @@ def watch(*, enabled: bool) -> Iterator[Note]:
         yield lambda text: progress.update(task, description=text)
 
 
+class StartStage(NamedTuple):
+    """A part of a start that takes long, and how much of it is done."""
+
+    name: str
+    done: int
+    total: int
+
+
+LOADING = "loading the weights"
+COMPILING = "compiling the CPU kernels, once, about 30 s"  # Later starts read them.
+Report = Callable[[StartStage], None]
+
+_reports: list[Report] = []  # The last one is told about the stages of the start that is running.
+
+
+@contextmanager
+def stages_told_to(report: Report) -> Iterator[None]:
+    """Call `report` with the stages of a start, again and again, while the block runs."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
+
+
+@contextmanager
+def stages_shown(*, enabled: bool) -> Iterator[None]:
+    """Show the stages of a start in this process, unless they are told to another."""
+    if _reports or not enabled:
+        yield
+        return
+    display = StageDisplay(log.info)
+    try:
+        with stages_told_to(display):
+            yield
+    finally:
+        display.close()
+
+
+def tell_stage(stage: StartStage) -> None:
+    if _reports:
+        _reports[-1](stage)
+
+
+class StageDisplay:
+    """Shows the stages of a start: a bar on a terminal, and elsewhere a line every ten seconds."""
+
+    def __init__(self, say: Callable[[str], None], *, bars: bool = True) -> None:
+        """`say` prints a line where there is no terminal, or are to be no bars."""
+        self._say = say
+        self._bars = bars and sys.stderr.isatty()
+        self._stage = ""
+        self._last_line = time.monotonic()
+        self._opened = ExitStack()
+        self._show_bar: Report | None = None
+
+    def __call__(self, stage: StartStage) -> None:
+        if self._bars:
+            if self._show_bar is None:
+                self._show_bar = self._open_bar()
+            self._show_bar(stage)
+            return
+        begins = stage.name != self._stage
+        self._stage, now = stage.name, time.monotonic()
+        if (begins and stage.name == COMPILING) or now - self._last_line > LOG_SECONDS:
+            self._last_line = now
+            self._say(stage.name if begins else f"{stage.name}: {stage.done / max(1, stage.total):.0%}")
+
+    def close(self) -> None:
+        """Remove the bar, before anything else is printed."""
+        self._opened.close()
+        self._show_bar = None
+
+    def _open_bar(self) -> Report:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        except ImportError:  # rich is an optional dependency
+            return lambda stage: None
+        columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn())
+        progress = self._opened.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        tasks: dict[str, Any] = {}
+
+        def show(stage: StartStage) -> None:
+            if stage.name not in tasks:
+                for task in tasks.values():
+                    progress.update(task, visible=False)
+                tasks[stage.name] = progress.add_task(stage.name)
+            progress.update(tasks[stage.name], completed=stage.done, total=max(1, stage.total))
+
+        return show
+
+
 class Shaped(Protocol):
     @property
     def shape(self) -> Any: ...
@@ -77,45 +170,17 @@ Watch = Callable[[Iterable[tuple[str, Tensors]]], Iterator[tuple[str, Tensors]]]
 
 @contextmanager
 def loading_progress(num_weights: int, *, enabled: bool) -> Iterator[Watch[Any]]:
-    """A bar on a terminal; elsewhere a line in the log every ten seconds."""
-    report, close = _bar(num_weights) if enabled and sys.stderr.isatty() else (_log_lines(num_weights), lambda: None)
+    """Passes tensors on, and tells how many of the weights are done."""
 
     def watch(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         done = 0
         for name, tensor in tensors:
             yield name, tensor
             done += tensor.shape.numel()
-            report(min(done, num_weights))
+            tell_stage(StartStage(LOADING, min(done, num_weights), num_weights))
 
-    try:
+    with stages_shown(enabled=enabled):
         yield watch
-    finally:
-        close()
-
-
-def _bar(total: int) -> tuple[Callable[[int], None], Callable[[], None]]:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    except ImportError:  # rich is an optional dependency
-        return _log_lines(total), lambda: None
-    columns = (TextColumn("loading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task("loading", total=total)
-    progress.start()
-    return lambda done: progress.update(task, completed=done), progress.stop
-
-
-def _log_lines(total: int) -> Callable[[int], None]:
-    last = time.monotonic()
-
-    def report(done: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > LOG_SECONDS:
-            last = time.monotonic()
-            log.info(f"loading    {done / max(1, total):.0%} of the weights")
-
-    return report
 
 
 class StartTimeline:

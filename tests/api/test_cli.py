@@ -62,9 +62,14 @@ def find_command(words: list[str]) -> Any:
     return command
 
 
+def all_options(words: list[str]) -> str:
+    """The help with all options; groups of commands have one help only."""
+    return "--help" if hasattr(find_command(words), "commands") else "--help=all"
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_lists_every_option_and_examples(words: list[str]) -> None:
-    result = run(*words, "--help")
+    result = run(*words, all_options(words))
     assert result.exit_code == 0
     assert "Examples" in result.stdout
     assert result.stdout.count("chairlift " + " ".join(words)) >= 2, "usage and an example"
@@ -76,8 +81,8 @@ def test_help_lists_every_option_and_examples(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_at_80_columns_shows_whole_flags_on_one_line(words: list[str]) -> None:
-    result = run(*words, "--help", COLUMNS="80")
-    lines = result.stdout.splitlines()
+    assert max(map(len, run(*words, "--help", COLUMNS="80").stdout.splitlines())) <= 80
+    lines = run(*words, all_options(words), COLUMNS="80").stdout.splitlines()
     assert max(map(len, lines)) <= 80
     for parameter in find_command(words).params:
         if parameter.param_type_name == "option":
@@ -140,11 +145,25 @@ def test_the_help_begins_with_what_a_newcomer_needs() -> None:
 
 
 def test_help_shows_options_in_groups() -> None:
-    lines = run("serve", "--help", COLUMNS="80").stdout.splitlines()
+    lines = run("serve", "--help=all", COLUMNS="80").stdout.splitlines()
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     groups = {option.group for group in (EngineConfig, ServerOptions) for option in options_of(group)}
     assert {f"{group}:" for group in groups} < set(headings)
     assert lines.index("KV cache:") < next(i for i, line in enumerate(lines) if line.startswith("  --kv-memory"))
+
+
+def test_help_is_short_and_has_a_view_of_each_group() -> None:
+    short = run("serve", "--help", COLUMNS="80").stdout
+    assert "--port" in short
+    assert "--ssl-keyfile" not in short
+    assert sum(line.startswith("  -") for line in short.splitlines()) < 20
+    access = run("serve", "--help=access", COLUMNS="80").stdout
+    assert "--ssl-keyfile" in access
+    assert "--port" not in access
+    assert run("serve", "--help=kv", COLUMNS="80").stdout == run("serve", "--help=kv-cache", COLUMNS="80").stdout
+    unknown = run("serve", "--help=nothing")
+    assert unknown.exit_code == 2
+    assert "unknown group 'nothing'; choose from server, access, " in unknown.stderr
 
 
 def test_every_command_is_tested_here() -> None:
@@ -191,7 +210,7 @@ def test_option_groups_equal_the_config_and_the_sampling_params() -> None:
         return {field.name: field.default for field in fields(group)}
 
     engine = defaults(EngineOptions)
-    del engine["model"], engine["quiet"]
+    del engine["model"], engine["quiet"], engine["verbose"]
     assert engine == defaults(EngineConfig)
     assert set(defaults(SamplingOptions)) < set(defaults(SamplingParams))
 

@@ -115,7 +115,7 @@ def test_the_default_sampling_of_a_chat_is_the_models(tmp_path: Path) -> None:
 @pytest.fixture
 def chatting(tiny: str) -> Iterator[subprocess.Popen[bytes]]:
     pipe = subprocess.PIPE
-    options = ["--model", tiny, "--ignore-eos", "--max-tokens", "200", *FAST]
+    options = ["--model", tiny, "--ignore-eos", "--max-tokens", "200", "--verbose", *FAST]
     with start("chat", *options, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         yield process
         process.kill()
@@ -138,7 +138,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(chatting: subprocess.Popen[byt
 
 def test_ctrl_c_between_answers_exits_with_130(chatting: subprocess.Popen[bytes]) -> None:
     assert chatting.stderr is not None
-    while b"step " not in chatting.stderr.readline():  # the last line of the startup log
+    while b"step " not in chatting.stderr.readline():  # the last line of the startup log, with --verbose
         pass
     chatting.send_signal(signal.SIGINT)
     _, notes = chatting.communicate(timeout=120)

@@ -78,7 +78,7 @@ def test_a_missing_prompt_is_reported_before_anything_is_loaded(arguments: list[
 
 def test_texts_are_printed_under_their_prompts(tiny: str) -> None:
     options = ["--model", tiny, "--max-tokens", "3", "--temperature", "0", *FAST]
-    alone = run("generate", "a chairlift", *options)
+    alone = run("generate", "a chairlift", "--verbose", *options)
     both = run("generate", "a chairlift", "b", *options)
     assert f"── 1  a chairlift\n{alone.stdout}── 2  b\n" in both.stdout
     assert "KV cache" in alone.stderr

@@ -272,15 +272,20 @@ def test_a_private_key_needs_a_certificate(served: list[ServerConfig]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "level"),
-    [([], "info"), (["--quiet"], "warning"), (["--quiet", "--log-level", "debug"], "debug")],
+    ("arguments", "levels"),
+    [
+        ([], ("info", "warning")),
+        (["--verbose"], ("info", "info")),
+        (["--quiet"], ("error", "error")),
+        (["--quiet", "--log-level", "debug"], ("debug", "debug")),
+    ],
     ids=str,
 )
-def test_the_log_level_depends_on_quiet_unless_given(
-    arguments: list[str], level: str, served: list[ServerConfig]
+def test_the_log_level_depends_on_quiet_and_verbose_unless_given(
+    arguments: list[str], levels: tuple[str, str], served: list[ServerConfig]
 ) -> None:
     assert serve(*arguments).exit_code == 0
-    assert served[0].log_level == level
+    assert (served[0].log_level, served[0].engine_log_level) == levels
 
 
 # ---- completion and documentation -------------------------------------------------------------------------------
@@ -291,6 +296,7 @@ def test_the_log_level_depends_on_quiet_unless_given(
     [
         ("chairlift ser", ["serve"]),
         ("chairlift serve --dty", ["--dtype"]),
+        ("chairlift serve --help=ac", ["access"]),
         ("chairlift serve --dtype b", ["bfloat16"]),
         ("chairlift bench thr", ["throughput"]),
         ("chairlift bench throughput --policy st", ["static"]),

@@ -52,7 +52,7 @@ class RunningServer:
 
     def address(self) -> str:
         """Return the address in the server's log; empty until it listens."""
-        found = re.search(r" at (https?://[\d.]+:\d+|unix:\S+)\. Try:", self.log.read_text())
+        found = re.search(r"^Serving .* at (https?://[\d.]+:\d+|unix:\S+)$", self.log.read_text(), re.MULTILINE)
         return found[1] if found else ""
 
     def engine_pid(self) -> int:

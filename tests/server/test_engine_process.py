@@ -16,6 +16,7 @@ from chairlift.server.process.engine_process import EngineProcess, _failure
 from chairlift.server.wire.messages import (
     Cancel,
     FailedToLoad,
+    Loaded,
     StepReport,
     Submit,
     ToEngine,
@@ -42,7 +43,8 @@ class EngineDriver:
             socket.bind(settings[name])
         self.process = EngineProcess(settings)
         self.process._load()
-        self.reports.recv()  # the Loaded message
+        while not isinstance(decode_from_engine(self.reports.recv()), Loaded):
+            pass
 
     def send(self, message: ToEngine) -> None:
         self.commands.send(encode(message))

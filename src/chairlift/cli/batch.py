@@ -157,7 +157,7 @@ def _server_config(engine: EngineOptions, name: str | None, *, quiet: bool) -> S
 
     limits = Limits(max_waiting=sys.maxsize)  # limited by --concurrency
     names = [name] if name is not None else []
-    level = "warning" if quiet else "info"
+    level = "error" if quiet else "info" if engine.verbose else "warning"
     return ServerConfig(engine.model, names, engine.config(), limits=limits, log_level=level, quiet=quiet)
 
 

@@ -153,7 +153,7 @@ def _start(
         if not engine.quiet and prompt is None:
             note(f"{backend.model} at {client.address}")
     else:
-        llm = engine.load(show_details=prompt is None)
+        llm = engine.load()
         backend = LocalChat(llm, engine.model)
         if prompt is None and not backend.chats:
             problem = f"it has no chat template, so it cannot chat; use `chairlift run {engine.model} PROMPT`"

@@ -67,7 +67,7 @@ def serve(
     from chairlift.cluster.ray_runtime import connect, is_authenticated
     from chairlift.cluster.serving.fleet import fleet_config, start_fleet, stop_fleet
 
-    config = fleet_config(server, engine.model, engine.config(), quiet=engine.quiet)
+    config = fleet_config(server, engine.model, engine.config(), quiet=engine.quiet, verbose=engine.verbose)
     own = connect(address, log_to_driver=not engine.quiet)
     if not is_authenticated():
         note(NO_TOKEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -21,6 +22,8 @@ def _import_commands() -> None:
             import_module(f"{LABORATORY}.{module.name}")
 
 
+# Otherwise numba prints an escape sequence at the exit, if colorama is installed.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 _import_commands()
 
 

@@ -17,9 +17,14 @@ fleet_option, scaling_option = partial(option, group="Fleet"), partial(option, g
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     replicas: int = fleet_option(
-        1, help="Replicas of the server, each with its own engine; with autoscaling, at the start.", check=at_least(1)
+        1,
+        common=True,
+        help="Replicas of the server, each with its own engine; with autoscaling, at the start.",
+        check=at_least(1),
     )
-    router: str = fleet_option("prefix-affine", help="How a replica is chosen for a request.", choices=ROUTERS.names)
+    router: str = fleet_option(
+        "prefix-affine", common=True, help="How a replica is chosen for a request.", choices=ROUTERS.names
+    )
     ingresses: int = fleet_option(
         1, help="Processes that accept requests and relay them, all on the same port.", check=between(1, 64)
     )
@@ -29,12 +34,14 @@ class ClusterOptions:
         choices=("head", "any"),
     )
     replica_cpus: float = fleet_option(1.0, help="CPU cores that Ray reserves for a replica.", check=at_least(0))
-    replica_gpus: float = fleet_option(0.0, help="GPUs that Ray reserves for a replica.", check=at_least(0))
+    replica_gpus: float = fleet_option(
+        0.0, common=True, help="GPUs that Ray reserves for a replica.", check=at_least(0)
+    )
     replica_memory: int | str | None = fleet_option(
         None, help="Memory that Ray reserves for a replica.", metavar="SIZE", check=parse_bytes, default_text="nothing"
     )
     max_replicas: int | None = scaling_option(
-        None, help="Autoscale up to this many replicas.", check=at_least(1), default_text="no scaling"
+        None, common=True, help="Autoscale up to this many replicas.", check=at_least(1), default_text="no scaling"
     )
     min_replicas: int | None = scaling_option(
         None,

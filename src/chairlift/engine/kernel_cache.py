@@ -1,9 +1,12 @@
-"""Compiles all GPU kernels of a model ahead of time, without a GPU."""
+"""Compiles kernels ahead of time: those of a model for a GPU, without one, and those for the CPU of this machine."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +14,8 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.load import load
 from chairlift.engine.runner_factory import RunnerFactory
-from chairlift.engine.settings import resolve_engine, resolve_machine
-from chairlift.engine.startup import load_draft
+from chairlift.engine.settings import Machine, resolve_engine, resolve_machine
+from chairlift.engine.startup import load_draft, load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.gpu import described_gpu, known_gpu
 from chairlift.runner.gpu.runner import GPURunner
@@ -64,3 +67,40 @@ def fill_kernel_cache(specs: Sequence[KernelSpec], advance: Callable[[int], None
         problem = f"{len(compiler.problems)} kernels cannot be compiled for it; {spec.name}: {problem}"
         raise InvalidParameter("device", problem)
     return compiler.num_compiled
+
+
+# Kernels are compiled for the types of their arrays, which are those of other dense models, whatever the sizes are.
+SMALL_MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+def compile_cpu_kernels(name: str | None, config: EngineConfig, *, progress: bool) -> tuple[int, Path | None]:
+    """Start an engine on the CPU, with a small random model unless one is named: it compiles what is not kept yet.
+
+    Returns how many functions were compiled, and the folder that keeps them, if there is one.
+    """
+    from chairlift.kernels.cpu.compiling import compilation, folder  # importing numba takes a while
+
+    before = compilation.count
+    if name is not None:
+        load_engine(name, config, progress=progress)
+    else:
+        format = config.quantization
+        if format == "auto":
+            format = "int8" if Machine.here().has_fast_int8 else "none"
+        with tempfile.TemporaryDirectory() as config_folder:
+            (Path(config_folder) / "config.json").write_text(json.dumps(SMALL_MODEL))
+            small = replace(config, load_format="dummy", quantization=format, kv_memory="1MiB", memory_share=None)
+            load_engine(config_folder, small, progress=progress)
+    return compilation.count - before, folder()

@@ -46,6 +46,7 @@ class LoadedModel:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     defaults: RequestDefaults = field(default_factory=RequestDefaults)  # what requests leave out
     end_strings: tuple[str, ...] = ()  # They end every output, as end-of-sequence tokens do.
+    described: str = ""  # the format of the weights and the device, in words
 
 
 def load(
@@ -72,14 +73,14 @@ def load(
         _require_plausible_size(checkpoint, num_parameters)
     model = build_with_weights(checkpoint, settings, num_parameters, progress=progress)
     timeline.end("weights")
-    _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
+    words = _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
     if defaults.sampling and embedding.generates:
         sources = ["the model" if config.generation_config == "auto" else config.generation_config]
         sources += ["override_generation_config"] if config.override_generation_config else []
         described = describe_sampling(defaults.sampling)
         log.info(f"sampling   {described} where requests leave it out, from {' and '.join(sources)}")
     eos_ids, ends = _eos_ids(checkpoint, generation, tokenizer), end_strings(checkpoint.path, generation)
-    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends)
+    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends, words)
 
 
 def _settle_tied_head(checkpoint: Checkpoint, config: EngineConfig, embedding: EmbeddingConfig) -> None:
@@ -99,7 +100,8 @@ def _open(name: str, settings: MachineSettings, *, progress: bool) -> tuple[Chec
     return checkpoint, make_tokenizer(checkpoint, read_chat_template(settings.config.chat_template))
 
 
-def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: LoadSettings, seconds: float) -> None:
+def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: LoadSettings, seconds: float) -> str:
+    """Log what was loaded; return the format of its weights and the device."""
     quantization = settings.quantization
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {seconds:.1f} s")
@@ -113,6 +115,8 @@ def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: Loa
         log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
     for line in settings.lines():
         log.debug(f"chosen     {line}")
+    stored = str(checkpoint.quantization or "").removeprefix("GGUF, ").partition(",")[0]
+    return f"{f'{stored} as ' if stored else ''}{dtype} on {model.device}"
 
 
 def _use_of_weights(model: CausalLM, quantization: str) -> str:

@@ -25,7 +25,7 @@ from chairlift.engine.settings import (
 from chairlift.kernels.gpu import start_libraries
 from chairlift.loading.embedding_config import EmbeddingConfig
 from chairlift.loading.request_defaults import RequestDefaults
-from chairlift.progress import StartTimeline
+from chairlift.progress import StartTimeline, stages_shown
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.proposers.base import LoadedProposer, proposer_factory
@@ -47,6 +47,8 @@ class StartedEngine:
     memory: MemoryPlan
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    described: str = ""  # the format of the weights and the device
+    endpoint: str = ""  # the one of OpenAI's API that suits the model best
 
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
@@ -67,13 +69,14 @@ def load_engine(
     """Download `name` if it is not cached, load it, and start an engine on it."""
     timeline = timeline or StartTimeline()
     settings = resolve_machine(config)  # raises for contradictions before minutes of loading
-    libraries = start_libraries(settings.device, settings.dtype)
-    try:
-        loaded = load(name, settings, progress=progress, timeline=timeline)
-    finally:
-        libraries.wait()
-    timeline.end("libraries")
-    return _start(loaded, settings, timeline)
+    with stages_shown(enabled=progress):
+        libraries = start_libraries(settings.device, settings.dtype)
+        try:
+            loaded = load(name, settings, progress=progress, timeline=timeline)
+        finally:
+            libraries.wait()
+        timeline.end("libraries")
+        return _start(loaded, settings, timeline)
 
 
 def _start(
@@ -96,7 +99,21 @@ def _start(
         log.info(line)
     for line in settings.lines():
         log.debug(f"chosen     {line}")
-    return StartedEngine(engine, built.runner, built.memory, loaded.embedding, loaded.defaults)
+    return StartedEngine(
+        engine,
+        built.runner,
+        built.memory,
+        loaded.embedding,
+        loaded.defaults,
+        described=loaded.described,
+        endpoint=_endpoint(loaded),
+    )
+
+
+def _endpoint(loaded: LoadedModel) -> str:
+    if not loaded.embedding.generates:
+        return "embeddings"
+    return "completions" if loaded.tokenizer.chat_template is None else "chat/completions"
 
 
 def load_draft(loaded: LoadedModel, config: EngineConfig) -> LoadedProposer | None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from chairlift.errors import InvalidParameter
+
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 FILE_PAGES = re.compile(r"^(?:total_)?((?:in)?active_file) (\d+)$", re.MULTILINE)
@@ -172,6 +174,17 @@ def count_gpus() -> int:
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def check_device(device: str) -> None:
+    """Raise if `device` is a GPU that this machine does not have."""
+    if not device.startswith("cuda"):
+        return
+    count, index = count_gpus(), int(device.partition(":")[2] or 0)
+    if not count:
+        raise InvalidParameter("device", "there is no CUDA device here; choose cpu")
+    if index >= count:
+        raise InvalidParameter("device", f"{device} does not exist; there are {count} CUDA devices, from cuda:0")
 
 
 def create_context(device: str) -> bool:

@@ -18,13 +18,14 @@ from chairlift.server.batch.messages import add_message_batch_routes
 from chairlift.server.batch.routes import add_file_routes
 from chairlift.server.batch.runner import BatchRunner
 from chairlift.server.http.bodies import threaded_body_route
-from chairlift.server.http.boundary import AccessLog, RequestBoundary, Tracing, open_access_log
+from chairlift.server.http.boundary import AccessLog, Observer, RequestBoundary, Tracing, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
 from chairlift.server.http.errors import add_error_handlers
 from chairlift.server.http.guards import HostNames, RequestGuard, RequestMeter
 from chairlift.server.http.llamacpp import add_llamacpp_routes
 from chairlift.server.http.ollama import add_ollama_routes
 from chairlift.server.http.pages import add_pages
+from chairlift.server.http.request_log import RequestLog
 from chairlift.server.http.routes import ERRORS, Service, add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.stored.background import BackgroundResponses
 from chairlift.server.stored.routes import StoredResponses, add_response_routes, add_stored_routes
@@ -50,6 +51,7 @@ def make_app(
     hosts: HostNames | None = None,
     public_metrics: bool = False,
     access_log: Path | None = None,
+    request_log: RequestLog | None = None,
     tracer_provider: TracerProvider | None = None,
     files: FilesFolder | None = None,
     responses: ResponseStore | None = None,
@@ -106,7 +108,7 @@ def make_app(
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    observers: list[AccessLog | Tracing] = []
+    observers: list[Observer] = [] if request_log is None else [request_log]
     if access_log is not None:
         observers.append(AccessLog(open_access_log(access_log)))
     if tracer_provider is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from chairlift.options import parse_bytes
 from chairlift.server.access import KeySources
 from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.http.listener import Certificate
-from chairlift.server.options import ServerOptions
+from chairlift.server.options import STANDARD_OUTPUT, ServerOptions
 from chairlift.server.process.engine_client import Supervision
 from chairlift.server.process.this_process import ENGINE_MODULE
 from chairlift.server.stored.store import ResponseStore
@@ -36,6 +37,8 @@ class ServerConfig:
     access_log: Path | None = None  # "-" for standard output
     traces_endpoint: str | None = None  # OpenTelemetry's; None: no traces
     log_level: str = "info"
+    engine_log_level: str | None = None  # None: as `log_level`
+    request_log: bool = False  # whether standard error gets a line per request
     keys: KeySources = field(default_factory=KeySources)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
@@ -68,7 +71,9 @@ class ServerConfig:
         return not self.keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
 
 
-def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, quiet: bool = False) -> ServerConfig:
+def server_config(
+    server: ServerOptions, model: str, engine: dict[str, Any], *, quiet: bool = False, verbose: bool = False
+) -> ServerConfig:
     """Return the configuration of a server; `engine` are the options of `EngineConfig`."""
     keys = _key_sources(server)
     files_quota = parse_bytes("files_quota", server.files_quota)
@@ -82,11 +87,14 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
     names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
     shared = {name: getattr(server, name) for name in names}  # options that the configuration has under the same name
     shared |= {"files_quota": files_quota, "responses_quota": responses_quota}
-    shared |= {"log_level": server.log_level or ("warning" if quiet else "info")}
+    shared |= {"log_level": server.log_level or ("error" if quiet else "info")}
+    shared["request_log"] = _logs_requests(server, quiet=quiet)
     return ServerConfig(
         model=model,
         engine=engine,
         quiet=quiet,
+        # What the engine says while it starts is for those who ask; its warnings are for all.
+        engine_log_level=server.log_level or ("error" if quiet else "info" if verbose else "warning"),
         served_names=server.served_model_name or (),
         certificate=_certificate(server),
         traces_endpoint=server.otlp_traces_endpoint,
@@ -102,6 +110,13 @@ def server_config(server: ServerOptions, model: str, engine: dict[str, Any], *, 
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
         **shared,
     )
+
+
+def _logs_requests(server: ServerOptions, *, quiet: bool) -> bool:
+    """Whether standard error gets a line per request: by default on a terminal that has no access log yet."""
+    if server.request_log is not None:
+        return server.request_log
+    return not quiet and sys.stderr.isatty() and server.access_log != STANDARD_OUTPUT
 
 
 def _certificate(server: ServerOptions) -> Certificate | None:

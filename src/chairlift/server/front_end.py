@@ -7,9 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.errors import EngineDead
 from chairlift.loading.resolve import resolve_model
-from chairlift.machine.hardware import count_gpus
 from chairlift.server.access import APIKey, KeyTable
 from chairlift.server.application import make_app
 from chairlift.server.batch.folder import FilesFolder
@@ -18,6 +17,7 @@ from chairlift.server.config import ServerConfig
 from chairlift.server.http.boundary import make_tracer_provider
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import UvicornServer
+from chairlift.server.http.request_log import LINES_PER_SECOND, RequestLog
 from chairlift.server.http.routes import Service
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
@@ -33,6 +33,11 @@ def _response_store(config: ServerConfig) -> ResponseStore | None:
     if config.responses_dir is None:
         return None
     return ResponseStore(config.responses_dir, config.responses_quota, config.responses_expiry * DAY)
+
+
+def request_log(config: ServerConfig) -> RequestLog | None:
+    """The log of one of the server's HTTP processes, which together write as many lines as one."""
+    return RequestLog(max(1, LINES_PER_SECOND // config.api_workers)) if config.request_log else None
 
 
 class HTTPServer:
@@ -51,6 +56,7 @@ class HTTPServer:
             hosts=HostNames(config.host, config.allowed_hosts, config.cors_origins),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
+            request_log=request_log(config),
             unknown_fields=config.unknown_fields,
             files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),
             responses=_response_store(config),
@@ -78,9 +84,14 @@ class HTTPServer:
         self.service.subscribers.close()
 
     @property
+    def num_running(self) -> int:
+        """Requests whose responses have not ended."""
+        return len(self._server.server_state.tasks)
+
+    @property
     def is_idle(self) -> bool:
         stored: StoredResponses | None = self._app.state.stored
-        return not self._server.server_state.tasks and (stored is None or stored.is_idle)
+        return not self.num_running and (stored is None or stored.is_idle)
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -121,7 +132,7 @@ def make_engine(config: ServerConfig, metrics: Metrics) -> EngineClient:
         metrics.record_step,
         metrics.record_restart,
         config.supervision,
-        log_level=config.log_level,
+        log_level=config.engine_log_level or config.log_level,
         module=config.engine_module,
     )
 
@@ -148,14 +159,3 @@ async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
             yield send
     finally:
         await engine.stop()
-
-
-def check_device(device: str) -> None:
-    """Raise if `device` is a GPU that this machine does not have."""
-    if not device.startswith("cuda"):
-        return
-    count, index = count_gpus(), int(device.partition(":")[2] or 0)
-    if not count:
-        raise InvalidParameter("device", "there is no CUDA device here; choose cpu")
-    if index >= count:
-        raise InvalidParameter("device", f"{device} does not exist; there are {count} CUDA devices, from cuda:0")

@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,15 +14,17 @@ from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.loading.request_defaults import read_chat_template
 from chairlift.loading.resolve import resolve_model
 from chairlift.machine.files import connection_limit, raise_file_limit
+from chairlift.machine.hardware import check_device
 from chairlift.server.access import warn_of_short_keys
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import LocalFrontEnd, check_device, make_engine
+from chairlift.server.front_end import LocalFrontEnd, make_engine
 from chairlift.server.http.boundary import check_traces_endpoint, open_access_log
 from chairlift.server.http.guards import HostNames
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState, remove_stale_folders
 from chairlift.server.process.running import ServerStatus, announced
+from chairlift.server.wire.messages import Loaded, Loading
 from chairlift.server.workers.hub import WorkerPool
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
@@ -32,14 +33,29 @@ log = logging.getLogger("chairlift.server")
 FrontEnd = LocalFrontEnd | WorkerPool
 
 
-async def serve_forever(
-    config: ServerConfig, on_ready: Callable[[str, str], None] = lambda model, address: None
-) -> int:
-    """Serve until a signal arrives; `on_ready` is called with the names of the model and of the address.
+class ServerEvents:
+    """What a server tells while it runs; this one ignores all of it."""
+
+    def loading(self, stage: Loading) -> None:
+        """The engine starts: called again and again."""
+
+    def ready(self, address: str, loaded: Loaded) -> None:
+        """Requests are answered at this address."""
+
+    def draining(self, running: int) -> None:
+        """The server ends once this many requests have; called again and again."""
+
+    def ended(self, running: int) -> None:
+        """The server ends; this many requests are cut off."""
+
+
+async def serve_forever(config: ServerConfig, events: ServerEvents | None = None) -> int:
+    """Serve until a signal arrives.
 
     Returns the exit status: 0 after draining, 1 if the engine failed permanently, and 128 plus the signal's number if a
     second signal cut the draining short. Raises if the engine cannot start.
     """
+    events = events or ServerEvents()
     raise_file_limit()
     connection_limit(config.limits.max_connections)  # raises if there can be too few
     if config.access_log is not None:
@@ -63,18 +79,24 @@ async def serve_forever(
     address = listening_address(listener, config.host, secure=config.certificate is not None)
     metrics = Metrics(config.model_name)
     engine = make_engine(config, metrics)
+    engine.on_loading = events.loading
     async with announced(partial(_status, config, address, time.time(), engine, metrics, signals), signals.stop):
-        ready = partial(on_ready, config.model_name, address)
-        return await _serve(config, await _start_front_end(config, template, engine, metrics), listener, signals, ready)
+        front_end = await _start_front_end(config, template, engine, metrics)
+        return await _serve(config, front_end, listener, signals, address, events)
 
 
 async def _serve(
-    config: ServerConfig, front_end: FrontEnd, listener: socket.socket, signals: _Signals, on_ready: Callable[[], None]
+    config: ServerConfig,
+    front_end: FrontEnd,
+    listener: socket.socket,
+    signals: _Signals,
+    address: str,
+    events: ServerEvents,
 ) -> int:
     _reload_on_hangup(config, front_end)
     serving = asyncio.create_task(front_end.serve(listener))
     try:
-        return await _run(config, front_end, serving, signals, on_ready)
+        return await _run(config, front_end, serving, signals, address, events)
     finally:
         # Before the server exits, so that unfinished requests get an error response.
         await front_end.engine.stop(timeout=0.0 if signals.second else 5.0)
@@ -118,15 +140,17 @@ async def _run(
     front_end: FrontEnd,
     serving: asyncio.Task[None],
     signals: _Signals,
-    on_ready: Callable[[], None],
+    address: str,
+    events: ServerEvents,
 ) -> int:
     signalled = asyncio.create_task(signals.first.wait())
     ready = asyncio.create_task(_wait_until_ready(front_end))
     await asyncio.wait({signalled, ready, serving}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         return 1
-    if ready.done() and ready.result() is EngineState.READY:
-        on_ready()
+    loaded = front_end.engine.loaded
+    if ready.done() and ready.result() is EngineState.READY and loaded is not None:
+        events.ready(address, loaded)
     while not signalled.done() and not serving.done():
         if front_end.engine.state is EngineState.FAILED:
             engine = front_end.engine
@@ -142,7 +166,9 @@ async def _run(
     front_end.drain()  # refuses new requests, while those in flight may finish
     deadline = asyncio.get_running_loop().time() + config.drain_timeout
     while not front_end.is_idle and not signals.second and asyncio.get_running_loop().time() < deadline:
+        events.draining(front_end.num_running)
         await asyncio.sleep(0.05)
+    events.ended(front_end.num_running)
     return 128 + signals.second if signals.second else 0
 
 

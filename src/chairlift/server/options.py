@@ -14,13 +14,17 @@ server_option, access_option = partial(option, group="Server"), partial(option, 
 logging_option, supervision_option = partial(option, group="Logging"), partial(option, group="Supervision")
 
 
+STANDARD_OUTPUT = Path("-")  # Names it as the file of the access log.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    host: str = server_option("127.0.0.1", help="Address to listen on; 0.0.0.0 accepts other machines.")
-    port: int = server_option(8000, help="Port to listen on; 0 uses a free one.", check=between(0, 65535))
+    host: str = server_option("127.0.0.1", common=True, help="Address to listen on; 0.0.0.0 accepts other machines.")
+    port: int = server_option(8000, common=True, help="Port to listen on; 0 uses a free one.", check=between(0, 65535))
     uds: Path | None = server_option(None, help="Listen on this Unix socket instead of a port.", metavar="FILE")
     served_model_name: Sequence[str] | None = server_option(
         None,
+        common=True,
         help="Name of the model in the API; may be repeated: all names are accepted, responses have the first.",
         metavar="NAME",
         default_text="as --model",
@@ -88,6 +92,7 @@ class ServerOptions:
     )
     api_key: Sequence[str] | None = access_option(
         None,
+        common=True,
         help="Require this key, or 'NAME KEY'; may be repeated. Also read from CHAIRLIFT_API_KEY.",
         metavar="KEY",
         in_environment=False,  # CHAIRLIFT_API_KEY adds a key to the others, and must not be empty
@@ -123,8 +128,15 @@ class ServerOptions:
     )
     access_log: Path | None = logging_option(
         None,
+        common=True,
         help="Write one JSON line per request to this file; '-' is standard output. It has no prompts and no outputs.",
         metavar="FILE",
+    )
+    request_log: bool | None = logging_option(
+        None,
+        common=True,
+        help="Print a line per request on standard error: tokens, time to the first token, tokens/s and status.",
+        default_text="if that is a terminal",
     )
     otlp_traces_endpoint: str | None = logging_option(
         None,
@@ -136,7 +148,7 @@ class ServerOptions:
         None,
         help="Least severe messages on standard error.",
         choices=("debug", "info", "warning", "error"),
-        default_text="info; warning with --quiet",
+        default_text="info, warning for the engine; with --verbose info, with --quiet error for both",
     )
     drain_timeout: float = supervision_option(
         30.0, help="Seconds for running requests to finish at shutdown.", check=at_least(0)

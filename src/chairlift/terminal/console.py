@@ -47,8 +47,8 @@ class _Notes(logging.Handler):
             self.handleError(record)
 
 
-def show_log(*, quiet: bool) -> None:
-    """Print the engine's log as notes; only warnings if `quiet`."""
+def show_log(*, quiet: bool, verbose: bool = False) -> None:
+    """Print the engine's warnings as notes; with `verbose` all that it says, and only errors if `quiet`."""
     log = logging.getLogger("chairlift")
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.setLevel(logging.ERROR if quiet else logging.INFO if verbose else logging.WARNING)
     log.handlers = [_Notes()]

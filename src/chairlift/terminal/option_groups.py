@@ -65,6 +65,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     parameters = [with_metavar(parameter) for parameter in parameters]
+    spread.uncommon = _uncommon(groups.values())  # type: ignore[attr-defined]
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spread
@@ -102,6 +103,12 @@ def _instead_of_option(context: typer.Context, model: str) -> str:
     context.set_parameter_source("model", sources["COMMANDLINE"])
     context.params["model"] = model
     return model
+
+
+def _uncommon(groups: Iterable[type]) -> frozenset[str]:
+    """The parameters that a short help leaves out."""
+    shown = (option for group in groups for option in options_of(group) if option.on_command_line)
+    return frozenset(option.name for option in shown if not option.common)
 
 
 def field_names(group: Any) -> list[str]:

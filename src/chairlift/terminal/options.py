@@ -31,25 +31,35 @@ class EngineOptions(EngineConfig):
 
     model: str = model_option(
         DEFAULT_MODEL,
+        common=True,
         help="A known name (see `chairlift models`), a .gguf file, a folder with safetensors, or a hub id.",
         short="-m",
     )
-    quiet: bool = model_option(False, help="Suppress startup details and progress bars.", short="-q", negatable=False)
+    quiet: bool = model_option(
+        False, common=True, help="Print nothing but results and errors.", short="-q", negatable=False
+    )
+    verbose: bool = model_option(
+        False,
+        common=True,
+        help="Say what was chosen at the start: memory, formats, limits.",
+        short="-v",
+        negatable=False,
+    )
 
     def config(self) -> dict[str, Any]:
         """The arguments of `EngineConfig`."""
         return {name: value for name, value in asdict(self).items() if name in engine_option_names()}
 
-    def load(self, *, show_details: bool = True) -> LLM:
+    def load(self) -> LLM:
         from chairlift.llm import LLM
         from chairlift.terminal.console import show_log
 
-        show_log(quiet=self.quiet or not show_details)
+        show_log(quiet=self.quiet, verbose=self.verbose)
         return LLM(self.model, progress=not self.quiet, **self.config())
 
 
 def engine_option_names() -> list[str]:
-    """The engine's options on the command line, without --model and --quiet."""
+    """The engine's options on the command line, without --model, --quiet and --verbose."""
     return field_names(EngineConfig)
 
 
@@ -66,20 +76,26 @@ class SamplingOptions:
         None, help="Preset of sampling parameters and of a system prompt (see --presets).", default_text="none"
     )
     temperature: float = sampling_option(
-        1.0, help="Sampling temperature; 0 is greedy.", default_text="what the model recommends, else 1"
+        1.0, common=True, help="Sampling temperature; 0 is greedy.", default_text="what the model recommends, else 1"
     )
     top_k: int = sampling_option(0, help="Sample from the k most likely tokens; 0 means all.")
-    top_p: float = sampling_option(1.0, help="Sample from the most likely tokens whose probabilities sum to this.")
+    top_p: float = sampling_option(
+        1.0, common=True, help="Sample from the most likely tokens whose probabilities sum to this."
+    )
     min_p: float = sampling_option(0.0, help="Exclude tokens less likely than this fraction of the most likely one.")
     repetition_penalty: float = sampling_option(1.0, help="Values above 1 make tokens that occurred less likely.")
     presence_penalty: float = sampling_option(0.0, help="Subtracted from the logit of every token generated so far.")
     frequency_penalty: float = sampling_option(
         0.0, help="Subtracted from a token's logit for each time it was generated."
     )
-    seed: int | None = sampling_option(None, help="Random seed, for repeatable output.", default_text="random")
-    max_tokens: int | None = sampling_option(256, help="Maximum length of the output, in tokens.")
+    seed: int | None = sampling_option(
+        None, common=True, help="Random seed, for repeatable output.", default_text="random"
+    )
+    max_tokens: int | None = sampling_option(256, common=True, help="Maximum length of the output, in tokens.")
     min_tokens: int = sampling_option(0, help="Minimum length of the output, in tokens.")
-    stop: list[str] | None = sampling_option(None, help="End the output before this text; may be repeated.")
+    stop: list[str] | None = sampling_option(
+        None, common=True, help="End the output before this text; may be repeated."
+    )
     ignore_eos: bool = sampling_option(False, help="Continue after the end-of-sequence token.", negatable=False)
 
     def params(self, **more: Any) -> SamplingParams:

@@ -358,7 +358,7 @@ def bench_throughput(
         raise InvalidParameter("repeat", f"must be at least 1, got {repeat}")
     concurrencies = work_options.concurrencies(engine)
     comparison = _comparison(context, engine, engines, against_peers=peer_options.peers is not None)
-    show_log(quiet=engine.quiet)
+    show_log(quiet=engine.quiet, verbose=True)
     work, source = work_options.make(context, comparison)
     rounds = Rounds(comparison, peer_options.make(context, comparison), concurrencies, repeat)
     results: list[ConcurrencyResult] = []

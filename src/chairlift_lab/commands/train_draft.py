@@ -77,6 +77,6 @@ def train_draft(
     from chairlift.terminal.console import show_log
     from chairlift_lab.training.train_draft import train_draft as train
 
-    show_log(quiet=False)
+    show_log(quiet=False, verbose=True)
     questions = [] if prompts is None else read_text(prompts, "prompts").splitlines()
     train(model, output, settings, [line.strip() for line in questions if line.strip()], typer.echo)

@@ -116,6 +116,7 @@ def replica_config(config: ServerConfig) -> ServerConfig:
         cors_origins=(),
         allowed_hosts=(),
         access_log=None,
+        request_log=False,
         host="",
         port=0,
         limits=limits,
@@ -201,14 +202,16 @@ STATUS_SECONDS = 20.0
 _SINGLE_SERVER = ("files_dir", "responses_dir", "uds", "policy_switch")
 
 
-def fleet_config(server: ServerOptions, model: str, engine: Mapping[str, Any], *, quiet: bool = False) -> ServerConfig:
+def fleet_config(
+    server: ServerOptions, model: str, engine: Mapping[str, Any], *, quiet: bool = False, verbose: bool = False
+) -> ServerConfig:
     """Return the configuration of a fleet's servers, without options that need one single server."""
     for name in _SINGLE_SERVER:
         if getattr(server, name) is not None:
             raise InvalidParameter(name, "is not available in a cluster: each replica would have its own")
     if server.port == 0:  # an ingress that is started again must listen where the first one did
         raise InvalidParameter("port", "must not be 0 in a cluster")
-    return server_config(server, model, dict(engine), quiet=quiet)
+    return server_config(server, model, dict(engine), quiet=quiet, verbose=verbose)
 
 
 def build_application(options: Mapping[str, Any]) -> Any:

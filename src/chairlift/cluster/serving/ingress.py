@@ -28,7 +28,8 @@ from chairlift.machine.files import raise_file_limit
 from chairlift.server.access import KeyTable, RateLimiter, warn_of_short_keys
 from chairlift.server.application import EXPOSED_HEADERS
 from chairlift.server.config import ServerConfig, decode_config
-from chairlift.server.http.boundary import AccessLog, RequestBoundary, open_access_log
+from chairlift.server.front_end import request_log
+from chairlift.server.http.boundary import AccessLog, Observer, RequestBoundary, open_access_log
 from chairlift.server.http.guards import HostNames, RequestGuard, check_sees_all
 from chairlift.server.http.listener import UvicornServer, listen, listening_address
 from chairlift.server.http.pages import front_page
@@ -71,7 +72,10 @@ def make_ingress_app(
     async def on_error(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    observers = [] if config.access_log is None else [AccessLog(open_access_log(config.access_log))]
+    log_lines = request_log(config)
+    observers: list[Observer] = [] if log_lines is None else [log_lines]
+    if config.access_log is not None:
+        observers.append(AccessLog(open_access_log(config.access_log)))
     middleware = [Middleware(RequestBoundary, observers=observers)]
     if config.cors_origins:
         middleware.append(

@@ -128,7 +128,7 @@ def main() -> None:
     """The server of a replica: read its configuration from standard input and report its address on standard output."""
     import asyncio
 
-    from chairlift.server.lifecycle import serve_forever
+    from chairlift.server.lifecycle import ServerEvents, serve_forever
     from chairlift.server.process.this_process import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
@@ -141,8 +141,12 @@ def main() -> None:
     def report(**fields: str) -> None:
         print(json.dumps(fields), file=reports, flush=True)
 
+    class Reports(ServerEvents):
+        def ready(self, address: str, loaded: object) -> None:
+            report(address=address)
+
     try:
-        status = asyncio.run(serve_forever(config, lambda model, address: report(address=address)))
+        status = asyncio.run(serve_forever(config, Reports()))
     except ChairliftError as error:
         report(problem=str(error))
         status = 2

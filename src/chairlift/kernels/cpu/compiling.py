@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from numba.extending import intrinsic
 
 from chairlift.loading.known_models import cache_dir
 from chairlift.machine.files import private_folder, require_private_content
+from chairlift.progress import COMPILING, StartStage, tell_stage
 
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -157,8 +157,6 @@ def scale_of(rows: Any, row: int, largest: Any) -> Any:
 
 log = logging.getLogger("chairlift")
 
-LOG_SECONDS = 5.0  # Lines about functions that are compiled are no closer than this.
-
 
 def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Like `compiled`, kept on disk where that is possible: for functions called from Python."""
@@ -176,12 +174,12 @@ def kept_c_function(signature: Any, function: Callable[..., Any]) -> Any:
 
 def _compile_kept(compile: Callable[[bool], Any]) -> Any:
     """Call `compile` with whether numba can keep the machine code, while its folder is set."""
-    folder = _folder()
-    if folder is None:
+    kept = folder()
+    if kept is None:
         return compile(False)
     before = numba.config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = str(folder)
+        numba.config.CACHE_DIR = str(kept)
         return compile(True)
     except RuntimeError:  # a function that comes from no file
         return compile(False)
@@ -190,44 +188,45 @@ def _compile_kept(compile: Callable[[bool], Any]) -> Any:
 
 
 @cache
-def _folder() -> Path | None:
+def folder() -> Path | None:
     """The folder of this version of the kernels; None, with a warning, if it cannot be used. numba only checks the file
     of a function, not those of the functions it calls."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     chosen = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     try:
-        folder = private_folder((Path(chosen) if chosen else cache_dir() / "kernels") / version)
-        require_private_content(folder)
-        tempfile.TemporaryFile(dir=folder).close()
+        kept = private_folder((Path(chosen) if chosen else cache_dir() / "kernels") / version)
+        require_private_content(kept)
+        tempfile.TemporaryFile(dir=kept).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         way_out = "each start compiles them again; NUMBA_CACHE_DIR names another folder"
         log.warning(f"compiled kernels are not kept: {error}: {way_out}")
         return None
-    return folder
+    return kept
+
+
+USUAL_FUNCTIONS = 165  # About as many are compiled for a model with 8-bit weights.
 
 
 class _CompilationLog(event.Listener):
     """Says that functions are compiled, which takes most of the first start, and how many are done."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._start = self._last_log = 0.0
+        self.count = 0
+        self.has_begun = False
 
     def on_start(self, event: Any) -> None:
-        if not self._start:
-            self._start = self._last_log = time.monotonic()
-            folder = _folder()
-            kept = "not kept for later starts" if folder is None else f"kept for later starts in {folder}"
+        if not self.has_begun:
+            self.has_begun = True
+            kept = "not kept for later starts" if folder() is None else f"kept for later starts in {folder()}"
             log.info(f"kernels    compiling them for this CPU, {kept}")
+        # The last functions, which contain the others, take most of the time.
+        left = max(0.001, 1 - self.count / USUAL_FUNCTIONS)
+        tell_stage(StartStage(COMPILING, round(100 * (1 - left**0.3)), 100))
 
     def on_end(self, event: Any) -> None:
-        self._count += 1
-        now = time.monotonic()
-        if now - self._last_log > LOG_SECONDS:
-            self._last_log = now
-            log.info(f"kernels    {self._count} functions compiled in {now - self._start:.0f} s")
+        self.count += 1
 
 
-_compilation_log = _CompilationLog()
-event.register("numba:compile", _compilation_log)
+compilation = _CompilationLog()
+event.register("numba:compile", compilation)

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -30,6 +30,7 @@ from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, Ant
 from chairlift.server.generation.usage import Timeline
 from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
 from chairlift.server.ollama.errors import OLLAMA_PATHS, is_ollama_path, ollama_error
+from chairlift.server.options import STANDARD_OUTPUT
 from chairlift.server.wire.errors import ConvertingSend, as_api_error, log_unexpected
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def _other_headers(scope: Scope, name: bytes) -> list[tuple[bytes, bytes]]:
     return [item for item in scope["headers"] if item[0] != name]
 
 
+MAX_ERROR_BYTES = 4096
+
+
 class SentResponse:
     """The response to one request, as far as it was sent."""
 
@@ -88,6 +92,8 @@ class SentResponse:
         self._send = send
         self.head: Message = {}  # empty: the client disconnected before there was a response
         self.is_complete = False
+        self.first_body: float | None = None  # when the body began
+        self.error = b""  # the beginning of an error's body
 
     @property
     def status(self) -> int | None:
@@ -96,16 +102,32 @@ class SentResponse:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.head = message
-        elif not message.get("more_body", False):
-            self.is_complete = True
+        else:
+            self._see_body(message)
         await self._send(message)
+
+    def _see_body(self, message: Message) -> None:
+        if self.first_body is None and message.get("body"):
+            self.first_body = time.monotonic()
+        if self.head.get("status", 0) >= 400 and len(self.error) < MAX_ERROR_BYTES:
+            self.error += message.get("body", b"")[:MAX_ERROR_BYTES]
+        if not message.get("more_body", False):
+            self.is_complete = True
+
+
+class Observer(Protocol):
+    """Watches requests."""
+
+    def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
+        """Note that a request has arrived; what is returned is called when its response has ended."""
+        ...
 
 
 class RequestBoundary:
     """Gives every layer the endpoint's own path and every response a request id; answers HEAD on every GET route, turns
     unexpected errors into 500s, and converts errors for Anthropic's clients."""
 
-    def __init__(self, app: ASGIApp, *, observers: Sequence[AccessLog | Tracing] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, observers: Sequence[Observer] = ()) -> None:
         self._app = app
         self._observers = observers
 
@@ -154,9 +176,6 @@ class RequestBoundary:
             log_unexpected(error, request_id)
             if not started:  # otherwise the response ends early and uvicorn closes the connection
                 await as_api_error(error).response()(scope, receive, send_with_id)
-
-
-STANDARD_OUTPUT = Path("-")
 
 
 class AccessLog:

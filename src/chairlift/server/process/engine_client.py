@@ -32,6 +32,7 @@ from chairlift.server.wire.messages import (
     FailedToLoad,
     Heartbeat,
     Loaded,
+    Loading,
     RecorderFault,
     Refused,
     Shutdown,
@@ -84,6 +85,7 @@ class EngineClient:
         self.bad_parameter: str | None = None  # the engine option that is the reason
         self.restarts = 0
         self.on_state: Callable[[], None] = lambda: None
+        self.on_loading: Callable[[Loading], None] = lambda stage: None
         self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
@@ -271,6 +273,8 @@ class EngineClient:
                     self.requests.begin_step()
                     for update in message.updates:
                         self.requests.deliver(update)
+                case Loading():
+                    self.on_loading(message)
                 case Loaded():
                     self.loaded, handle.ready_at = message, time.monotonic()
                     self.on_loaded(message)

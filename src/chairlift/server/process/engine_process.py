@@ -18,7 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -53,6 +53,7 @@ from chairlift.server.wire.messages import (
     FromEngine,
     Heartbeat,
     Loaded,
+    Loading,
     RecordSteps,
     Refused,
     Shutdown,
@@ -64,9 +65,13 @@ from chairlift.server.wire.messages import (
     encode,
 )
 
+if TYPE_CHECKING:
+    from chairlift.progress import StartStage
+
 IDLE_POLL_MS = 200
 QUIET_MS = 10  # Something is prepared for later steps after this long without a message.
 HEARTBEAT_SECONDS = 0.5
+STAGE_SECONDS = 0.1  # Reports about a stage of loading are this far apart.
 
 
 class EngineProcess:
@@ -82,6 +87,7 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
+        self.last_stage = float("-inf")  # when the front end was told about loading
         self.turn_began: float | None = None  # start of the current iteration of the main loop; None while loading
 
     def main(self) -> int:
@@ -123,19 +129,35 @@ class EngineProcess:
     def _load(self) -> None:
         from chairlift.config import EngineConfig
         from chairlift.engine.startup import load_engine
-        from chairlift.progress import StartTimeline
+        from chairlift.progress import StartTimeline, stages_told_to
 
         timeline = StartTimeline(self.settings.get("begun"))
         timeline.end("imports")
         config = EngineConfig(**self.settings["engine"])
-        started = load_engine(self.settings["model"], config, progress=False, timeline=timeline)
+        with stages_told_to(self._report_stage):
+            started = load_engine(self.settings["model"], config, progress=False, timeline=timeline)
         self.engine = started.engine
         self.frames = FramePublisher(self.engine, self._send)
         scheduler = self.engine.scheduler
         timeline.end("engine")
         logging.getLogger("chairlift").debug(f"start      {timeline}")
-        seconds = timeline.seconds
-        self._send(Loaded(self.engine.limits, scheduler.max_batch_requests, scheduler.kv.pool.num_blocks, seconds))
+        self._send(
+            Loaded(
+                self.engine.limits,
+                scheduler.max_batch_requests,
+                scheduler.kv.pool.num_blocks,
+                timeline.seconds,
+                described=started.described,
+                endpoint=started.endpoint,
+            )
+        )
+
+    def _report_stage(self, stage: StartStage) -> None:
+        """Tell the front end how far a stage is, not too often. A socket belongs to the main thread."""
+        now = time.monotonic()
+        if threading.current_thread() is threading.main_thread() and now - self.last_stage > STAGE_SECONDS:
+            self.last_stage = now
+            self._send(Loading(*stage))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats from a thread with its own socket: sockets are not thread-safe."""

@@ -49,6 +49,14 @@ class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
 # ---- from the engine ---------------------------------------------------------------------------------------------
 
 
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """The engine is starting: how much of a stage is done."""
+
+    stage: str
+    done: int
+    total: int
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The engine is ready."""
 
@@ -56,6 +64,8 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
     max_batch_requests: int
     total_blocks: int = 0  # Those of the KV cache.
     start_seconds: dict[str, float] = {}  # The key is the phase of the start; they are in order.
+    described: str = ""  # the format of the weights and the device
+    endpoint: str = ""  # the one of OpenAI's API that suits the model best
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
@@ -137,7 +147,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 EngineCommand = RecordSteps | SwitchPolicy  # They are about no request.
 ToEngine = Submit | Cancel | Shutdown | EngineCommand
-FromEngine = Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
+FromEngine = Loading | Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -264,6 +264,11 @@ class WorkerPool:
         self._shut_down(drain=True)
 
     @property
+    def num_running(self) -> int:
+        """Completions that are not finished."""
+        return self.engine.num_open
+
+    @property
     def is_idle(self) -> bool:
         """Whether all workers have exited, as they do once they are drained."""
         return not self._hub.links

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.cluster.running_fleet import start_fleet
 from tests.dashboard.browser import start_browser
 from tests.dashboard.pages import Page
+from tests.dashboard.screenshots import save_small
 from tests.server.running_server import NAME
 from tests.tiny import write_tiny_checkpoint
 
@@ -20,7 +21,14 @@ LOADED = "return chairlift.lifts.size === 2 && [...chairlift.lifts.values()].eve
 def main(file: Path, model: str | None) -> None:
     with tempfile.TemporaryDirectory() as work:
         served = Path(model) if model else write_tiny_checkpoint(Path(work) / "tiny", positions=4096)
-        fleet = start_fleet(served, Path(work) / "log", "--max-batch-requests", "12", "--max-batch-tokens", "96")
+        options = [
+            "--max-batch-requests",
+            "12",
+            "--max-batch-tokens",
+            "96",
+            *(["--kv-memory", "80MiB"] if model else []),
+        ]
+        fleet = start_fleet(served, Path(work) / "log", *options)
         driver = start_browser()
         done = threading.Event()
 
@@ -40,11 +48,13 @@ def main(file: Path, model: str | None) -> None:
             page.open(f"{fleet.url}/dashboard")
             for thread in threads:
                 thread.start()
-            page.wait_for(LOADED)
+            page.wait_for(LOADED, seconds=120)
             time.sleep(6)  # until the rates are known
-            driver.set_window_size(1440, 550)
-            time.sleep(1)
-            driver.save_screenshot(str(file))
+            page.find("#chat-input").send_keys("What is a chairlift?\n")
+            driver.set_window_size(1440, 800)
+            page.run("scrollTo(0, 0)")
+            time.sleep(3)
+            save_small(page, file)
             print(driver.get_log("browser"))
         finally:
             done.set()

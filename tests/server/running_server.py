@@ -100,7 +100,8 @@ def _status(url: str) -> int | None:
 
 
 def start_server(folder: Path, log: Path, *options: str, **environment: str) -> RunningServer:
-    command = [sys.executable, "-m", "chairlift", "serve", str(folder), "--served-model-name", NAME, "--port", "0"]
+    name = () if "--served-model-name" in options else ("--served-model-name", NAME)
+    command = [sys.executable, "-m", "chairlift", "serve", str(folder), *name, "--port", "0"]
     threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # the model is too small for more
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -314,7 +314,7 @@ class MessageView {
     if (this.edit) this.edit.hidden = panel.abort || panel.talk.messages.findLast((each) => each.role === "user") !== message;
     if (this.retry) this.retry.hidden = !canChange;
     if (this.goOn) this.goOn.hidden = !canChange || !isText || !message.content;
-    this.copy.hidden = !message.content;
+    this.copy.hidden = isBusy || !message.content;
     this.story.hidden = true; // until the request is known to be on the lift
   }
 

@@ -97,10 +97,11 @@ def _info(parameter: inspect.Parameter) -> Any:
 
 def _instead_of_option(context: typer.Context, model: str) -> str:
     """Count a model that was given as an argument as the value of --model on the command line."""
-    if source_of(context, "model") == "COMMANDLINE":
+    source = context.get_parameter_source("model")
+    assert source is not None
+    if source.name == "COMMANDLINE":
         raise InvalidParameter("model", f"was given twice: {model!r} and {context.params['model']!r}")
-    sources = type(context.get_parameter_source("model"))
-    context.set_parameter_source("model", sources["COMMANDLINE"])
+    context.set_parameter_source("model", type(source)["COMMANDLINE"])
     context.params["model"] = model
     return model
 

@@ -8,12 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chairlift.cli.models import format_count, format_size
+from chairlift.loading.known_models import known_models
+
 ALL_SETTINGS = 9
+KNOWN = """\
+## Models with a short name
+
+For `chairlift run`, `chat`, `serve` and all others that take a MODEL. The first comes from the Python package index,
+the others from the Hugging Face hub, where the licence of a gated one must be accepted first (with a token in
+`HF_TOKEN`). Weights and memory follow from the published shapes: on a CPU int8, or float32 where a model has experts;
+on a GPU the format of the files. The sizes of the files are approximate; those of models that also read images or
+sound hold more than is read.
+"""
 
 
 def models_page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page for results by model type."""
-    parts = [Path(__file__).with_suffix(".md").read_text(encoding="utf-8")]
+    parts = [Path(__file__).with_suffix(".md").read_text(encoding="utf-8"), _known()]
     for path, title in (("native", "Native families"), ("fallback", "By the fallback")):
         families = {name: each for name, each in results.items() if each["path"] == path}
         lines = [["family", "names", "tested", "weights", "KV bytes per token", "state"], ["---"] * 6]
@@ -27,6 +39,17 @@ def models_page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*parts, f"## Refused\n\n{len(refused)} families.\n\n{_table(lines)}"])
 
 
+def _known() -> str:
+    """The models with a short name."""
+    lines = [["name", "model", "weights", "files", "on a CPU", "on a GPU", "context", "licence"], ["---"] * 8]
+    for model in known_models():
+        sizes = map(format_size, (model.size, model.cpu_bytes, model.gpu_bytes))
+        licence = f"{model.licence}, gated" if model.gated else model.licence
+        link, context = f"[{model.hub_id}]({model.page})", f"{model.context:,}"
+        lines.append([f"`{model.name}`", link, format_count(model.num_parameters), *sizes, context, licence])
+    return f"{KNOWN}\n{_table(lines)}"
+
+
 def _line(name: str, result: Mapping[str, Any]) -> list[str]:
     from chairlift.models.families import FAMILIES
 
@@ -37,14 +60,10 @@ def _line(name: str, result: Mapping[str, Any]) -> list[str]:
         f"`{name}`",
         title,
         tested,
-        "" if weights is None else _billions(weights),
+        "" if weights is None else format_count(weights),
         "" if kv is None else f"{kv:,}",
         "" if not state else f"{state / 2**20:.1f} MiB",
     ]
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
 def _table(lines: list[list[str]]) -> str:

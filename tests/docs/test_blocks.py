@@ -267,5 +267,5 @@ def test_flags_and_commands_in_sentences_exist(page: Path) -> None:
 
 def test_paths_beside_those_of_other_servers_exist() -> None:
     paths = [code for code in inline_code(ROOT / "docs" / "coming-from.md") if re.fullmatch(r"/[\w/-]+", code)]
-    assert len(paths) > 10
+    assert len(paths) > 20
     assert [path for path in paths if not is_path(path)] == []

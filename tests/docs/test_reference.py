@@ -212,3 +212,13 @@ def test_models_that_are_advised_fit() -> None:
             assert models[name].gpu_bytes < 0.8e9 * int(size), (name, size)
         count += 1
     assert count >= 5
+
+
+def test_metrics_that_pages_name_exist() -> None:
+    """The page about metrics is compared with the server's by another test."""
+    known = set(re.findall(r"`(chairlift_\w+)`", (DOCS / "metrics.md").read_text()))
+    known |= {f"{name}{suffix}" for name in known for suffix in ("_count", "_sum", "_bucket")}
+    packages = {"chairlift_lab"}
+    for page in DOCS.rglob("*.md"):
+        named = set(re.findall(r"\b(chairlift_[a-z_]+)\b", page.read_text())) - packages
+        assert named <= known, (page.name, named - known)

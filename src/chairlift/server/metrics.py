@@ -142,7 +142,7 @@ class Metrics:
         self._set_wait_reasons({})
 
     def _set_wait_reasons(self, counts: Mapping[str, int]) -> None:
-        counts = dict.fromkeys(self._last_wait_reasons, 0) | counts
+        counts = {**dict.fromkeys(self._last_wait_reasons, 0), **counts}
         for reason, count in counts.items():
             self.wait_reasons.labels(reason).set(count)
             if reason in EARLIER_REASONS:

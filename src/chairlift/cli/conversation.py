@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,16 +23,18 @@ from chairlift.text.assistant_parts import ContentDelta
 from chairlift.text.messages import checked_messages
 
 HELP = """\
-/help            show this
-/set NAME VALUE  set a sampling parameter, or reasoning or plain; /set alone lists them, default undoes
+/set NAME VALUE  set a sampling parameter, reasoning or plain; /set lists them
 /system TEXT     set the system message; without TEXT, remove it
 /retry           answer the last message again, with another seed
 /undo            forget the last message and its answer
-/save FILE       write the conversation and its settings; /load FILE reads them
+/save FILE       write the conversation and its settings
+/load FILE       continue a saved conversation
 /clear           start a new conversation
 /quit            leave (so does Ctrl-D); Ctrl-C stops an answer
-Alt-Enter, or a backslash at the end of a line, continues a message; \"\"\" begins and ends one of many lines.
-A pasted text is one message. A space before a message keeps it out of the history."""
+
+Alt-Enter, or a \\ at the end of a line, continues a message on a new line.
+\"\"\" begins and ends a message of many lines; a pasted text is one message.
+A message that begins with a space is not kept in the history."""
 
 _ALIASES = {"/?": "/help", "/reset": "/clear", "/new": "/clear", "/bye": "/quit", "/exit": "/quit", "/regen": "/retry"}
 _COMMAND = re.compile(r"/[a-z?]+(?=\s|$)")
@@ -70,7 +73,7 @@ class Conversation:
         self._turns: list[tuple[str, str | None]] = []  # questions and answers
         self._retries = 0
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: note(HELP),
+            "/help": lambda _: note(HELP, style=""),
             "/set": self._set,
             "/system": self._set_system,
             "/retry": lambda _: self._retry(),
@@ -175,7 +178,7 @@ class Conversation:
     def _set(self, text: str) -> None:
         name, _, value = text.removeprefix("parameter ").strip().partition(" ")
         if not name:
-            note("\n".join(f"{each:<20} {self._value(each)}" for each in _OPTIONS))
+            note("\n".join(f"{each:<20} {self._value(each)}" for each in _OPTIONS), style="")
         elif name == "system":
             self._set_system(value.strip())
         elif not value:
@@ -188,11 +191,11 @@ class Conversation:
 
     def _value(self, name: str) -> str:
         if name in _SHOWN:
-            return str(getattr(self._options, name))
+            return _written(getattr(self._options, name))
         if name in self._changed:
-            return f"{self._changed[name]}"
+            return _written(self._changed[name])
         default = getattr(self._backend.defaults(self._changed.get("preset")), name)
-        return f"{_SAMPLING[name].default_text or 'none' if default is None else default} (default)"
+        return f"{_SAMPLING[name].default_text or 'none' if default is None else _written(default)} (default)"
 
     def _sampling(self, changed: Mapping[str, Any]) -> SamplingOptions:
         """The sampling parameters with these changes."""
@@ -258,10 +261,18 @@ def _path(name: str) -> Path:
         raise InvalidParameter("", "name a file")
     try:
         path = Path(name.strip("\"'")).expanduser()
-        path.exists()
+        with suppress(FileNotFoundError):
+            path.stat()
         return path
     except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, or `~` of an unknown user
         raise InvalidParameter("", f"{name!r:.100}: {error}") from None
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(json.dumps, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _option_name(name: str) -> str:
@@ -302,7 +313,7 @@ def _read_conversation(path: Path) -> tuple[str, str, list[tuple[str, str | None
         if not isinstance(fields, dict) or set(fields) - {"model", "messages", "settings"} or "messages" not in fields:
             raise InvalidParameter("", 'it must look like {"messages": […], "settings": {…}}')
         json.dumps(fields, ensure_ascii=False).encode()  # raises for halves of characters
-        settings = fields.get("settings") or {}
+        settings = fields.get("settings", {})
         if not isinstance(settings, dict):
             raise InvalidParameter("settings", "must map names to values")
         named = {_option_name(str(name)): value for name, value in settings.items()}

@@ -25,10 +25,10 @@ MAX_TABLE_COLUMNS, MAX_TABLE_ROWS = 24, 500
 
 _SPAN = re.compile(
     r"(?P<ticks>`+)(?P<code>.+?)(?<!`)(?P=ticks)(?!`)"
-    r"|\*\*(?=\S)(?P<bold>.+?)(?<=\S)\*\*(?!\*)"
+    r"|\*\*(?=\*?[^\s*])(?P<bold>.+?)(?<=\S)\*\*(?!\*)"
     r"|\*(?![\s*])(?P<star>.+?)(?<![\s*])\*(?!\*)"
     r"|(?<!\w)_(?![\s_])(?P<line>.+?)(?<![\s_])_(?!\w)"
-    r"|~~(?=\S)(?P<struck>.+?)(?<=\S)~~"
+    r"|~~(?=[^\s~])(?P<struck>.+?)(?<=\S)~~"
     r"|\[(?P<label>[^\[\]]+)\]\((?P<address>[^()\s]+)\)"
     r"|\\(?P<literal>[-*_`~#|<>.+])"
 )
@@ -119,7 +119,7 @@ class MarkdownText:
             self._fence = fence[1]
             self._out.add_unbroken(line, DIM)
             self._line = ""
-        elif _RULE.fullmatch(line):
+        elif at_end and _RULE.fullmatch(line):
             self._out.add_unbroken("─" * terminal_width(), DIM)
             self._line = ""
         elif heading := _HEADING.match(line):

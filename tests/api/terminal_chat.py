@@ -26,7 +26,8 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 class TerminalProgram:
     """`chairlift` with a terminal of its own, to which real bytes are typed."""
 
-    def __init__(self, *arguments: str, columns: int = 60, **variables: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 60, piped: bool = False, **variables: str) -> None:
+        """`piped` leaves the terminal to standard input and errors."""
         self._master, slave = pty.openpty()
         self.resize(columns)
         self.output = ""
@@ -34,7 +35,7 @@ class TerminalProgram:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "chairlift", *arguments],
             stdin=slave,
-            stdout=slave,
+            stdout=subprocess.PIPE if piped else slave,
             stderr=slave,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that \x03 is Ctrl-C

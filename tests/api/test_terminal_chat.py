@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.cli_runner import run
 from tests.api.terminal_chat import ScriptedServer, TerminalProgram, scripted_server
+from tests.scripted_model import write_scripted_checkpoint
 
 PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
@@ -227,3 +229,68 @@ def test_without_bracketed_paste_lines_that_arrive_together_are_one_message(
     program.type(CTRL_D)
     assert program.ended() == 0
     program.close()
+
+
+@pytest.fixture(scope="module")
+def reasoner(tmp_path_factory: pytest.TempPathFactory) -> str:
+    reply = "<think>Let me consider.</think>\n\nIt **goes** up."
+    return str(write_scripted_checkpoint(tmp_path_factory.mktemp("reasoner"), [reply], positions=4096))
+
+
+def test_a_model_that_reasons_in_a_pipe_and_on_a_terminal(reasoner: str, state: Path) -> None:
+    options = ["--reasoning-parser", "think", "--device", "cpu", "--kv-memory", "16MiB"]
+    piped = run("run", reasoner, "what", "is it?", *options, stdin="a lift\n")
+    assert (piped.exit_code, piped.stdout, piped.stderr) == (0, "It **goes** up.\n", "")
+    refused = run("run", reasoner, "what?", "--reasoning", "off", *options)
+    assert refused.exit_code == 2
+    assert "error: --reasoning: this model always reasons" in refused.stderr
+    program = TerminalProgram("run", reasoner, "what?", *options, XDG_STATE_HOME=str(state))
+    assert program.ended() == 0
+    assert "Let me consider.\n\nIt goes up.\n" in program.shown
+    assert program.output.index("\x1b[2mLe") < program.output.index("\x1b[1mgo")
+    program.close()
+
+
+def test_the_prompt_is_what_is_piped_and_the_words(server: ScriptedServer) -> None:
+    def asked(*words: str, stdin: str = "") -> str:
+        result = run("run", *words, "--url", server.url, stdin=stdin)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "Fine.\n", ""), result.output
+        return last_message(server)
+
+    server.answer = ["Fine."]
+    assert asked("scripted", "two", "words") == "two words"
+    assert server.requests[-1]["model"] == "scripted"
+    assert asked("scripted", "summarise", stdin="a text\nof lines\n\n") == "a text\nof lines\n\nsummarise"
+    assert asked("scripted", stdin="a text\n") == "a text"
+    assert asked("--model", "other", "all", "prompt") == "all prompt"
+    assert server.requests[-1]["model"] == "other"
+    for arguments, problem in (
+        (["what is it?"], "'what is it?' is not a model; write `chairlift run MODEL PROMPT`"),
+        (["scripted"], "prompt: is empty"),
+        (["scripted", " "], "prompt: is empty"),
+        (["scripted", "hi", "--reasoning", "loud"], "--reasoning: unknown 'loud'"),
+    ):
+        result = run("run", *arguments, "--url", server.url)
+        assert result.exit_code == 2
+        assert problem in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_the_keyboard_may_be_a_terminal_where_the_output_is_none(server: ScriptedServer, state: Path) -> None:
+    server.answer = ["**Fine.**"]
+    program = TerminalProgram("chat", "-q", "--url", server.url, piped=True, XDG_STATE_HOME=str(state))
+    program.wait_for("> ")
+    program.type("hi\n")
+    program.wait_for("> ")
+    program.type(CTRL_D)
+    assert program.process.stdout is not None
+    assert program.process.stdout.read() == b"**Fine.**\n"
+    assert program.ended() == 0
+    program.close()
+
+
+@pytest.mark.model
+def test_the_default_model_answers_in_one_line_of_a_shell() -> None:
+    result = run("run", "smollm2-135m", "What is 2 + 2?", "--temperature", "0")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "4" in result.stdout

@@ -81,7 +81,10 @@ def run(
     conversation = _start(context, engine, sampling, options, url, api_key, named=named, prompt=text)
     if text is None:
         _talk(conversation, options)
-    elif not conversation.send(text):
+        return
+    with no_echo():
+        finished = conversation.send(text)
+    if not finished:
         raise typer.Exit(INTERRUPTED)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.client.blocking import BlockingClient, ServerError
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.errors import InvalidParameter
 from chairlift.options import options_of
 from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary
 from chairlift.terminal.options import ChatSampling, SamplingOptions
@@ -78,7 +79,10 @@ class LocalChat:
         sampling = {"max_tokens": None, **self._llm.defaults.preset(preset).sampling}
         params = SamplingParams.with_defaults(sampling, **given)
         if self.chats:
-            variables = {} if reasons else effort_variables("none", format_, tokenizer)
+            try:
+                variables = {} if reasons else effort_variables("none", format_, tokenizer)
+            except InvalidParameter as error:
+                raise error.renamed("reasoning") from None
             prompt: Any = self._llm.chat_format.prompt(messages, preset=preset, **variables)
             reasoning = ReasoningUse.after(prompt["prompt_token_ids"], format_, tokenizer)
             params = params.clone(visible_special_ids=tokenizer.special_ids_of(reasoning.markers))

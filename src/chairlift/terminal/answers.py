@@ -59,14 +59,16 @@ class AnswerText:
 
     def close(self, *, stopped: bool = False) -> None:
         """Write what is held back; an answer that was stopped ends in an ellipsis."""
-        if self._markdown is not None:
-            self._markdown.close()
         end = " …" if stopped else ""
-        if self._out is not None:
-            self._out.add(end)
-            self._out.close()
-        else:
+        if self._out is None:
             sys.stdout.write(f"{end}\n")
+        elif self._markdown is not None and not self._in_reasoning:
+            self._markdown.push(end)
+            self._markdown.close()
+        else:
+            self._out.add(end)
+        if self._out is not None:
+            self._out.close()
         sys.stdout.flush()
 
     def _end_reasoning(self) -> None:

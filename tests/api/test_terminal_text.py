@@ -205,7 +205,9 @@ class Echo:
     """Answers with the last message."""
 
     model = "echo"
-    defaults = SamplingOptions()
+    @staticmethod
+    def defaults(preset: object) -> SamplingOptions:
+        return SamplingOptions()
     cut_off = False
 
     def __init__(self) -> None:

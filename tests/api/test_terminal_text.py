@@ -205,9 +205,11 @@ class Echo:
     """Answers with the last message."""
 
     model = "echo"
+
     @staticmethod
     def defaults(preset: object) -> SamplingOptions:
         return SamplingOptions()
+
     cut_off = False
 
     def __init__(self) -> None:

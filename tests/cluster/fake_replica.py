@@ -79,11 +79,13 @@ async def die(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def stream(*events: str, ends: bool = True, then: Answer | None = None) -> Answer:
-    """Send server-sent events; without `ends` the connection breaks after them."""
+def stream(
+    *events: str, ends: bool = True, then: Answer | None = None, media_type: str = "text/event-stream"
+) -> Answer:
+    """Send the events of a stream; without `ends` the connection breaks after them."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
-        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {media_type}\r\ntransfer-encoding: chunked\r\n"
         writer.write(f"{head}connection: close\r\n\r\n".encode())
         for event in events:
             writer.write(f"{len(event):x}\r\n{event}\r\n".encode())

@@ -188,6 +188,34 @@ def test_each_api_has_its_own_error_event(path: str, last: dict[str, int], expec
     assert json.loads(data.removeprefix("data: ")).items() >= expected.items()
 
 
+LINE, LAST_LINE = '{"message":{"content":"a"},"done":false}\n', '{"done":true,"eval_count":1}\n'
+
+
+def test_lines_of_json_are_relayed_as_a_stream(tmp_path: Path) -> None:
+    """Whole lines arrive without the reports between them, and a line with an error follows those of a dead replica."""
+    report = ": usage 7 3 ok\n"
+    for ends in (True, False):
+        pieces = (report[:5], report[5:] + LINE, LINE[:9], LINE[9:] + report + LAST_LINE)
+        replica = FakeReplica(stream(*pieces, ends=ends, media_type="application/x-ndjson"))
+        log = tmp_path / f"log-{ends}"
+        with ingress(replica, config=ServerConfig("tiny", access_log=log)) as (url, _):
+            assert post(url, "/api/chat", {"messages": []}).text == LINE * 2 + LAST_LINE
+        assert json.loads(log.read_text())["completion_tokens"] == 3
+    with ingress(FakeReplica(stream(LINE, LINE[:9], ends=False, media_type="application/x-ndjson"))) as (url, _):
+        first, error = post(url, "/api/chat", {"messages": []}).text.splitlines(keepends=True)
+    assert first == LINE
+    assert json.loads(error).keys() == {"error"}
+
+
+def test_llama_cpps_streams_end_with_its_error() -> None:
+    whole, last = 'data: {"content":"a","stop":false}\n\n', 'data: {"content":"","stop":true}\n\n'
+    with ingress(FakeReplica(stream(whole, ends=False))) as (url, _):
+        events = events_of(post(url, "/completion", {"prompt": "a", "stream": True}).text)
+    assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == 503
+    with ingress(FakeReplica(stream(whole, last, ends=False))) as (url, _):
+        assert post(url, "/completion", {"prompt": "a", "stream": True}).text == whole + last
+
+
 def test_a_whole_response_that_is_cut_closes_the_connection() -> None:
     async def half(writer: asyncio.StreamWriter) -> None:
         writer.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"a":')
@@ -347,13 +375,14 @@ def test_the_access_log_has_the_tokens_of_responses(tmp_path: Path) -> None:
     assert [line.get("completion_tokens") for line in lines] == [100, 100, None]
 
 
-def test_prompts_with_equal_prefixes_go_to_one_replica() -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_prompts_with_equal_prefixes_go_to_one_replica(path: str) -> None:
     replicas = [FakeReplica(whole(200)) for _ in range(2)]
     with ingress(*replicas, policy="prefix-affine") as (url, _):
         for group in ("a", "b"):
             for index in range(4):
                 messages = [{"role": "system", "content": group * 2000}, {"role": "user", "content": str(index)}]
-                assert post(url, "/v1/chat/completions", {"messages": messages}).status_code == 200
+                assert post(url, path, {"messages": messages}).status_code == 200
     seen = [{json.loads(one.body)["messages"][0]["content"][0] for one in replica.requests} for replica in replicas]
     assert sorted(map(sorted, seen)) == [["a"], ["b"]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chairlift.cluster.routing.router import RoutedRequest
-from chairlift.cluster.serving.routed_body import read_body
+from chairlift.cluster.serving.routed_body import generates, read_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -66,6 +66,24 @@ def test_prompts_of_token_ids_and_several_prompts() -> None:
     assert shared(routed(TEXT, {"prompt": ids}), routed(TEXT, {"prompt": [*ids[:150], 7]})) == 128
     several = routed(TEXT, {"prompt": [ids, ids], "n": 3, "max_tokens": 10})
     assert (several.num_prompt, several.max_output) == (400, 60)
+
+
+def test_the_bodies_of_ollama_and_llama_cpp() -> None:
+    long = "a long system prompt " * 50
+    system = {"role": "system", "content": long}
+    chats = [routed("/api/chat", {"messages": [system, {"role": "user", "content": one}]}) for one in ("a", "b")]
+    assert shared(*chats) > 200
+    prompts = [routed("/api/generate", {"system": long, "prompt": one}) for one in ("a", "b")]
+    assert shared(*prompts) > 200
+    extra = [{"filename": "a.py", "text": long}]
+    infills = [routed("/infill", {"input_prefix": one, "input_extra": extra}) for one in ("a", "b")]
+    assert shared(*infills) > 200
+    assert routed("/completion", {"prompt": list(range(200))}).num_prompt == 200
+    assert routed("/completion", {"prompt": "a", "n_predict": 7}).max_output == 7
+    assert routed("/completion", {"prompt": "a", "n_predict": -1}).max_output is None
+    assert routed("/api/chat", {"messages": [], "options": {"num_predict": 7}}).max_output == 7
+    paths = ["/api/chat", "/api/generate", "/completion", "/infill", "/v1/completions"]
+    assert [path for path in (*paths, "/api/show", "/embedding", "/api/embed") if generates(path)] == paths
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])

@@ -186,7 +186,7 @@ def test_every_route_but_the_probes_needs_a_key(locked: RunningServer) -> None:
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
             assert refused.headers["x-request-id"]
-    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"):
+    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/api/chat", "/infill"):
         assert HTTP.post(locked.url + path, json={}).status_code == 401
     assert HTTP.get(locked.url + "/health").status_code == HTTP.get(locked.url + "/ready").status_code == 200
     assert HTTP.get(locked.url + "/health/", headers=bearer("wrong")).status_code == 401

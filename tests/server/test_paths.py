@@ -29,6 +29,8 @@ POSTS = [
     ("/messages", CHAT),
     ("/messages/count_tokens", {"messages": HELLO}),
     ("//tokenize", {"prompt": "a"}),
+    ("/api//chat", {"messages": HELLO}),
+    ("//completion", {"prompt": "a"}),
 ]
 
 

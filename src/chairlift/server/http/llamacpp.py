@@ -25,14 +25,17 @@ from chairlift.server.wire.errors import APIError, unavailable
 def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
     @app.post("/completion", responses=ERRORS)
     async def completion(body: types.LlamaCompletionRequest, http: Request) -> Response:
+        """Completes prompts, as llama.cpp's."""
         return await service.handle(endpoint.LlamaCompletionGeneration(body, service.model, http.state.timelines), http)
 
     @app.post("/infill", responses=ERRORS)
     async def infill(body: types.InfillRequest, http: Request) -> Response:
+        """Fills in code between a prefix and a suffix, as llama.cpp's."""
         return await service.handle(endpoint.InfillGeneration(body, service.model, http.state.timelines), http)
 
     @app.post("/embedding", responses=ERRORS)
     async def embedding(body: types.LlamaEmbeddingRequest, http: Request) -> Response:
+        """Vectors of texts, as llama.cpp's."""
         return await service.handle(endpoint.LlamaEmbeddingGeneration(body, service.model), http)
 
     @app.post("/reranking", include_in_schema=False)
@@ -42,12 +45,14 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/apply-template", responses=ERRORS)
     async def apply_template(body: types.ApplyTemplateRequest, http: Request) -> Response:
+        """The prompt of a conversation as text, as llama.cpp's."""
         check_model_name(service.model, body.model)
         work = partial(_apply_template, body, service.model)
         return await run_text_job(service, http, len(await http.body()), work)
 
     @app.get("/props", responses=ERRORS)
     async def props() -> dict[str, Any]:
+        """The settings of the server and the chat template, as llama.cpp's."""
         model, loaded, tokenizer = service.model, service.engine.loaded, service.model.tokenizer
         defaults = SamplingParams.with_defaults(model.sampling, max_tokens=None)
         slot: dict[str, Any] = {"id": 0, "n_ctx": service.max_model_len, "is_processing": False}
@@ -67,12 +72,13 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/props", responses=ERRORS)
     async def change_props() -> Response:
+        """Refused: the properties do not change."""
         problem = "the properties of this server cannot be changed while it runs"
         raise APIError(400, problem, code="unsupported_operation")
 
     @app.get("/slots", responses=ERRORS)
     async def slots(http: Request, fail_on_no_slot: str | None = None) -> list[dict[str, Any]]:
-        """As many slots are busy as there are requests, waiting ones included; which is not said."""
+        """The slots, as llama.cpp's: as many are busy as there are requests, waiting ones included."""
         check_sees_all(http.state)
         if service.engine.loaded is None:
             raise unavailable("the engine is starting")

@@ -21,6 +21,7 @@ NDJSON = "application/x-ndjson"
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/chat", responses=ERRORS)
     async def chat(body: types.OllamaChatRequest, http: Request) -> Response:
+        """Answers a conversation, as Ollama's; a stream of lines of JSON unless `stream` is false."""
         if not body.messages:
             _check_loaded(service, body)
             return JSONResponse(endpoint.loaded_response(body.model or service.model.name, is_chat=True))
@@ -28,6 +29,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/generate", responses=ERRORS)
     async def generate(body: types.GenerateRequest, http: Request) -> Response:
+        """Completes a prompt that the chat template writes, as Ollama's."""
         if not (body.prompt or body.suffix or body.images):
             _check_loaded(service, body)
             return JSONResponse(endpoint.loaded_response(body.model or service.model.name, is_chat=False))
@@ -35,10 +37,12 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/embed", responses=ERRORS)
     async def embed(body: types.EmbedRequest, http: Request) -> Response:
+        """Vectors of texts, as Ollama's."""
         return await _embed(body, http)
 
     @app.post("/api/embeddings", responses=ERRORS)
     async def old_embeddings(body: types.OldEmbeddingRequest, http: Request) -> Response:
+        """The vector of a text, as Ollama had it before /api/embed."""
         return await _embed(body, http)
 
     async def _embed(body: types.EmbedRequest | types.OldEmbeddingRequest, http: Request) -> Response:
@@ -49,20 +53,24 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/tags", responses=ERRORS)
     async def list_models() -> dict[str, Any]:
+        """The names that requests may use, with a tag."""
         return models.tags(service.model)
 
     @app.get("/api/ps", responses=ERRORS)
     async def running_models() -> dict[str, Any]:
+        """The model, once the engine is ready."""
         if service.engine.state is not EngineState.READY:
             return {"models": []}
         return models.running(service.model, service.max_model_len or 0)
 
     @app.get("/api/version", responses=ERRORS)
     async def api_version() -> dict[str, str]:
+        """The version of Ollama whose API this is."""
         return {"version": models.API_VERSION}
 
     @app.post("/api/show", responses=ERRORS)
     async def show(body: types.NamedModel) -> dict[str, Any]:
+        """What the model is and can do, as Ollama's."""
         check_model_name(service.model, body.given)
         return models.description(service.model, service.max_model_len)
 
@@ -80,6 +88,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.delete("/api/delete", responses=ERRORS)
     @app.api_route("/api/blobs/{digest}", methods=["GET", "POST"], include_in_schema=False)
     async def change_models() -> Response:
+        """Refused: this server changes no models."""
         problem = "this server serves one model and changes no others; use the commands 'chairlift pull' and 'rm'"
         raise APIError(400, problem, code="unsupported_operation")
 

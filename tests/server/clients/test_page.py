@@ -16,7 +16,7 @@ BLOCKS = dict(re.findall(r"^## ([\w-]+)\n[^#]*?```python\n(.*?)```", PAGE.read_t
 
 
 def test_every_library_has_a_block() -> None:
-    assert set(BLOCKS) == {"openai", "anthropic", "litellm", "langchain", "pydantic-ai", "instructor"}
+    assert set(BLOCKS) == {"openai", "anthropic", "litellm", "langchain", "pydantic-ai", "instructor", "ollama"}
 
 
 @pytest.mark.parametrize("client", BLOCKS)

@@ -19,6 +19,7 @@ import yaml
 
 from chairlift.errors import ChairliftError
 from chairlift.options import options_of, read_config_file
+from chairlift.server.ollama.types import OllamaChatRequest
 from chairlift.server.openai.types import ChatRequest, CompletionRequest
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions
@@ -46,7 +47,7 @@ OTHERS = {
     *("npm", "ollama", "openssl", "optimum-cli", "ray", "serve", "sh", "smg", "source", "systemctl", "useradd"),
     *("cat", "chmod", "llama-gguf-split", "llm", "nvidia-smi", "ulimit", "umask"),
 }
-BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+BODIES = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/api/chat": OllamaChatRequest}
 MAKEFILE = (ROOT / "Makefile").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMMAND_LIKE = re.compile(r"^\$? ?(chairlift|make|curl|pip|python3?|docker) ", re.MULTILINE)

@@ -21,6 +21,7 @@ install: $(STAMP) $(KERNELS)  ## create .venv with chairlift and the development
 $(KERNELS): $(STAMP) $(shell find src/chairlift/kernels/cpu -name '*.py')
 	-@$(BIN)/python -m chairlift compile --device cpu
 	@touch $@
+	@echo "Installed. Next: ./chairlift serve, or: source $(BIN)/activate, after which the command is chairlift."
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " \
@@ -31,7 +32,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@# Triton's interpreter tests the GPU kernels. No dependencies: they would replace the CPU build of torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@
-	@echo "Installed. Next: ./chairlift serve, or: source $(BIN)/activate, after which the command is chairlift."
 
 serve: install  ## fetch the default model and serve it on 127.0.0.1:8000
 	$(BIN)/chairlift serve

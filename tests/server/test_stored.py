@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sqlite3
 import stat
@@ -241,6 +243,50 @@ def test_a_compacted_conversation_is_read_back(front: FrontEnd) -> None:
     assert client.responses.compact(model=SCRIPTED, previous_response_id=first.id).output[-1].type == "compaction"
 
 
+# ---- hostile requests ------------------------------------------------------------------------------------------------
+
+LONE = "\ud800"
+CALL = {"type": "function_call", "call_id": LONE, "name": "f", "arguments": "{}"}
+TOOLS = {"type": "additional_tools", "tools": [{"type": "function", "name": LONE}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "x", "previous_response_id": LONE}, "previous_response_id"),
+        ({"input": "x", "previous_response_id": "r" * 101}, "previous_response_id"),
+        ({"input": "x", "instructions": LONE, "background": True}, "instructions"),
+        ({"input": [{"role": "user", "content": "x"}, CALL]}, "input[1]"),
+        ({"input": [{"type": "item_reference", "id": LONE}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "' OR 1=1 --"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": f"msg_{index}"} for index in range(2048)]}, "input[0].id"),
+        ({"items": [CALL]}, "items[0]"),
+        ({"items": [TOOLS]}, "items[0]"),
+        ({"items": [{"role": "user", "content": LONE}]}, "items[0]"),
+        ({"metadata": {"a": LONE}}, "metadata.a"),
+        ({"metadata": {str(index): "x" for index in range(17)}}, "metadata"),
+    ],
+    ids=lambda value: ascii(value)[:60],
+)
+def test_what_cannot_be_kept_is_refused_before_it_is_generated(
+    front: FrontEnd, body: dict[str, Any], param: str
+) -> None:
+    path = "responses" if "input" in body else "conversations"
+    headers = {"content-type": "application/json"}
+    reply = HTTP.post(f"{front.url}/v1/{path}", content=json.dumps(body), headers=headers)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    assert not front.engine.received
+
+
+@pytest.mark.parametrize("given", ["%00", "%ff%fe", "%27%20OR%201=1--", "..%2f..%2fetc", "x" * 5000, "resp_%25"])
+def test_hostile_ids_are_those_of_nothing(front: FrontEnd, given: str) -> None:
+    ask(client_of(front))
+    for method, path in (("GET", "responses/{}"), ("DELETE", "responses/{}"), ("POST", "responses/{}/cancel")):
+        assert refusal(404, front, method, "/v1/" + path.format(given))
+    for path in ("conversations/{}", "conversations/{}/items", "conversations/x/items/{}"):
+        assert refusal(404, front, "GET", "/v1/" + path.format(given))
+
+
 # ---- tenants, quota and expiry ---------------------------------------------------------------------------------------
 
 
@@ -339,8 +385,6 @@ def test_what_has_expired_is_gone_at_once(front: FrontEnd, store: ResponseStore)
             gone()
     error = refusal(400, front, "POST", "/v1/responses", input="x", previous_response_id=second.id)
     assert error["code"] == "previous_response_not_found"
-    import asyncio
-
     asyncio.run(store.remove_expired())
     with sqlite3.connect(store.folder / database.NAME) as connection:
         counts = [
@@ -361,8 +405,6 @@ def test_the_folder_is_private_and_holds_nothing_that_was_deleted(front: FrontEn
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert any(secret.encode() in file.read_bytes() for file in files)
     client.responses.delete(answer.id)
-    import asyncio
-
     asyncio.run(store.tidy())
     assert not any(secret.encode() in file.read_bytes() for file in store.folder.iterdir())
 

@@ -249,7 +249,7 @@ store = ResponseStore(Path(sys.argv[1]), 10**6, 1000.0)
 
 async def main():
     background = BackgroundResponses(store, None, KeyTable())
-    items = with_ids([{"role": "user", "content": "x" * 300}])
+    items = with_ids([("input", {"role": "user", "content": "x" * 300})])
     base = {"object": "response", "created_at": 1, "previous_response_id": None, "background": True, "output": []}
     run = background.new_run("public")
     await store.queue(run, {**base, "id": run.id, "status": "queued"}, items, Continued())
@@ -258,7 +258,7 @@ async def main():
     print(run.id, flush=True)
     while True:
         response_id = f"resp_{uuid.uuid4().hex}"
-        output = with_ids([{"role": "assistant", "content": "y" * 3000}])
+        output = with_ids([("input", {"role": "assistant", "content": "y" * 3000})])
         response = {**base, "id": response_id, "status": "completed", "output": output}
         await store.keep("public", response, items, Continued(), store=True)
         print(response_id, flush=True)

@@ -40,8 +40,7 @@ class CompactionGeneration(ResponsesGeneration):
         """Tokenize the conversation. If the context has no room for all of it, its beginning is left out."""
         self.body.max_output_tokens = limit = min(MAX_SUMMARY_TOKENS, max(1, max_tokens // SHARE))
         prompt = self._prompt(max_tokens)
-        items = [*self.body.earlier.items, *self.messages.kept_items[:-1]]
-        kept = latest_messages(items, max_tokens)
+        kept = latest_messages([*self.body.earlier.items, *self.messages.kept_items[:-1]], max_tokens)
 
         def reply(response_id: str, completion_ids: list[str], usage: Usage) -> CompactionBuilder:
             return CompactionBuilder(self, prompt, response_id, usage, kept)

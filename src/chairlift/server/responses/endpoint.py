@@ -18,7 +18,7 @@ from chairlift.server.generation.usage import Usage
 from chairlift.server.openai.chat import ChatGeneration, ChatPrompt
 from chairlift.server.openai.response_builder import chat_logprobs
 from chairlift.server.responses.input import InputMessages, Item
-from chairlift.server.responses.tools import InputReader
+from chairlift.server.responses.tools import InputReader, check_encodable
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
@@ -112,7 +112,7 @@ class ResponsesGeneration(GenerationRequest):
     async def finish(self, builder: ResponseBuilder) -> None:
         if self.keeping.keep is not None:
             assert isinstance(builder, ResponseObjectBuilder)
-            await builder.keep(self.messages.kept_items)
+            await builder.keep(self.kept_items)
 
     def queued(self) -> dict[str, Any]:
         """Return the response before there is any output."""
@@ -124,6 +124,9 @@ class ResponsesGeneration(GenerationRequest):
         """Read the input, which raises if it is invalid; runs in a thread."""
         _ = self._chat.tools  # validates tools before the input
         self.messages = InputMessages(self.body.input, self.body.instructions, self._tools, self.body.earlier)
+        if self.keeping is not NOT_KEPT:
+            check_encodable("instructions", self.body.instructions)
+            self.kept_items = self.messages.kept_items  # What cannot be kept is refused before it costs anything.
         return self.messages
 
     def _prompt(self, max_tokens: int) -> ChatPrompt:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import Entries, StrictModel, parse_at
-from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, custom_arguments
+from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, custom_arguments
 from chairlift.server.wire.unknown_fields import ignore
 
 Item = dict[str, Any]
@@ -249,7 +249,7 @@ class InputMessages:
     @property
     def kept_items(self) -> list[Item]:
         """The items of the input, each with an id of its own."""
-        return with_ids(item for _, item in self.items)
+        return with_ids(self.items)
 
     def cuts(self) -> list[int]:
         """Return the indices of the messages from which a shortened conversation may begin, ascending: those of the
@@ -357,20 +357,22 @@ def read_items(given: str | list[Item]) -> list[tuple[str, Item]]:
     return found
 
 
-def with_ids(given: Iterable[Item], taken: Iterable[str] = ()) -> list[Item]:
-    """Return valid items as they are kept. They have the ids that they were given, unless those are taken."""
-    items, ids = [], set(taken)
-    for each in given:
-        item = parse_item("input", each)
+def with_ids(given: Iterable[tuple[str, Item]]) -> list[Item]:
+    """Return valid items as they are kept. They have the ids that they were given, unless an item before has it."""
+    items: list[Item] = []
+    ids: set[str] = set()
+    for location, each in given:
+        item = parse_item(location, each)
         item_id = item.id
         if item_id is None or item_id in ids or not VALID_ID.fullmatch(item_id):
             item_id = f"{item.prefix}_{uuid.uuid4().hex}"
         ids.add(item_id)
         items.append({"id": item_id, **item.kept()})
+        check_encodable(location, items[-1])
     return items
 
 
-def checked_items(given: list[Item], taken: Iterable[str] = ()) -> list[Item]:
+def checked_items(given: list[Item]) -> list[Item]:
     """Return the items that are added to a conversation, as they are kept; raise for one that no request can use."""
     items = read_items(given)
     for location, each in items:
@@ -381,7 +383,7 @@ def checked_items(given: list[Item], taken: Iterable[str] = ()) -> list[Item]:
                 _text(f"{location}.output", output)
             case _Compaction(encrypted_content=content):
                 decoded_summary(f"{location}.encrypted_content", content)
-    return with_ids((item for _, item in items), taken)
+    return with_ids(items)
 
 
 def parse_item(location: str, given: Item) -> _Item:

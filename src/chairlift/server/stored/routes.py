@@ -19,8 +19,8 @@ from chairlift.server.generation.reply import EventStream
 from chairlift.server.http.routes import ERRORS, Service, run_input_tokens
 from chairlift.server.openai.types import MAX_MESSAGES
 from chairlift.server.responses.compaction import CompactionGeneration
-from chairlift.server.responses.endpoint import Keep, Keeping, ResponsesGeneration
-from chairlift.server.responses.input import Item, checked_items
+from chairlift.server.responses.endpoint import NOT_KEPT, Keep, Keeping, ResponsesGeneration
+from chairlift.server.responses.input import VALID_ID, Item, checked_items
 from chairlift.server.responses.types import MAX_METADATA, CompactRequest, Metadata, ResponsesRequest
 from chairlift.server.stored.background import BackgroundResponses, RunningResponse
 from chairlift.server.stored.store import PUBLIC, Continued, Page, ResponseStore, item_list
@@ -36,6 +36,7 @@ NOTHING = Continued()
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Annotated[Literal["asc", "desc"], Query()]
 Labels = Annotated[Metadata | None, Field(max_length=MAX_METADATA), max_entries(MAX_METADATA)]
+EventNumber = Annotated[int, Query(ge=-1, lt=2**31)]
 Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
 
 
@@ -126,10 +127,10 @@ async def _resolve(items: list[Item], http: Request, stored: StoredResponses | N
     named = {index: item.get("id") for index, item in enumerate(items) if item.get("type") == OLD}
     if stored is None or not named:
         return  # Without a store they are refused where the input is read.
-    ids = [item_id for item_id in named.values() if isinstance(item_id, str)]
+    ids = [item_id for item_id in named.values() if isinstance(item_id, str) and VALID_ID.fullmatch(item_id)]
     found = await stored.store.items_by_id(owner_of(http), ids)
     for index, item_id in named.items():
-        if not isinstance(item_id, str) or item_id not in found:
+        if item_id not in ids or item_id not in found:
             raise InvalidParameter(f"input[{index}].id", "there is no such item", "item_not_found")
         items[index] = found[item_id]
 
@@ -156,7 +157,7 @@ def _keeping(
     # The lines of a batch are stored only if they ask for it: they would displace everything else.
     stores = body.store is not False if "client" in http.scope else bool(body.store)
     if not stores and continued.conversation is None:
-        return Keeping()
+        return NOT_KEPT
     return Keeping(_keep(store, owner_of(http), continued, stores=stores, must=body.store is True), store=stores)
 
 
@@ -189,11 +190,11 @@ async def _start(
     request = ResponsesGeneration(body, service.model, keeping)
     await http.state.parsing.aclose()
     try:
-        messages = await service.tokenizer_pool.run_text_job(http.state.tenant or "", len(data), request.read_input)
+        await service.tokenizer_pool.run_text_job(http.state.tenant or "", len(data), request.read_input)
     except InvalidParameter as error:
         raise request.rename_error(error) from None
     response, state = request.queued(), {"key": http.state.key, "tenant": http.state.tenant}
-    running = RunningResponse(run, data, state, messages.kept_items, created_at, streams=bool(body.stream))
+    running = RunningResponse(run, data, state, request.kept_items, created_at, streams=bool(body.stream))
     await background.start(running, response, continued)
     if body.stream:
         return EventStream(background.stream(run.owner, run.id, 0), on_end=lambda: None)
@@ -213,7 +214,10 @@ def add_stored_routes(app: FastAPI, stored: StoredResponses | None) -> None:
 
     @app.get("/v1/responses/{response_id}", responses=ERRORS)
     async def retrieve(
-        response_id: str, http: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=-1)] = -1
+        response_id: str,
+        http: Request,
+        stream: bool = False,
+        starting_after: EventNumber = -1,
     ) -> Response:
         """A stored response, or with stream the events of one that was generated in the background."""
         response = await store_of().response(owner_of(http), response_id)

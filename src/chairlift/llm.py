@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -355,7 +356,9 @@ def capacity(engine: Engine) -> str:
 
 def described(llm: object, model: str, options: Mapping[str, Any], capacity: str | None) -> str:
     """Return the `repr` of a model: how it was made, and what it can do unless it is closed."""
-    made = ", ".join([repr(model), *(f"{name}={value!r:.60}" for name, value in options.items())])
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    made = ", ".join([repr(model), *(f"{name}={short.repr(value)}" for name, value in options.items())])
     return f"<{type(llm).__name__}({made}): {capacity or 'closed'}>"
 
 

@@ -222,14 +222,15 @@ def test_unknown_presets_are_refused_with_the_list(
         assert (response.status_code, problem in response.text.replace('\\"', "'")) == (status, True), response.text
 
 
-def test_unknown_presets_raise_in_python_and_commands(llm: LLM, model: str) -> None:
+def test_unknown_presets_raise_in_python_and_commands(llm: LLM) -> None:
     for call in (llm.chat, llm.stream_chat):
         with pytest.raises(InvalidParameter, match="preset: unknown 'precice'; choose from precise, creative"):
             call(QUESTION, preset="precice")
     with pytest.raises(InvalidParameter, match="preset: was given together with sampling_params"):
         llm.generate(TEXT, SamplingParams(), preset="precise")
-    result = run("generate", TEXT, "--model", model, "--preset", "precise", "--kv-memory", "2MiB", "-q")
-    assert (result.exit_code, "--preset: unknown 'precise'; there are none" in result.stderr) == (2, True)
+    for command in (["generate", TEXT, "--model", "no-such-model"], ["chat", "no-such-model"]):
+        result = run(*command, "--preset", "precise")  # It is refused before anything is loaded.
+        assert (result.exit_code, "--preset: unknown 'precise'; there are none" in result.stderr) == (2, True)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------

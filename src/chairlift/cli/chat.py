@@ -156,6 +156,7 @@ def _start(
         if not engine.quiet and prompt is None:
             note(f"{backend.model} at {client.address}")
     else:
+        engine.check_preset(sampling.preset)
         llm = engine.load()
         backend = LocalChat(llm, engine.model)
         if prompt is None and not backend.chats:

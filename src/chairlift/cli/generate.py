@@ -57,6 +57,7 @@ def generate(
     not given are those that the model recommends, if it does.
     """
     sampling.params(n=n, **search.params())  # check the parameters before the model is loaded
+    engine.check_preset(sampling.preset)
     inputs = _read_prompts(prompts or [], file)
     llm = engine.load()
     defaults = {"max_tokens": sampling.max_tokens, **llm.defaults.preset(sampling.preset).sampling}

@@ -11,6 +11,7 @@ import typer
 from chairlift.config import EngineConfig, model_option
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.known_models import DEFAULT_MODEL
+from chairlift.loading.request_defaults import RequestDefaults, parse_presets
 from chairlift.options import check_options, option, option_of
 from chairlift.terminal.option_groups import field_names, given, left_out, refuse_given, with_option_groups
 
@@ -49,6 +50,10 @@ class EngineOptions(EngineConfig):
     def config(self) -> dict[str, Any]:
         """The arguments of `EngineConfig`."""
         return {name: value for name, value in asdict(self).items() if name in engine_option_names()}
+
+    def check_preset(self, name: str | None) -> None:
+        """Raise for a preset that there is not, before anything is loaded."""
+        RequestDefaults(presets=parse_presets("presets", self.presets)).preset(name)
 
     def load(self) -> LLM:
         from chairlift.llm import LLM

@@ -39,12 +39,12 @@ class Fit:
 
     fits: bool
     device: str  # "CPU" or "GPU"
-    format: str | None = None  # of the weights; None: no format is possible
-    options: tuple[str, ...] = ()  # of the command that runs it so
+    format: str | None = None  # what the weights are stored as; None: no format is possible
+    options: tuple[str, ...] = ()  # what the command that runs it so needs
     weight_bytes: int = 0
     free_bytes: int = 0
     context: int = 0  # tokens of one sequence
-    requests: int = 0  # at once, of `TYPICAL_TOKENS` tokens or of the whole context if that is less
+    requests: int = 0  # each has `TYPICAL_TOKENS` tokens, or the whole context if that is less
     missing: str | None = None  # what is too little
     nearest: str | None = None  # the largest known model that fits where this one does not
 

@@ -23,7 +23,7 @@ class LocalModel:
 
     name: str  # what commands take
     hub_id: str
-    path: Path  # of its file, or the folder of its files
+    path: Path  # its file, or the folder of its files
     size: int  # bytes on the disk
     last_used: float  # seconds since the epoch, as the file system says
     state: str = COMPLETE

@@ -49,7 +49,7 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server that accepts connections; `status` is None if it gave no answer in time."""
 
     socket: str
-    pid: int  # as the kernel says, 0 if the process is in another container
+    pid: int  # The kernel says it; 0 if the process is in another container.
     status: ServerStatus | None
     memory: int | None = None  # bytes of the process and of all below it
 

@@ -10,6 +10,7 @@ import pytest
 
 from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.loading.request_defaults import RequestDefaults
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Loaded, Submit, ToEngine, Update
 from chairlift.text.tokenizer import Tokenizer
@@ -425,3 +426,20 @@ def test_open_webuis_requests(server: RunningServer) -> None:
     assert post(server, "/api/generate", title)["response"]
     unload = {"model": model, "keep_alive": 0, "prompt": ""}
     assert post(server, "/api/generate", unload)["done"]
+
+
+def test_presets_are_models_with_defaults_of_their_own() -> None:
+    brief = RequestDefaults({"temperature": 0.25, "stop": ["a", "b"], "max_tokens": 7}, "Be brief.")
+    defaults = RequestDefaults({"temperature": 0.5}, presets={"brief": brief})
+    with front_end(defaults=defaults) as served:
+        names = [one["model"] for one in httpx.get(f"{served.url}/api/tags").json()["models"]]
+        assert names == ["scripted:latest", "scripted:brief"]
+        shown = httpx.post(f"{served.url}/api/show", json={"model": names[1]}).json()
+        assert shown["parameters"].splitlines() == ["temperature 0.25", 'stop "a"', 'stop "b"', "num_predict 7"]
+        assert shown["system"] == "Be brief."
+        for path, body in (("/api/chat", {"messages": HELLO}), ("/completion", {"prompt": "a"})):
+            for name in names:
+                assert httpx.post(served.url + path, json={"model": name, **body}).status_code == 200
+        limits = [one.params.max_tokens for one in served.engine.received if isinstance(one, Submit)]
+        temperatures = [one.params.temperature for one in served.engine.received if isinstance(one, Submit)]
+    assert (limits, temperatures) == ([None, 7, None, 7], [0.5, 0.25, 0.5, 0.25])

@@ -18,7 +18,7 @@ import msgspec
 from chairlift.cluster.routing.router import PrefixKey, RoutedRequest, prefix_keys
 from chairlift.server.anthropic.errors import anthropic_error, is_messages_path
 from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
-from chairlift.server.ollama.errors import is_ollama_path, ollama_error
+from chairlift.server.ollama.errors import OLLAMA_PREFIX, ollama_error
 from chairlift.server.wire.errors import unavailable
 
 TOKEN_BYTES = 4
@@ -149,7 +149,7 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 def is_whole(path: str, before: bytes) -> bool:
     """Whether a stream that ends with these events has its last one."""
     last = before.rstrip(b"\n").rpartition(b"\n")[2]
-    if is_ollama_path(path):
+    if path.startswith(OLLAMA_PREFIX):
         return b'"done":true' in last
     return b'"stop":true' in last if path in LLAMACPP_PATHS else before.endswith(DONE)
 
@@ -159,7 +159,7 @@ def error_events(path: str, before: bytes, request_id: str) -> bytes:
     error = unavailable("the replica that answered this request died; try again")
     if is_messages_path(path):
         return _event("error", anthropic_error(error.status_code, error.body, request_id))
-    if is_ollama_path(path):
+    if path.startswith(OLLAMA_PREFIX):
         return msgspec.json.encode(ollama_error(error.status_code, error.body, request_id)) + b"\n"
     if path in LLAMACPP_PATHS:
         return b"data: " + msgspec.json.encode(llamacpp_error(error.status_code, error.body, request_id)) + EVENT_END

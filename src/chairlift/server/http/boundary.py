@@ -29,9 +29,9 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, AnthropicSend
 from chairlift.server.generation.usage import Timeline
 from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
-from chairlift.server.ollama.errors import OLLAMA_PATHS, is_ollama_path, ollama_error
+from chairlift.server.ollama.errors import OLLAMA_PATHS, OLLAMA_PREFIX, ollama_error
 from chairlift.server.options import STANDARD_OUTPUT
-from chairlift.server.wire.errors import ConvertingSend, as_api_error, log_unexpected
+from chairlift.server.wire.errors import ConvertingSend, ErrorFormat, as_api_error, log_unexpected
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -72,10 +72,12 @@ def endpoint_path(path: str) -> str:
     return path
 
 
-def speaks_json_only(path: str) -> bool:
-    """Whether the servers that have this path read every body as JSON, whatever type it says: curl, as their documents
-    show it, says that it sends a form."""
-    return is_ollama_path(path) or path in LLAMACPP_PATHS
+def _foreign_errors(path: str) -> ErrorFormat | None:
+    """Return the form of the errors of Ollama's and llama.cpp's paths. These servers also read every body as JSON,
+    whatever type it says: curl, as their documents show it, says that it sends a form."""
+    if path.startswith(OLLAMA_PREFIX):
+        return ollama_error
+    return llamacpp_error if path in LLAMACPP_PATHS else None
 
 
 def _other_headers(scope: Scope, name: bytes) -> list[tuple[bytes, bytes]]:
@@ -139,7 +141,7 @@ class RequestBoundary:
         if not 0 < len(request_id) <= 128 or not request_id.isprintable():
             request_id = f"req-{uuid.uuid4().hex}"
         scope = {**scope, "path": endpoint_path(scope["path"])}
-        if scope["method"] == "POST" and speaks_json_only(scope["path"]):
+        if scope["method"] == "POST" and _foreign_errors(scope["path"]) is not None:
             scope["headers"] = [*_other_headers(scope, b"content-type"), (b"content-type", b"application/json")]
         scope.setdefault("state", {})["request_id"] = request_id
         sent = SentResponse(send)
@@ -153,10 +155,8 @@ class RequestBoundary:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         speaks_anthropic = MESSAGES_PATH.match(scope["path"]) or VERSION_HEADER in dict(scope["headers"])
         outgoing: Send = AnthropicSend(send) if speaks_anthropic else send
-        if is_ollama_path(scope["path"]):
-            outgoing = ConvertingSend(send, ollama_error)
-        elif scope["path"] in LLAMACPP_PATHS:
-            outgoing = ConvertingSend(send, llamacpp_error)
+        if (convert := _foreign_errors(scope["path"])) is not None:
+            outgoing = ConvertingSend(send, convert)
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -72,7 +72,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
     async def show(body: types.NamedModel) -> dict[str, Any]:
         """What the model is and can do, as Ollama's."""
         check_model_name(service.model, body.given)
-        return models.description(service.model, service.max_model_len)
+        return models.description(service.model, body.given, service.max_model_len)
 
     @app.post("/api/pull", responses=ERRORS)
     async def pull(body: types.NamedModel) -> Response:

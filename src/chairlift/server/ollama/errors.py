@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+OLLAMA_PREFIX = "/api/"
 OLLAMA_PATHS = tuple(
-    f"/api/{name}"
+    f"{OLLAMA_PREFIX}{name}"
     for name in (
         *("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version"),
         *("pull", "push", "create", "copy", "delete"),
     )
 )
-
-
-def is_ollama_path(path: str) -> bool:
-    return path.startswith("/api/")
 
 
 def ollama_error(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:

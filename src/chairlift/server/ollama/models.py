@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +24,10 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-_PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # Ollama's names of sampling parameters
+_PARAMETERS = {
+    "repetition_penalty": "repeat_penalty",
+    "max_tokens": "num_predict",
+}  # Ollama's names of sampling parameters
 
 
 def tagged(name: str) -> str:
@@ -52,9 +55,9 @@ def running(model: ServedModel, max_model_len: int) -> dict[str, Any]:
     return {"models": [one | more for one in entries(model)[:1]]}
 
 
-def description(model: ServedModel, max_model_len: int | None) -> dict[str, Any]:
-    """Return the response of /api/show."""
-    details, family = model.details, model.details.family or "unknown"
+def description(model: ServedModel, name: str | None, max_model_len: int | None) -> dict[str, Any]:
+    """Return the response of /api/show for one of the model's names."""
+    defaults, details, family = model.defaults_of(name), model.details, model.details.family or "unknown"
     config = details.config.get("text_config") or details.config
     info: dict[str, Any] = {"general.architecture": family, "general.basename": model.name}
     if details.num_parameters is not None:
@@ -65,8 +68,8 @@ def description(model: ServedModel, max_model_len: int | None) -> dict[str, Any]
     return {
         "license": "",
         "modelfile": f"# served by chairlift\nFROM {model.name}\n",
-        "parameters": "\n".join(_parameters(model)),
-        **({"system": model.defaults.system_prompt} if model.defaults.system_prompt else {}),
+        "parameters": "\n".join(_parameters(defaults.sampling)),
+        **({"system": defaults.system_prompt} if defaults.system_prompt else {}),
         "template": model.tokenizer.chat_template or "",
         "details": _details(model),
         "model_info": info,
@@ -75,10 +78,12 @@ def description(model: ServedModel, max_model_len: int | None) -> dict[str, Any]
     }
 
 
-def _parameters(model: ServedModel) -> Iterator[str]:
-    for name, value in model.sampling.items():
+def _parameters(sampling: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a Modelfile; a parameter with several values has as many."""
+    for name, value in sampling.items():
         for each in value if isinstance(value, list | tuple) else (value,):
-            yield f"{_PARAMETERS.get(name, name)} {each:g}" if isinstance(each, float) else f"{name} {json.dumps(each)}"
+            shown = f"{each:g}" if isinstance(each, float) else json.dumps(each)
+            yield f"{_PARAMETERS.get(name, name)} {shown}"
 
 
 def capabilities(model: ServedModel) -> list[str]:

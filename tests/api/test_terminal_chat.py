@@ -247,7 +247,7 @@ def test_a_model_that_reasons_in_a_pipe_and_on_a_terminal(reasoner: str, state: 
     program = TerminalProgram("run", reasoner, "what?", *options, XDG_STATE_HOME=str(state))
     assert program.ended() == 0
     assert "Let me consider.\n\nIt goes up.\n" in program.shown
-    assert program.output.index("\x1b[2mL") < program.output.index("\x1b[1mgo")
+    assert program.output.index("\x1b[2mL") < program.output.index("\x1b[1mg")
     program.close()
 
 

@@ -205,15 +205,14 @@ class Echo:
     """Answers with the last message."""
 
     model = "echo"
-
-    @staticmethod
-    def defaults(preset: object) -> SamplingOptions:
-        return SamplingOptions()
-
     cut_off = False
+    knows_defaults = True
 
     def __init__(self) -> None:
         self.asked: list[Sequence[Mapping[str, str]]] = []
+
+    def defaults(self, preset: str | None) -> SamplingOptions:
+        return SamplingOptions(preset=preset)
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], changed: Mapping[str, Any], *, reasons: bool

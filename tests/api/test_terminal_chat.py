@@ -140,7 +140,7 @@ def test_commands_and_their_errors(chat: TerminalProgram, server: ScriptedServer
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     assert "Forgotten: /etc/passwd holds what?" in command("/undo")
     assert "nothing to undo" in command("/undo")
-    assert "seed: random (default)" in command("/set seed default")
+    assert "seed: the server's" in command("/set seed default")
     assert "Loaded 1 message." in command(f"/load {saved}")
     assert "seed: 3" in command("/set seed")
     command("more")

@@ -60,9 +60,11 @@ def run(
     engine: EngineOptions,
     sampling: ChatSampling,
     options: ChatOptions,
+    name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The model, unless --model names it.", show_default=False)
+    ] = None,
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [PROMPT]...", help="The model, and a prompt to answer.", show_default=False),
+        list[str] | None, typer.Argument(metavar="PROMPT", help="What to answer.", show_default=False)
     ] = None,
     url: ServerUrl = None,
     api_key: ServerKey = None,
@@ -74,9 +76,11 @@ def run(
     With --model, all arguments are the prompt.
     """
     prompt = list(words or [])
-    named = bool(prompt) or given(context, "model")
-    if prompt and source_of(context, "model") != "COMMANDLINE":
-        engine = replace(engine, model=_checked_name(prompt.pop(0)))
+    named = name is not None or given(context, "model")
+    if name is not None and source_of(context, "model") == "COMMANDLINE":
+        prompt.insert(0, name)
+    elif name is not None:
+        engine = replace(engine, model=_checked_name(name))
     text = _prompt(prompt)
     conversation = _start(context, engine, sampling, options, url, api_key, named=named, prompt=text)
     if text is None:

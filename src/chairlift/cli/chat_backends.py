@@ -26,6 +26,7 @@ MAX_ANSWER, MAX_COMPLETION = 1024, 256
 
 class ChatBackend(Protocol):
     model: str
+    knows_defaults: bool  # false where a server has others
 
     def defaults(self, preset: str | None) -> SamplingOptions:
         """Return what applies where nothing else is set; raises for an unknown preset."""
@@ -51,6 +52,8 @@ class ChatBackend(Protocol):
 
 class LocalChat:
     """Runs a model in this process. Without a chat template, it completes the last message."""
+
+    knows_defaults = True
 
     def __init__(self, llm: LLM, model: str) -> None:
         self.model = model
@@ -107,6 +110,8 @@ class LocalChat:
 
 class RemoteChat:
     """Calls an OpenAI-compatible server, which decides about the parameters that nothing sets."""
+
+    knows_defaults = False
 
     def __init__(self, client: BlockingClient, model: str) -> None:
         self.model = model

@@ -194,6 +194,8 @@ class Conversation:
             return _written(getattr(self._options, name))
         if name in self._changed:
             return _written(self._changed[name])
+        if not self._backend.knows_defaults:
+            return "the server's"
         default = getattr(self._backend.defaults(self._changed.get("preset")), name)
         return f"{_SAMPLING[name].default_text or 'none' if default is None else _written(default)} (default)"
 

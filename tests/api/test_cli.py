@@ -96,7 +96,7 @@ WORDS = {
     *("ADDRESS", "DEVICE", "FILE", "FOLDER", "JSON", "KEY", "MODEL", "N", "NAME", "NUMBER", "ORIGIN", "SIZE", "TYPE"),
     *("URL", "MILLISECONDS", "SECONDS", "MINUTES", "LOW:HIGH", "FILE|FOLDER", "MODEL|ADDRESS|PID"),
     *("NAME=FILE", "NAME=MODEL", "NAME=VALUE,…", "NAME=WEIGHT", "N[,N…]", "NAME[,NAME…]"),
-    *("PROMPT", "INPUT", "OUTPUT", "TOPIC", "[MODEL] [PROMPT]..."),  # what arguments are for
+    *("PROMPT", "INPUT", "OUTPUT", "TOPIC"),  # what arguments are for
 }
 TEXTS = {"--stop", "--system", "PROMPT"}  # Their values are texts.
 

@@ -23,7 +23,7 @@ __all__ = ["EngineOptions", "SamplingOptions", "given", "refuse_given", "with_op
 
 sampling_option = partial(option, group="Sampling")
 search_option = partial(option, group="Choosing among completions")
-chat_option = partial(option, group="Conversation")
+chat_option = partial(option, group="Conversation", common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

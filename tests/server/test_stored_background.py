@@ -285,6 +285,7 @@ def test_what_was_answered_survives_kill_9(tmp_path: Path) -> None:
     with serving(tmp_path) as front:
         client = client_of(front)
         wait_for(lambda: _runs(tmp_path) == 0, "the responses of dead processes to be marked")
+        wait_for(lambda: len(list(tmp_path.glob("runner-*"))) == 1, "the locks of dead processes to be removed")
         for response_id in written:
             response = client.responses.retrieve(response_id)
             assert response.status in ("completed", "failed")

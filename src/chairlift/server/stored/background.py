@@ -241,12 +241,14 @@ class BackgroundResponses:
 
     async def _fail_abandoned(self) -> None:
         """Mark the responses of processes that have died as failed."""
-        for name in await self._store.runners() - {self._name}:
+        locks = self._store.folder.glob(f"{_LOCK}*{_SUFFIX}")
+        names = {path.name.removeprefix(_LOCK).removesuffix(_SUFFIX) for path in locks} | await self._store.runners()
+        for name in names - {self._name}:
             path = self._lock_path(name)
             if await asyncio.to_thread(_is_free, path):
-                count = await self._store.fail_all(name, STOPPED)
+                if count := await self._store.fail_all(name, STOPPED):
+                    log.warning("background responses that were not finished when their server stopped: %d", count)
                 path.unlink(missing_ok=True)
-                log.warning("%d background responses were not finished when their server stopped", count)
 
     def _lock_path(self, name: str) -> Path:
         return self._store.folder / f"{_LOCK}{name}{_SUFFIX}"
@@ -254,9 +256,11 @@ class BackgroundResponses:
 
 def _hold(path: Path) -> IO[bytes]:
     """Create a file that is locked while this process lives."""
-    file = path.open("xb")
-    path.chmod(0o600)
+    hidden = path.with_name(f".{path.name}")  # Others must not see it before it is locked.
+    file = hidden.open("xb")
+    hidden.chmod(0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
+    hidden.replace(path)
     return file
 
 

@@ -119,10 +119,14 @@ def stub_config(model: str, tokens_per_s: float, **options: Any) -> ServerConfig
 
 
 def _serve(model: str, workers: str, tokens_per_s: str) -> int:
-    from chairlift.server.lifecycle import serve_forever
+    from chairlift.server.lifecycle import ServerEvents, serve_forever
+
+    class Address(ServerEvents):
+        def ready(self, address: str, loaded: Loaded) -> None:
+            print(address, flush=True)
 
     config = stub_config(model, float(tokens_per_s), api_workers=int(workers))
-    return asyncio.run(serve_forever(config, lambda name, address: print(address, flush=True)))
+    return asyncio.run(serve_forever(config, Address()))
 
 
 # ---- reading many streams -------------------------------------------------------------------------------------------

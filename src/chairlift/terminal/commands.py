@@ -201,11 +201,11 @@ def _with_help_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def show(context: typer.Context, view: str | None) -> None:
         if view is not None and not context.resilient_parsing:
-            assert isinstance(context.command, _GroupedHelp)
+            assert isinstance(context.command, Command)
             context.command.show_help(context, view)
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
-        assert isinstance(ctx.command, _GroupedHelp)
+        assert isinstance(ctx.command, Command)
         return [view for view in ctx.command.views(ctx) if view.startswith(incomplete)]
 
     views = (

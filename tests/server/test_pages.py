@@ -80,6 +80,7 @@ HINTS = {
     "/openai/v1/embedding": "POST /v1/embeddings?",
     "/V1/Models": "GET /v1/models?",
     "/health/": "GET /health?",
+    "/completions/": "POST /v1/completions?",
     "/v1/audio/speech": "no speech",
     "/ui": "is at /dashboard",
     "/redoc": "/openapi.json",

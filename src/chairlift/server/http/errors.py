@@ -116,10 +116,11 @@ class PathHints:
         """Return the route whose path is in this one, or else the one that is written most like it."""
         parts = [part for part in path.split("/") if part][:_MAX_PARTS]
         for begin in range(len(parts)):
-            tail = "/".join(parts[begin:])
-            for prefix in ("/", "/v1/"):
-                if found := self._by_key.get(_key(prefix + tail)):
-                    return found
+            tails = [prefix + "/".join(parts[begin:]) for prefix in ("/", "/v1/")]
+            if exact := [tail for tail in tails if tail in self._methods]:
+                return exact[0]
+            if alike := [found for tail in tails if (found := self._by_key.get(_key(tail)))]:
+                return alike[0]
         longer = [known for known in self._methods if len(parts) > 1 and known.startswith("/" + "/".join(parts) + "/")]
         if longer:
             return longer[0]

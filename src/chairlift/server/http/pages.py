@@ -110,10 +110,9 @@ def _endpoints(document: Mapping[str, Any]) -> str:
 def _operation(path: str, method: str, operation: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     what = operation.get("description") or operation.get("summary", "")
     head = f'<b class="{method}">{method.upper()}</b> <code>{escape(path)}</code> <small>{escape(what)}</small>'
-    body = operation.get("requestBody", {}).get("content", {})
-    schema = next(iter(body.values()), {}).get("schema", {})
-    fields = _resolve(schema, document)
-    required = fields.get("required", ())
+    bodies: dict[str, Any] = operation.get("requestBody", {}).get("content", {})
+    fields = _resolve(next((body["schema"] for body in bodies.values()), {}), document)
+    required: list[str] = fields.get("required", [])
     named = sorted(fields.get("properties", {}).items(), key=lambda item: item[0] not in required)
     rows = [_field_row(name, one, is_required=name in required) for name, one in named]
     if not rows:

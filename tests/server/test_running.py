@@ -43,9 +43,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of sockets of its own, with a path that is short enough for them."""
+    """A folder of sockets of its own, with a path that is short enough for them; no other servers are found."""
     with tempfile.TemporaryDirectory(prefix="lift") as path:
         monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.setattr(tempfile, "tempdir", path)
         yield Path(path) / "chairlift"
 
 
@@ -66,17 +68,12 @@ def fakes() -> Iterator[Any]:
         process.wait()
 
 
-def mine() -> list[Any]:
-    """The servers of this test; other tests run servers of this user, which are found in the temporary folder."""
-    return [server for server in running_servers() if os.environ["XDG_RUNTIME_DIR"] in server.socket]
-
-
 def test_a_real_server_is_listed_and_stopped(tiny_folder: Path, tmp_path: Path, folder: Path) -> None:
     server = start_server(tiny_folder, tmp_path / "log")
     try:
         server.wait_until("/health", 200)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        (found,) = mine()
+        (found,) = running_servers()
         assert (found.pid, found.status.address, found.status.model) == (server.process.pid, server.url, NAME)
         assert found.status.state == "ready"
         assert found.memory > 50e6
@@ -100,7 +97,7 @@ def test_a_server_is_meant_by_its_names_its_address_and_its_process(fakes: Any, 
     assert result.exit_code == 0, result.output
     assert alpha.wait(5) == 0
     assert beta.poll() is None
-    assert [server.pid for server in mine()] == [beta.pid]
+    assert [server.pid for server in running_servers()] == [beta.pid]
 
 
 def test_stop_says_what_it_waits_for(fakes: Any) -> None:
@@ -133,6 +130,18 @@ def test_a_target_that_is_not_clear_is_refused(fakes: Any) -> None:
     assert (one.poll(), two.poll()) == (None, None)
 
 
+def test_all_are_stopped_or_the_only_one(fakes: Any) -> None:
+    fakes("alpha", 18001)
+    assert run("stop").exit_code == 0
+    assert running_servers() == []
+    assert "no server of yours runs" in run("stop").stderr
+    fakes("alpha", 18001), fakes("beta", 18002)
+    assert "2 servers are meant" in run("stop").stderr
+    assert run("stop", "--all").exit_code == 0
+    assert running_servers() == []
+    assert run("stop", "--all").exit_code == 0
+
+
 def test_a_foreign_process_with_the_number_of_a_dead_server_is_never_stopped(fakes: Any, folder: Path) -> None:
     """As after a kill -9, when another process has the number by now."""
     dead = fakes("alpha", 18001)
@@ -143,7 +152,7 @@ def test_a_foreign_process_with_the_number_of_a_dead_server_is_never_stopped(fak
         (left,) = folder.iterdir()
         left.rename(folder / f"{foreign.pid}.sock")
         assert run("stop", str(foreign.pid)).exit_code == 2
-        assert mine() == []
+        assert running_servers() == []
         assert list(folder.iterdir()) == []  # The socket of the dead is removed.
         assert foreign.poll() is None
     finally:
@@ -157,14 +166,14 @@ def test_a_server_that_does_not_answer_is_listed_as_silent(folder: Path, monkeyp
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "1.sock"))
         listener.listen()
-        (found,) = mine()
+        (found,) = running_servers()
     assert (found.pid, found.status) == (os.getpid(), None)  # The kernel says whose it is, not the name.
 
 
 def test_other_files_are_left_alone(folder: Path) -> None:
     folder.mkdir()
     (folder / "7.sock").write_text("not a socket")
-    assert mine() == []
+    assert running_servers() == []
     assert (folder / "7.sock").exists()
 
 

@@ -126,6 +126,17 @@ def test_a_broken_plugin_is_one_line_of_every_command(
     registry_module._import_plugins.cache_clear()
 
 
+def test_a_plugin_that_registers_nothing_gives_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("class Forgotten: ...")
+    (tmp_path / "busy.py").write_text(
+        "from chairlift.core.policies.base import POLICIES, Policy\n"
+        '@POLICIES.register("busy")\nclass Busy(Policy):\n    name = "busy"'
+    )
+    program = "from chairlift.registry import idle_plugins; print(*idle_plugins())"
+    listed = run_with_plugins(f"{tmp_path / 'idle.py'},{tmp_path / 'busy.py'}", program).stdout
+    assert listed.strip() == str(tmp_path / "idle.py")
+
+
 def test_the_files_of_plugins_are_listed(tmp_path: Path) -> None:
     package = tmp_path / "some_plugins"
     package.mkdir()

@@ -169,6 +169,8 @@ def check_options(config: Any) -> None:
         declared.check_value(getattr(config, declared.name))
 
 
+MAX_LISTED = 20  # An error lists no more options than these.
+
 # Options of vLLM with a fixed behaviour in this engine: the accepted values, and why others are refused.
 FIXED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is never run"),
@@ -198,10 +200,10 @@ def translate_options(given: Mapping[str, Any], options: tuple[Option, ...]) -> 
             own = names[name]
         else:
             close = get_close_matches(name, [*names, *opposites, *FIXED_OPTIONS], 1, 0.75)
-            known = ", ".join(option.name for option in options)
-            raise InvalidParameter(
-                name, f"is not an option; {f'did you mean {close[0]}?' if close else f'choose from {known}'}"
-            )
+            known = f"choose from {', '.join(option.name for option in options)}"
+            if len(options) > MAX_LISTED:
+                known = "docs/options.md lists all"
+            raise InvalidParameter(name, f"is not an option; {f'did you mean {close[0]}?' if close else known}")
         if own in translated:
             raise InvalidParameter(name, f"{own} is given twice")
         translated[own] = value

@@ -13,6 +13,7 @@ engine process of the server inherits the variable).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -62,6 +63,7 @@ class Registry(Generic[T]):
                 problem = f"is a choice of {self.package}: take another name"
             else:
                 self._registered[name] = cast(T, choice)
+                _plugins.num_registered += 1
                 return choice
             raise ValueError(f"{self.parameter} {name!r} {problem}")
 
@@ -106,6 +108,8 @@ class _Plugins:
 
     sources: dict[str, list[Path]] = field(default_factory=dict)  # the files of each one whose import has begun
     problem: InvalidParameter | None = None
+    num_registered: int = 0  # choices of all registries
+    idle: list[str] = field(default_factory=list)  # the ones that register nothing
 
 
 _plugins = _Plugins()
@@ -131,6 +135,12 @@ def plugin_sources() -> list[Path]:
     return [file for files in _plugins.sources.values() for file in files]
 
 
+def idle_plugins() -> list[str]:
+    """The names of plugins that register nothing."""
+    load_plugins()
+    return _plugins.idle
+
+
 @cache
 def _import_plugins() -> None:
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS_VARIABLE, "").split(","))):
@@ -143,6 +153,7 @@ def _import_plugin(name: str, source: str) -> None:
     if name in _plugins.sources:  # its import has begun, and requires a registry
         return
     _plugins.sources[name] = []
+    registered, is_new = _plugins.num_registered, name not in sys.modules
     try:
         module = _import_file(name) if name.endswith(".py") else import_module(name)
     except Exception as error:
@@ -154,6 +165,13 @@ def _import_plugin(name: str, source: str) -> None:
             problem = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         raise InvalidParameter(source, f"cannot import {name!r}: {problem}") from error
     _plugins.sources[name] = _source_files(module)
+    # Families of models are in a dictionary.
+    if is_new and _plugins.num_registered == registered and not _mentions(_plugins.sources[name], "FAMILIES"):
+        _plugins.idle.append(name)
+
+
+def _mentions(files: list[Path], word: str) -> bool:
+    return any(word in file.read_text(errors="replace") for file in files)
 
 
 def _import_file(name: str) -> ModuleType:

@@ -321,13 +321,23 @@ def test_what_is_generated_from_the_options_is_up_to_date(tmp_path: Path) -> Non
 # ---- variables --------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_variable_is_refused_with_a_suggestion(served: list[ServerConfig]) -> None:
+def test_an_unknown_variable_gives_a_warning_with_a_suggestion(served: list[ServerConfig]) -> None:
     result = serve(CHAIRLIFT_MAX_BATCH_TOKEN="200")
-    assert result.exit_code == 2
+    assert (result.exit_code, len(served)) == (0, 1)
     assert result.stderr == (
-        "error: CHAIRLIFT_MAX_BATCH_TOKEN: is not a variable of Chairlift; did you mean CHAIRLIFT_MAX_BATCH_TOKENS?\n"
+        "warning: CHAIRLIFT_MAX_BATCH_TOKEN is not a variable of Chairlift, and has no effect; "
+        "did you mean CHAIRLIFT_MAX_BATCH_TOKENS?\n"
     )
     assert "docs/options.md lists all" in serve(CHAIRLIFT_ZZZZ="").stderr
+    assert serve("--quiet", CHAIRLIFT_ZZZZ="").stderr == ""
+
+
+def test_a_misspelled_key_does_not_open_the_server(served: list[ServerConfig]) -> None:
+    result = serve(CHAIRLIFT_API_KEYS="secret")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: CHAIRLIFT_API_KEYS: is not a variable of Chairlift; did you mean CHAIRLIFT_API_KEY?\n"
+    )
     assert not served
 
 
@@ -335,11 +345,17 @@ def test_variables_of_kubernetes_are_ignored(served: list[ServerConfig]) -> None
     service = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80"}
     service |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1"}
     assert serve(**{f"CHAIRLIFT_BATCH_{name}": value for name, value in service.items()}).exit_code == 0
-    assert "CHAIRLIFT_BATCH_PORT: is not a variable" in serve(CHAIRLIFT_BATCH_PORT="tcp://10.0.0.1:80").stderr
+    assert "CHAIRLIFT_BATCH_PORT is not a variable" in serve(CHAIRLIFT_BATCH_PORT="tcp://10.0.0.1:80").stderr
 
 
 def test_all_variables_that_the_repository_uses_are_known() -> None:
-    wrong = {"CHAIRLIFT_MAX_BATCH_TOKEN", "CHAIRLIFT_ZZZZ", "CHAIRLIFT_BATCH_PORT", "CHAIRLIFT_COMPLETE"}
+    wrong = {
+        "CHAIRLIFT_API_KEYS",
+        "CHAIRLIFT_MAX_BATCH_TOKEN",
+        "CHAIRLIFT_ZZZZ",
+        "CHAIRLIFT_BATCH_PORT",
+        "CHAIRLIFT_COMPLETE",
+    }
     folders = [DOCS.parent / name for name in ("src", "tests", "docs", "examples", "deploy")]
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in USING_VARIABLES]
     used = {name for file in files for name in re.findall(r"\bCHAIRLIFT_[A-Z_]*[A-Z]\b", file.read_text())}

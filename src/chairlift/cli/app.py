@@ -16,16 +16,17 @@ from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.options import alias_flags, options_of
-from chairlift.registry import load_plugins
+from chairlift.registry import idle_plugins, load_plugins
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.commands import CommandGroup, Commands
-from chairlift.terminal.console import show_error
+from chairlift.terminal.console import note, show_error
 from chairlift.terminal.options import ChatOptions, EngineOptions, SamplingOptions, SearchOptions
 
 RUN, MODELS, SERVERS = "Run a model", "Models on this machine", "Servers and fleets"
 UNDERSTAND = "Measure, simulate and understand"
 # The help lists these first, in the order in which a newcomer needs them.
 FIRST = ("run", "chat", "serve", "generate", "batch", "pull", "list", "show", "rm", "models", "ps", "stop", "cluster")
+_NO_ACCESS = frozenset({errno.EACCES, errno.EPERM})
 _BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 PREFIX = "CHAIRLIFT_"
@@ -53,6 +54,9 @@ TOOL_VARIABLES = frozenset(
 _SERVICE_VARIABLE = re.compile(r"(?:_SERVICE_HOST|_SERVICE_PORT(?:_\w+)?|_PORT(?:_\d+_\w+)?)$")
 
 
+_UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export it.
+
+
 class _Chairlift(CommandGroup):
     """Prints a ChairliftError, or that a disk is full, as one line instead of a traceback."""
 
@@ -62,19 +66,39 @@ class _Chairlift(CommandGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            check_environment(os.environ)
+            is_quiet = bool({"-q", "--quiet"} & {*ctx.args, *ctx._protected_args})
+            for warning in () if is_quiet else [*check_environment(os.environ), *_idle_plugins()]:
+                note(f"warning: {warning}", "yellow")
             load_plugins()
             return super().invoke(ctx)
+        except _UsageError as error:
+            show_error(_describe_usage(error))
+            raise typer.Exit(2) from error
         except ChairliftError as error:
             if os.environ.get("CHAIRLIFT_DEBUG") == "1":
                 raise
             show_error(_describe(error, self.commands.get(ctx.invoked_subcommand)))
             raise typer.Exit(2) from error
         except OSError as error:
-            if error.errno not in _BROKEN_DISK or os.environ.get("CHAIRLIFT_DEBUG") == "1":
+            if error.errno not in _BROKEN_DISK | _NO_ACCESS or os.environ.get("CHAIRLIFT_DEBUG") == "1":
                 raise
-            show_error(f"cannot write{f' {str(error.filename)!r}' if error.filename else ''}: {error.strerror}")
+            verb = "no access to" if error.errno in _NO_ACCESS else "cannot write"
+            show_error(f"{verb}{f' {str(error.filename)!r}' if error.filename else ''}: {error.strerror}")
             raise typer.Exit(1) from error
+
+
+def _describe_usage(error: Any) -> str:
+    """One line about arguments that cannot be read, with the command whose help says more."""
+    problem = re.sub(r"Input should be a valid (\w+).*", r"must be of the type \1", error.format_message().rstrip("."))
+    invalid = re.match(r"Invalid value for (?:'(--[^']+)'(?: / '[^']+')*|(the variable \w+)): (.*)", problem, re.DOTALL)
+    if invalid is not None:
+        problem = f"{invalid[1] or invalid[2]}: {invalid[3]}"
+    path = "chairlift" if error.ctx is None else error.ctx.command_path
+    return f"{problem[0].lower()}{problem[1:]}{' See' if problem.endswith('?') else '; see'} `{path} --help`"
+
+
+def _idle_plugins() -> list[str]:
+    return [f"the plugin {name!r} registers nothing; docs/extending/ shows what can be" for name in idle_plugins()]
 
 
 def _describe(error: ChairliftError, command: Any) -> str:
@@ -104,16 +128,24 @@ def known_variables() -> set[str]:
     return {*VARIABLES, *TOOL_VARIABLES, *(variable for variable in of_options if variable is not None)}
 
 
-def check_environment(environment: Iterable[str]) -> None:
-    """Raise InvalidParameter for a variable that looks like one of the project and is none."""
+def check_environment(environment: Iterable[str]) -> list[str]:
+    """Return warnings about variables that look like those of the project and are none.
+
+    Raises InvalidParameter for one that looks like an option of access: a server may be open without it.
+    """
+    warnings = []
     own = {name for name in environment if name.startswith(PREFIX)}
     known = known_variables()
+    access = {"CHAIRLIFT_API_KEY", *(one.variable for one in options_of(ServerOptions) if one.group == "Access")}
     for name in sorted(own - known):
         if _is_of_a_service(name, own):
             continue
         close = get_close_matches(name.removeprefix(PREFIX), [variable.removeprefix(PREFIX) for variable in known], n=1)
         suggestion = f"did you mean {PREFIX}{close[0]}?" if close else "docs/options.md lists all"
-        raise InvalidParameter(name, f"is not a variable of Chairlift; {suggestion}")
+        if close and f"{PREFIX}{close[0]}" in access:
+            raise InvalidParameter(name, f"is not a variable of Chairlift; {suggestion}")
+        warnings.append(f"{name} is not a variable of Chairlift, and has no effect; {suggestion}")
+    return warnings
 
 
 def _is_of_a_service(name: str, environment: set[str]) -> bool:

@@ -91,6 +91,8 @@ def _wait_for_end(name: str) -> bool:
     while not stop.wait(WATCH_SECONDS):
         if not is_running(name):
             return False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    note("Stopping the fleet once its running requests are answered; Ctrl-C again stops at once.")
     return True
 
 

@@ -36,7 +36,8 @@ They read neither variables nor files.
 Names in files, variables and Python have `_` where the command line has `-`. In a file, an option that may be repeated
 is a list, `tenant_weights` may also be a mapping, and names that the command does not have are errors. A flag such as
 `--prefix-caching` is turned off with `--no-prefix-caching`, or with `prefix_caching: false` in a file. An empty
-variable counts as not set; a variable that begins with `CHAIRLIFT_` and is none of those on this page is an error.
+variable counts as not set. A variable that begins with `CHAIRLIFT_` and is none of those on this page gives a warning,
+or is refused if it looks like one about access, without which the server would be open.
 
 In a Kubernetes cluster, a service that is called `chairlift` sets `CHAIRLIFT_PORT` in every container. Give the service
 another name, or set `enableServiceLinks: false`. Those of services with longer names (`chairlift-batch`) are ignored.

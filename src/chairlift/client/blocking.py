@@ -70,7 +70,8 @@ class BlockingClient:
             try:
                 connection.request(method, self.address.root + path, body, self._headers)
             except OSError as error:
-                raise ServerError(f"no server at {self.address}: {error or type(error).__name__}") from None
+                problem = error.strerror or error or type(error).__name__
+                raise ServerError(f"no server at {self.address}: {problem}") from None
             try:
                 response = connection.getresponse()
                 if response.status != 200:

@@ -249,6 +249,19 @@ def start_fleet(name: str, config: ServerConfig, options: ClusterOptions) -> str
     return str(_ingress_status(ingress)["address"])
 
 
+def _applications() -> Mapping[str, Any]:
+    """The applications of Ray Serve, by name."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return serve.status().applications
+    except (RayError, RayServeException) as error:
+        problem = f"Ray Serve does not answer ({type(error).__name__}): it starts or ends just now"
+        raise ChairliftError(f"{problem}; try again in some seconds") from None
+
+
 def ingress_name(name: str) -> str:
     """The name of the application of a fleet's ingress."""
     return f"{name}-ingress"
@@ -272,9 +285,7 @@ def _last_line(text: str) -> str:
 
 def fleet_status(name: str) -> dict[str, Any]:
     """Return the state of a fleet, its address, and its replicas with their load."""
-    from ray import serve
-
-    app = serve.status().applications.get(name)
+    app = _applications().get(name)
     if app is None:
         raise ChairliftError(f"there is no fleet {name!r} on this Ray cluster")
     found: dict[str, Any] = {"state": str(app.status.value).lower(), "problem": app.message}
@@ -290,21 +301,20 @@ def fleet_status(name: str) -> dict[str, Any]:
 
 def _has_ingress(app_name: str) -> bool:
     """Whether an ingress runs, which can be asked."""
-    from ray import serve
-
-    app = serve.status().applications.get(app_name)
+    app = _applications().get(app_name)
     ingress = None if app is None else app.deployments.get(INGRESS)
     return ingress is not None and ingress.replica_states.get("RUNNING", 0) > 0
 
 
 def _ingress_status(app: str) -> dict[str, Any]:
     from ray import serve
+    from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
         handle = serve.get_deployment_handle(INGRESS, app)
         status: dict[str, Any] = handle.status.remote().result(timeout_s=STATUS_SECONDS)
-    except (TimeoutError, KeyError, RayServeException) as error:  # KeyError: it is not deployed
+    except (TimeoutError, KeyError, RayError, RayServeException) as error:  # KeyError: it is not deployed
         problem = f"the ingress {app!r} does not answer ({type(error).__name__})"
         raise ChairliftError(f"{problem}; see `serve status`, and start the fleet again") from None
     return status
@@ -319,9 +329,7 @@ def _running_version(app: str) -> str | None:
 
 
 def is_running(name: str) -> bool:
-    from ray import serve
-
-    return name in serve.status().applications
+    return name in _applications()
 
 
 def stop_fleet(name: str) -> None:

@@ -74,9 +74,12 @@ def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> Inval
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         problem = f"cannot listen on {host!r}: {error.strerror}; give an address of this machine, or 0.0.0.0 for all"
         return InvalidParameter("host", problem)
-    return InvalidParameter(
-        "port", f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-    )
+    if error.errno == errno.EADDRINUSE:
+        problem = f"{port} is in use on {host}; choose another, such as {port % 65535 + 1}, or 0 for a free one"
+        return InvalidParameter("port", problem)
+    if error.errno == errno.EACCES:
+        return InvalidParameter("port", f"{port} is not for this user: choose one above 1023, such as 8000")
+    return InvalidParameter("port", f"cannot listen on {host} port {port}: {error.strerror}; choose another")
 
 
 def _listen_on_path(path: Path) -> socket.socket:

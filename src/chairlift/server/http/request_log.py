@@ -87,7 +87,7 @@ class RequestLog:
         if second.statuses:
             counts = ", ".join(f"{count} × {status}" for status, count in sorted(second.statuses.items()))
             self._write(
-                f"{_clock()} … and {second.statuses.total():,} more: {counts}; "
+                f"{_clock()}  … and {second.statuses.total():,} more: {counts}; "
                 f"in {second.tokens_in:,}, out {second.tokens_out:,} tokens",
                 200,
             )

@@ -487,3 +487,16 @@ def test_a_page_of_another_origin_reaches_no_replica() -> None:
         page = {"origin": "https://evil.example"}
         assert HTTP.post(f"{url}/v1/completions", json={}, headers=page).status_code == 403
     assert not replica.requests
+
+
+def test_the_request_log_of_an_ingress_shows_what_replicas_report(capfd: pytest.CaptureFixture[str]) -> None:
+    replica = FakeReplica(whole(200, x_chairlift_usage="2 100 ok"))
+    said: list[str] = []
+
+    def read() -> str:
+        said.append(capfd.readouterr().err)
+        return "".join(said)
+
+    with ingress(replica, config=ServerConfig("tiny", request_log=True)) as (url, _):
+        assert post(url).status_code == 200
+        wait_for(lambda: f"POST {COMPLETIONS}  200  in 2  out 100  " in read(), "the line")

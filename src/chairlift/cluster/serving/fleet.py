@@ -256,7 +256,8 @@ def _applications() -> Mapping[str, Any]:
     from ray.serve.exceptions import RayServeException
 
     try:
-        return serve.status().applications
+        applications: Mapping[str, Any] = serve.status().applications
+        return applications
     except (RayError, RayServeException) as error:
         problem = f"Ray Serve does not answer ({type(error).__name__}): it starts or ends just now"
         raise ChairliftError(f"{problem}; try again in some seconds") from None

@@ -99,7 +99,7 @@ class EngineConfig:
         help="Sampling parameters of requests that leave them out, instead of those of --generation-config: JSON, or "
         "such as temperature=0.5,top_p=0.9.",
         check=_check_overrides,
-        metavar="NAME=VALUE,…",
+        metavar="NAME=VALUE[,NAME=VALUE…]",
         default_text="none",
     )
     system_prompt: str | None = model_option(

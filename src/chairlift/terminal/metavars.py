@@ -26,6 +26,7 @@ TEXTS: Mapping[str, str] = {
     "prompt_len": "LOW:HIGH",
     "stop": "TEXT",
     "system": "TEXT",
+    "system_prompt": "TEXT",
     "url": "URL",
 }
 NAMES = "NAME[,NAME…]"

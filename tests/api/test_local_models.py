@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ QWEN = "Qwen/Qwen3-0.6B"
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path / "own"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # No other servers are found.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
 
@@ -156,6 +159,42 @@ def test_rm_never_deletes_outside_the_caches(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "in no cache; delete it yourself" in result.stderr
     assert mine.exists()
+
+
+def test_rm_deletes_no_copy_of_a_model(pulled: Path, caches: Path) -> None:
+    """A model that was copied on the hub has the same commits."""
+    hub = caches / "hub"
+    copies = [f"models--org{number}--copy" for number in range(8)]
+    for name in copies:
+        shutil.copytree(hub / "models--Qwen--Qwen3-0.6B", hub / name, symlinks=True)
+    result = run("rm", "qwen3-0.6b", "--yes")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in hub.glob("models--*")) == copies
+
+
+def test_rm_deletes_what_a_download_left_without_a_commit(caches: Path) -> None:
+    folder = caches / "hub" / "models--org--begun"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    (folder / "blobs" / "0.partial").write_bytes(bytes(1000))
+    assert run("rm", "org/begun", "--yes").exit_code == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("of_hub", [True, False])
+def test_rm_does_not_follow_links(pulled: Path, caches: Path, of_hub: bool) -> None:
+    folder = caches / "own" / "models" / "smollm2-135m"
+    folder.mkdir(parents=True)
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"half of it")
+    if of_hub:
+        folder = caches / "hub" / "models--Qwen--Qwen3-0.6B"
+    folder.rename(caches / "elsewhere")
+    folder.symlink_to(caches / "elsewhere")
+    result = run("rm", "qwen3-0.6b" if of_hub else "smollm2-135m", "--yes")
+    assert result.exit_code == 2, result.output
+    assert f"is a link to {caches / 'elsewhere'}" in result.stderr
+    assert folder.is_symlink()
+    assert any((caches / "elsewhere").iterdir())
 
 
 def test_rm_deletes_a_model_of_the_package_index(caches: Path) -> None:

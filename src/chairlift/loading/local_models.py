@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chairlift.errors import InvalidParameter, ModelNotFound
@@ -96,19 +97,25 @@ def _packed_from(path: Path) -> tuple[Path, ...]:
 def remove(model: LocalModel) -> int:
     """Delete a model from its cache, and its packed weights; return the bytes that are free now."""
     freed = model.size + model.packed_size
-    if model.path.parent.parent.resolve() == (cache_dir() / "models").resolve():
-        shutil.rmtree(model.path.parent)
-    else:
-        from huggingface_hub import scan_cache_dir
-
-        cache = scan_cache_dir(hub_cache())
-        commits = [
-            revision.commit_hash
-            for repository in cache.repos
-            if (repository.repo_id, repository.repo_type) == (model.hub_id, "model")
-            for revision in repository.revisions
-        ]
-        cache.delete_revisions(*commits).execute()
+    is_own = model.path.parent.parent.resolve() == (cache_dir() / "models").resolve()
+    folder = model.path.parent if is_own else model.path
+    if folder.is_symlink():
+        raise InvalidParameter("model", f"{folder} is a link to {folder.resolve()}; delete both yourself")
+    if not is_own:
+        _remove_from_hub(folder)
+    if os.path.lexists(folder):  # The hub's library only warns of what it cannot delete.
+        shutil.rmtree(folder)
     for path in model.packed:
         path.unlink(missing_ok=True)
     return freed
+
+
+def _remove_from_hub(folder: Path) -> None:
+    """Delete a model as the hub's library does, which knows what models share."""
+    from huggingface_hub import scan_cache_dir
+
+    cache = scan_cache_dir(hub_cache())
+    # The library looks for commits in all models, and a copy of a model has the same ones.
+    alone = replace(cache, repos=frozenset(each for each in cache.repos if each.repo_path == folder))
+    commits = [revision.commit_hash for repository in alone.repos for revision in repository.revisions]
+    alone.delete_revisions(*commits).execute()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,23 +18,29 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.process.running import running_servers
+from chairlift.cli.servers import _age
+from chairlift.server.lifecycle import _Signals
+from chairlift.server.process.running import RunningServer, poll, request_stop, running_servers
 from tests.api.cli_runner import run
 from tests.server.running_server import NAME, start_server, wait_for
 
-# A process that answers as a server does. After the request to stop, two polls see open requests; then it exits.
+# A process that answers as a server does. After the request to stop, some polls see open requests; then it exits.
 FAKE = """
 import asyncio, sys, time
 from chairlift.server.process.running import ServerStatus, announced
 
-async def main(model, port):
-    stopping, left = asyncio.Event(), [3]
+async def main(model, port, polls):
+    stopping, left = asyncio.Event(), [int(polls)]
+    def stop(now):
+        stopping.set()
+        if now:
+            left[0] = 0
     def status():
         left[0] -= stopping.is_set()
         state = "draining" if stopping.is_set() else "ready"
         return ServerStatus(model=model, names=(model, "org/" + model), address=f"http://127.0.0.1:{port}",
             started=time.time() - 90, state=state, running=2, waiting=1, open=max(0, left[0]), drain_seconds=30.0)
-    async with announced(status, stopping.set):
+    async with announced(status, stop):
         print("up", flush=True)
         while left[0] > 0:
             await asyncio.sleep(0.02)
@@ -55,8 +63,8 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def fakes() -> Iterator[Any]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(model: str, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", FAKE, model, str(port)]
+    def start(model: str, port: int, polls: int = 3) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", FAKE, model, str(port), str(polls)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
         assert started[-1].stdout.readline() == "up\n"
@@ -108,6 +116,55 @@ def test_stop_says_what_it_waits_for(fakes: Any) -> None:
     assert lines[0].endswith("waiting for 2 requests, at most 30 s.")
     assert lines[1].endswith("waiting for 1 request, at most 30 s.")
     assert lines[-1].endswith("is stopped.")
+
+
+def test_only_now_cuts_requests_off(fakes: Any) -> None:
+    """A second request to stop waits as the first one does."""
+    server = fakes("alpha", 18001, polls=1000)
+    (found,) = running_servers()
+    for _ in range(2):
+        status = request_stop(found, now=False)
+        assert status is not None
+        assert (status.state, status.open > 900) == ("draining", True)
+    result = run("stop", "alpha", "--now")
+    assert result.exit_code == 0, result.output
+    assert "waiting" not in result.stderr
+    assert server.wait(5) == 0
+
+
+def test_a_request_to_stop_is_no_second_signal() -> None:
+    async def stopped() -> list[tuple[bool, int]]:
+        signals, found = _Signals(), []
+        for now in (False, False, True):
+            signals.stop(now)
+            found.append((signals.first.is_set(), signals.second))
+        return found
+
+    assert asyncio.run(stopped()) == [(True, 0), (True, 0), (True, signal.SIGTERM)]
+
+
+def test_a_server_that_hangs_is_not_said_to_be_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "1.sock"))
+        listener.listen(0)
+        with contextlib.ExitStack() as waiting:
+            monkeypatch.setattr("chairlift.server.process.running.ANSWER_SECONDS", 0.01)
+            server = RunningServer(socket=str(folder / "1.sock"), pid=1, status=None)
+            for _ in range(4):  # They fill the queue of connections that are not accepted.
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                with contextlib.suppress(OSError):
+                    client.connect(server.socket)
+            assert poll(server) == (True, None)
+            assert [(each.pid, each.status) for each in running_servers()] == [(1, None)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(-1, "0 s"), (59.9, "59 s"), (90, "1 min"), (7199, "1 h"), (200_000, "2 d")]
+)
+def test_an_age_is_that_of_whole_units(seconds: float, shown: str) -> None:
+    assert _age(seconds) == shown
 
 
 def test_a_table_shows_all(fakes: Any) -> None:

@@ -64,8 +64,8 @@ def _age(seconds: float) -> str:
     """90 -> 1 min."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
 
 
 @app.command(
@@ -136,12 +136,10 @@ class _Stopping:
     def begin(self, *, now: bool) -> None:
         from chairlift.server.process.running import request_stop
 
-        status = request_stop(self.server)
-        if now and status is not None:
-            request_stop(self.server)  # The second request cuts the draining short.
+        status = request_stop(self.server, now=now)
         patience = PATIENCE_SECONDS + (status.drain_seconds if status is not None and not now else 0.0)
         self.deadline = time.monotonic() + patience
-        self._tell(status)
+        self._tell(None if now else status)
 
     def wait(self) -> None:
         """Return once the server is gone; says what it still waits for."""

@@ -188,9 +188,11 @@ class _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def stop(self) -> None:
-        """Do what SIGTERM does."""
-        self._on_signal(signal.SIGTERM)
+    def stop(self, now: bool) -> None:
+        """Do what SIGTERM does, however often; `now` also ends the draining."""
+        self.first.set()
+        if now:
+            self.second = signal.SIGTERM
 
     def _on_signal(self, number: int) -> None:
         if self.first.is_set():

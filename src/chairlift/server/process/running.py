@@ -26,7 +26,7 @@ from chairlift.machine.files import private_folder
 log = logging.getLogger("chairlift.server")
 
 SUFFIX = ".sock"
-STATUS, STOP = b"status\n", b"stop\n"
+STATUS, STOP, STOP_NOW = b"status\n", b"stop\n", b"stop now\n"
 ANSWER_SECONDS = 5.0  # A server that loads its tokenizer may be silent for some seconds.
 MAX_ANSWER = 1 << 16
 
@@ -70,13 +70,17 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def announced(status: Callable[[], ServerStatus], stop: Callable[[], None]) -> AsyncIterator[None]:
-    """Answer on a socket while the server runs; without a folder for it the server runs all the same."""
+async def announced(status: Callable[[], ServerStatus], stop: Callable[[bool], None]) -> AsyncIterator[None]:
+    """Answer on a socket while the server runs; without a folder for it the server runs all the same.
+
+    `stop` is called with whether requests in flight are cut off.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValueError):
-            if await asyncio.wait_for(reader.readline(), ANSWER_SECONDS) == STOP:
-                stop()
+            question = await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)
+            if question in (STOP, STOP_NOW):
+                stop(question == STOP_NOW)
             writer.write(msgspec.json.encode(status()))
             await writer.drain()
         writer.close()
@@ -131,15 +135,15 @@ def _server_at(path: Path) -> RunningServer | None:
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
         return None
-    except OSError:
-        return None
+    except OSError:  # It hangs.
+        pid, status = _named_process(path), None
     return RunningServer(socket=str(path), pid=pid, status=status, memory=_memory_below(pid) if pid else None)
 
 
-def request_stop(server: RunningServer) -> ServerStatus | None:
-    """Ask a server to stop, as SIGTERM does; the second time it stops at once. None: it is gone, or did not answer."""
+def request_stop(server: RunningServer, *, now: bool) -> ServerStatus | None:
+    """Ask a server to stop, at once or once its requests are answered. None: it is gone, or did not answer."""
     try:
-        return _ask(Path(server.socket), STOP)[1]
+        return _ask(Path(server.socket), STOP_NOW if now else STOP)[1]
     except OSError:
         return None
 
@@ -148,8 +152,10 @@ def poll(server: RunningServer) -> tuple[bool, ServerStatus | None]:
     """Whether a server still runs, and what it says."""
     try:
         return True, _ask(Path(server.socket), STATUS)[1]
-    except OSError:
+    except (ConnectionRefusedError, FileNotFoundError):
         return False, None
+    except OSError:  # A server that hangs refuses connections in other ways.
+        return True, None
 
 
 def _ask(path: Path, question: bytes) -> tuple[int, ServerStatus | None]:
@@ -176,6 +182,10 @@ def _process_behind(connection: socket.socket, path: Path) -> int:
             form, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
         )[0]
         return pid
+    return _named_process(path)
+
+
+def _named_process(path: Path) -> int:
     return int(path.stem) if path.stem.isdigit() else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import re
@@ -23,7 +24,7 @@ from chairlift.progress import COMPILING, LOADING, StageDisplay, StartStage
 from chairlift.server.access import KeySources
 from chairlift.server.config import ServerConfig
 from chairlift.server.http.boundary import SentResponse
-from chairlift.server.http.request_log import RequestLog
+from chairlift.server.http.request_log import RequestLog, _message_of
 from chairlift.server.wire.messages import Loaded
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
 from tests.server.running_server import HTTP, START_SECONDS, wait_for
@@ -86,6 +87,17 @@ def test_a_request_is_a_line_without_its_texts() -> None:
     assert "  400  " in quoting
     assert re.search(r"GET /\\x1b\[31m\\n/x  404  ", missing)
     assert not re.search(f"{SECRET}|s3cret|/health|\x1b", "".join(lines.found))
+
+
+QUOTED = [SECRET * 20, f"it's {SECRET * 20}", f"{SECRET[:3]}' {SECRET * 20}", [{"a": SECRET * 20}]]
+
+
+@pytest.mark.parametrize("prompt", QUOTED)
+def test_a_value_that_an_error_quotes_in_part_is_not_shown(prompt: Any) -> None:
+    problem = f"doesn't fit the field 'n'; must be a list, got {prompt!r:.100}"
+    shown = _message_of(json.dumps({"error": {"message": problem}}).encode())
+    assert shown.startswith("doesn't fit the field 'n'; must be a list, got ")
+    assert SECRET not in shown
 
 
 def test_a_client_that_leaves_is_said() -> None:

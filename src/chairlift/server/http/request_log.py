@@ -33,7 +33,9 @@ _POLLED = ("/health", "/ready", "/ping", "/metrics", "/version", "/dashboard", "
 _COLOURS = {4: 33, 5: 31}  # Yellow and red, by the first digit of the status.
 
 
-_LONG_QUOTE = re.compile(r"""(['"])(?:(?!\1).){24,}\1""", re.DOTALL)
+# A value that was shortened has no quote at its end. An apostrophe begins none.
+_QUOTE = re.compile(r"""(?<!\w)(['"])((?:\\.|(?!\1).)*)(?:\1|\Z)""", re.DOTALL)
+LONGEST_QUOTE = 24  # characters; more may be a prompt
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class RequestLog:
 
     def _sum_up(self) -> None:
         """Write the line about the requests of a second that had none of their own."""
-        second, self._second = self._second, _Second(self._second.began, self._lines)
+        second = self._second
         if second.statuses:
             counts = ", ".join(f"{count} × {status}" for status, count in sorted(second.statuses.items()))
             self._write(
@@ -91,6 +93,7 @@ class RequestLog:
                 f"in {second.tokens_in:,}, out {second.tokens_out:,} tokens",
                 200,
             )
+        second.statuses, second.tokens_in, second.tokens_out = Counter(), 0, 0
 
 
 @dataclass(slots=True)
@@ -154,7 +157,7 @@ def _message_of(body: bytes) -> str:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         message = body.decode("utf-8", "replace")
-    return _LONG_QUOTE.sub(r"\1…\1", message)
+    return _QUOTE.sub(lambda quote: quote[0] if len(quote[2]) < LONGEST_QUOTE else f"{quote[1]}…{quote[1]}", message)
 
 
 def _short(text: str) -> str:

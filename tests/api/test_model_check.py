@@ -51,6 +51,14 @@ def test_memory_is_what_the_loaded_model_takes(model_type: str, tied: bool, tmp_
     assert found.stored_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
+def test_a_config_cannot_control_the_terminal(tmp_path: Path) -> None:
+    config = tiny_config("llama").to_dict() | {"model_type": "x\x1b]0;title\x07"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("models", "--check", str(tmp_path))
+    assert f"model  {tmp_path} (x]0;title)" in result.stdout
+    assert not {"\x1b", "\x07"} & {*result.output}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_blocks_are_for_cpus_and_hold_the_table(tied: bool, tmp_path: Path) -> None:
     sizes = SIZES | {"head_dim": 64, "tie_word_embeddings": tied}

@@ -59,6 +59,18 @@ def test_what_does_not_fit_names_the_largest_that_does(monkeypatch: pytest.Monke
     assert on_cpu_with(1 << 20, "smollm2-135m", monkeypatch).nearest is None
 
 
+def test_what_fits_in_its_place_is_named_with_the_options_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = on_cpu_with(6 * GIB, "gpt-oss-20b", monkeypatch)
+    assert fit.nearest is not None
+    expected = on_cpu_with(6 * GIB, fit.nearest, monkeypatch).command(fit.nearest)
+    assert expected.endswith("--max-model-len 2048")
+    assert fit.nearest_command == expected
+
+
+def test_a_command_can_be_pasted() -> None:
+    assert Fit(True, "CPU").command("my model.gguf") == "chairlift serve 'my model.gguf'"
+
+
 def test_the_commands_of_all_models_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The options that are suggested exist, with values that they take."""
     monkeypatch.setattr("chairlift.server.lifecycle.serve_forever", lambda config, on_ready: _served(config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from rich.text import Text
 from chairlift.cli.app import MODELS, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_models
 from chairlift.options import format_bytes
+from chairlift.terminal.console import without_controls
 
 if TYPE_CHECKING:
     from chairlift.engine.model_check import ModelCheck
@@ -98,16 +98,16 @@ def _check(name: str, *, as_json: bool) -> None:
 def fit_rows(fit: Fit, name: str, verb: str = "serve") -> Iterator[tuple[str, str]]:
     """How a model runs here: the command and the memory, or what fits in its place."""
     if fit.fits:
-        yield "run it", fit.command(quote(name), verb)
+        yield "run it", fit.command(name, verb)
         yield "memory", fit.memory()
     elif fit.nearest is not None:
-        yield "fits", f"{fit.nearest}: chairlift serve {fit.nearest}"
+        yield "fits", f"{fit.nearest}: {fit.nearest_command}"
 
 
 def print_grid(rows: Iterable[tuple[str, str]]) -> None:
     grid = Table.grid("key", Column("value", overflow="fold"), padding=(0, 2))
     for key, value in rows:
-        grid.add_row(key, Text(value))
+        grid.add_row(key, Text(without_controls(value)))
     Console(highlight=False).print(grid)
 
 

@@ -6,6 +6,7 @@ that fits, and the KV cache that is planned beside it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,9 +48,11 @@ class Fit:
     requests: int = 0  # each has `TYPICAL_TOKENS` tokens, or the whole context if that is less
     missing: str | None = None  # what is too little
     nearest: str | None = None  # the largest known model that fits where this one does not
+    nearest_command: str | None = None  # what runs that one here
 
     def command(self, model: str, verb: str = "serve") -> str:
-        return " ".join(("chairlift", verb, model, *self.options))
+        """The command that runs the model here, as a shell takes it."""
+        return shlex.join(("chairlift", verb, model, *self.options))
 
     def sentence(self) -> str:
         """The first line of the answer."""
@@ -83,16 +86,16 @@ def fit_model(name: str, checked: ModelCheck, config: EngineConfig | None = None
     if checked.path == REFUSED:
         return Fit(False, device, missing=checked.reason)
     fit = _fit(dict(read_model_config(name).config), settings, checked.stored, checked.stored_bytes)
-    return fit if fit.fits else replace(fit, nearest=_nearest(name, checked, settings))
+    return fit if fit.fits else _with_nearest(fit, name, checked, settings)
 
 
-def _nearest(name: str, checked: ModelCheck, settings: MachineSettings) -> str | None:
-    """The largest known model below this one that fits."""
+def _with_nearest(fit: Fit, name: str, checked: ModelCheck, settings: MachineSettings) -> Fit:
+    """The answer with the largest known model below this one that fits, if there is one."""
     for model in reversed(known_models()):
         is_smaller = model.num_parameters < checked.num_parameters and name not in (model.name, model.hub_id)
-        if is_smaller and _fit(model.config, settings, None, None).fits:
-            return model.name
-    return None
+        if is_smaller and (other := _fit(model.config, settings, None, None)).fits:
+            return replace(fit, nearest=model.name, nearest_command=other.command(model.name))
+    return fit
 
 
 def _fit(config: Mapping[str, Any], settings: MachineSettings, stored: str | None, stored_bytes: int | None) -> Fit:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from chairlift.terminal.console import without_controls
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -64,7 +66,7 @@ def show_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
     wider than the terminal: broken lines are better than missing columns.
     """
     table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, caption=caption, caption_justify="left")
-    cells = [list(row) for row in rows]
+    cells = [[without_controls(cell) for cell in row] for row in rows]
     console = Console()
     widths, total = _column_widths(headings, cells, console.width)
     for index, (heading, width) in enumerate(zip(headings, widths, strict=True)):

@@ -20,7 +20,7 @@ import pytest
 
 from chairlift.cli.servers import _age
 from chairlift.server.lifecycle import _Signals
-from chairlift.server.process.running import RunningServer, poll, request_stop, running_servers
+from chairlift.server.process.running import RunningServer, ServerStatus, poll, request_stop, running_servers
 from tests.api.cli_runner import run
 from tests.server.running_server import NAME, start_server, wait_for
 
@@ -106,6 +106,22 @@ def test_a_server_is_meant_by_its_names_its_address_and_its_process(fakes: Any, 
     assert alpha.wait(5) == 0
     assert beta.poll() is None
     assert [server.pid for server in running_servers()] == [beta.pid]
+
+
+@pytest.mark.parametrize(
+    ("host", "targets"),
+    [
+        ("0.0.0.0", ("0.0.0.0:80", "localhost:80", "127.0.0.1:80", "http://127.0.0.1:80/", ":80")),
+        ("[::]", ("[::]:80", "localhost:80", "http://[::1]:80", ":80")),
+        ("10.0.0.1", ("10.0.0.1:80", ":80")),
+    ],
+)
+def test_a_server_is_meant_by_the_addresses_that_reach_it(host: str, targets: tuple[str, ...]) -> None:
+    status = ServerStatus(model="m", names=("m",), address=f"http://{host}:80", started=0.0, state="ready")
+    server = RunningServer(socket="", pid=7, status=status)
+    assert all(server.is_meant(target) for target in targets)
+    assert not any(server.is_meant(target) for target in ("localhost:8080", "127.0.0.2:80", "80", "http"))
+    assert server.is_meant("localhost:80") is (host != "10.0.0.1")
 
 
 def test_stop_says_what_it_waits_for(fakes: Any) -> None:

@@ -129,6 +129,14 @@ def test_many_requests_are_summed_up() -> None:
     assert lines.found[-1].endswith(" … and 3 more: 2 × 200, 1 × 429; in 0, out 0 tokens")
 
 
+def test_a_late_sum_leaves_the_next_second_its_lines() -> None:
+    lines = Lines(2)
+    for _ in range(2):
+        lines.log.begin({"method": "GET", "path": "/v1/models", "state": {}})(SentResponse(None))  # type: ignore[arg-type]
+        lines.log._sum_up()  # as the timer of the second before does
+    assert not any("more" in line for line in lines.found)
+
+
 # ---- progress and the end ---------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,13 @@ SUFFIX = ".sock"
 STATUS, STOP, STOP_NOW = b"status\n", b"stop\n", b"stop now\n"
 ANSWER_SECONDS = 5.0  # A server that loads its tokenizer may be silent for some seconds.
 MAX_ANSWER = 1 << 16
+# What reaches a server that listens on these.
+_ALSO = {
+    "127.0.0.1": ("localhost",),
+    "[::1]": ("localhost",),
+    "0.0.0.0": ("localhost", "127.0.0.1"),
+    "[::]": ("localhost", "127.0.0.1", "[::1]"),
+}
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +69,7 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
         address = self.status.address
         where = address.partition("://")[2] or address
         forms = {address, where, where.removeprefix("unix:"), f":{where.rpartition(':')[2]}"}
-        forms |= {form.replace("127.0.0.1", "localhost") for form in forms}
+        forms |= {form.replace(host, other) for form in forms for host, others in _ALSO.items() for other in others}
         return target.rstrip("/") in forms or target in self.status.names
 
 

@@ -281,6 +281,43 @@ def test_devices_pipes_and_impossible_names_are_refused(conversation: Conversati
             conversation.handle(f"/load {name}")
 
 
+class Seeded(Echo):
+    """Has a seed that the user did not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[Mapping[str, Any]] = []
+
+    def defaults(self, preset: str | None) -> SamplingOptions:
+        return SamplingOptions(seed=5)
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], changed: Mapping[str, Any], *, reasons: bool
+    ) -> Generator[AssistantPart, None, None]:
+        self.changes.append(changed)
+        yield ContentDelta("an answer")
+
+
+def test_another_answer_has_another_seed_than_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Seeded()
+    conversation = Conversation(backend, ChatOptions(), {}, quiet=True)
+    for text in ("hello", "/retry", "/retry"):
+        conversation.handle(text)
+    assert backend.changes == [{}, {"seed": 6}, {"seed": 7}]
+
+
+def test_a_system_message_with_half_of_a_character_can_be_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line of a program may have them."""
+    conversation = Conversation(Echo(), ChatOptions(system="half: \udcff"), {}, quiet=True)
+    conversation.handle("hello")
+    for _ in range(2):
+        conversation.handle(f"/save {tmp_path / 'talk.json'}")
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"][0]["content"] == "half: ?"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_openai_messages_are_loaded_and_saved_again(conversation: Conversation, tmp_path: Path) -> None:
     file, copy = tmp_path / "talk.json", tmp_path / "my copy.json"
     parts = [{"type": "text", "text": "in parts"}]

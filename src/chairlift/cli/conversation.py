@@ -163,9 +163,10 @@ class Conversation:
             raise InvalidParameter("", "there is no message to answer again")
         changed = dict(self._changed)
         self._retries += 1
-        if changed.get("seed") is not None:
-            changed["seed"] += self._retries
-        if self._sampling(changed).temperature == 0:
+        sampling = self._sampling(changed)
+        if sampling.seed is not None:
+            changed["seed"] = sampling.seed + self._retries
+        if sampling.temperature == 0:
             note("The temperature is 0, so the answer is the same; /set temperature 0.7 changes that.")
         last = self._turns.pop()
         kept = len(self._turns)
@@ -229,10 +230,13 @@ class Conversation:
         saved = {"model": self._backend.model, "messages": self._messages(), "settings": self._changed | shown}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(create_private(temporary), "w", encoding="utf-8") as file:
+            # A server may send halves of characters.
+            with os.fdopen(create_private(temporary), "w", encoding="utf-8", errors="replace") as file:
                 json.dump(saved, file, ensure_ascii=False, indent=2)
             temporary.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
             raise InvalidParameter("", f"cannot write {str(path)!r} ({error.strerror or error})") from None
         note(f"Saved {_count(self._turns)} to {path}.")
 

@@ -16,7 +16,7 @@ from typing import Any
 from chairlift.core.sampling.params import SamplingParams, joined_defaults
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.loading.recommended_sampling import AUTO, NAMES, default_sampling
-from chairlift.options import MAPPING_SUFFIXES, read_mapping, read_text
+from chairlift.options import read_mapping, read_text
 
 # The parameters of SamplingParams that can be defaults, and other names of some of them.
 DEFAULT_NAMES = (
@@ -79,7 +79,7 @@ def parse_overrides(parameter: str, given: Mapping[str, Any] | str | None) -> di
 
 def parse_presets(parameter: str, given: Mapping[str, Any] | str | None) -> dict[str, RequestDefaults]:
     """Parse presets by name: a mapping, JSON of one, or the path of a YAML or TOML file."""
-    if isinstance(given, str) and Path(given).suffix.lower() in MAPPING_SUFFIXES:
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
         given = read_mapping(Path(given).expanduser(), parameter)
     presets: dict[str, RequestDefaults] = {}
     for name, values in _mapping(parameter, given).items():
@@ -96,7 +96,7 @@ def _mapping(parameter: str, given: Any) -> Mapping[Any, Any]:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter(parameter, f"must be a mapping, or JSON of one, or a file: {error}") from None
+            raise InvalidParameter(parameter, f"must be a mapping, or JSON of one: {error}") from None
     if given is not None and not isinstance(given, Mapping):
         raise InvalidParameter(parameter, f"must be a mapping of names to values, got {given!r:.100}")
     return given or {}

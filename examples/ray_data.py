@@ -14,7 +14,7 @@ import ray.data
 from chairlift.cluster import BatchPredictor
 
 folder = Path(tempfile.mkdtemp())
-questions = ["What is a chairlift?", "Why does a batch never stop?", "What is a KV cache?", "Name a mountain."]
+questions = ["Why is the sky blue?", "Why does a batch never stop?", "What is a KV cache?", "Name a mountain."]
 lines = [json.dumps({"id": index, "question": text}) for index, text in enumerate(questions)]
 (folder / "questions.jsonl").write_text("\n".join(lines))
 

@@ -55,7 +55,7 @@ def test_the_example_for_ray_data_answers_every_row(tiny_model: Path) -> None:
     with own_ray() as ray:
         printed = run(ON_RAY, tiny_model, ray.environment)
     assert [line.split(" -> ")[0] for line in printed.splitlines() if " -> " in line] == [
-        "'What is a chairlift?'",
+        "'Why is the sky blue?'",
         "'Why does a batch never stop?'",
         "'What is a KV cache?'",
         "'Name a mountain.'",

@@ -50,7 +50,7 @@ def main(file: Path, model: str | None) -> None:
                 thread.start()
             page.wait_for(LOADED, seconds=120)
             time.sleep(6)  # until the rates are known
-            page.find("#chat-input").send_keys("What is a chairlift?\n")
+            page.find("#chat-input").send_keys("Why is the sky blue?\n")
             driver.set_window_size(1440, 800)
             page.run("scrollTo(0, 0)")
             time.sleep(3)

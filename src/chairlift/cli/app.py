@@ -159,7 +159,7 @@ app = Commands(
     aliases=alias_flags(options_of(EngineConfig)),
     completion=True,
     examples=[
-        'chairlift run smollm2-135m "What is a chairlift?"',
+        'chairlift run smollm2-135m "Why is the sky blue?"',
         "chairlift chat",
         "chairlift serve",
         "chairlift pull qwen3-0.6b",

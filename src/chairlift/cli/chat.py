@@ -49,7 +49,7 @@ ServerKey = Annotated[
 @app.command(
     group=RUN,
     examples=[
-        'chairlift run smollm2-135m "What is a chairlift?"',
+        'chairlift run smollm2-135m "Why is the sky blue?"',
         'cat notes.txt | chairlift run Qwen/Qwen3-0.6B "Summarise this." > summary.txt',
         "chairlift run smollm2-135m",
         'chairlift run smollm2-135m "Hello" --url http://localhost:8000',
@@ -97,7 +97,7 @@ def run(
     examples=[
         "chairlift chat",
         'chairlift chat Qwen/Qwen3-0.6B --system "Answer in one sentence."',
-        'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
+        'echo "Why is the sky blue?" | chairlift chat --quiet --temperature 0',
         "chairlift chat --url http://localhost:8000",
     ],
 )

@@ -56,9 +56,9 @@ def serve(server: ServerOptions, engine: EngineOptions) -> None:
 
 LINE_SECONDS = 1.0  # Lines about running requests are this far apart on a terminal.
 _TRIED = {
-    "chat/completions": {"messages": [{"role": "user", "content": "What is a chairlift?"}]},
-    "completions": {"prompt": "A chairlift is", "max_tokens": 32},
-    "embeddings": {"input": "What is a chairlift?"},
+    "chat/completions": {"messages": [{"role": "user", "content": "Why is the sky blue?"}]},
+    "completions": {"prompt": "The sky is blue because", "max_tokens": 32},
+    "embeddings": {"input": "Why is the sky blue?"},
 }
 
 

@@ -100,6 +100,18 @@ def test_a_value_that_an_error_quotes_in_part_is_not_shown(prompt: Any) -> None:
     assert SECRET not in shown
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "send the body as JSON, with the header Content-Type: application/json",
+        "the model 'llama3.2' does not exist; this server has 'smollm2-135m'",
+        "the model 'Qwen/Qwen3-30B-A3B-Instruct-2507' does not exist; this server has 'smollm2-135m'",
+    ],
+)
+def test_the_names_in_an_error_are_shown(problem: str) -> None:
+    assert _message_of(json.dumps({"error": problem}).encode()) == problem
+
+
 def test_a_client_that_leaves_is_said() -> None:
     lines = Lines()
     with front_end(stay_silent, request_log=lines.log) as front:

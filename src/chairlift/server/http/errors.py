@@ -53,7 +53,7 @@ async def _validation_error(http: Request, error: Exception) -> Response:
         return as_api_error(InvalidParameter(str(path[0]), str(error.errors()[0]["msg"]))).response()
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
-        problem = "send the body as JSON, with the header 'Content-Type: application/json'"
+        problem = "send the body as JSON, with the header Content-Type: application/json"
         return APIError(415, problem, code="unsupported_media_type").response()
     errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # The first part is "body".
     if errors[0]["type"] == "json_invalid":

@@ -33,8 +33,8 @@ _POLLED = ("/health", "/ready", "/ping", "/metrics", "/version", "/dashboard", "
 _COLOURS = {4: 33, 5: 31}  # Yellow and red, by the first digit of the status.
 
 
-# A value that was shortened has no quote at its end. An apostrophe begins none.
-_QUOTE = re.compile(r"""(?<!\w)(['"])((?:\\.|(?!\1).)*)(?:\1|\Z)""", re.DOTALL)
+# A value that was shortened has no quote at its end. An apostrophe begins none. The names of models are kept.
+_QUOTE = re.compile(r"""(the model )?(?<!\w)(['"])((?:\\.|(?!\2).)*)(?:\2|\Z)""", re.DOTALL)
 LONGEST_QUOTE = 24  # characters; more may be a prompt
 
 
@@ -157,7 +157,12 @@ def _message_of(body: bytes) -> str:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         message = body.decode("utf-8", "replace")
-    return _QUOTE.sub(lambda quote: quote[0] if len(quote[2]) < LONGEST_QUOTE else f"{quote[1]}…{quote[1]}", message)
+    return _QUOTE.sub(_shorten_quote, message)
+
+
+def _shorten_quote(quote: re.Match[str]) -> str:
+    before, mark, value = quote.groups()
+    return quote[0] if before or len(value) < LONGEST_QUOTE else f"{mark}…{mark}"
 
 
 def _short(text: str) -> str:

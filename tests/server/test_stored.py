@@ -19,11 +19,13 @@ from pydantic import TypeAdapter
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.stored import database
+from chairlift.server.stored import store as stored
 from chairlift.server.stored.store import ResponseStore
+from chairlift.server.wire.limits import Limits
 from tests.server import openai_document
 from tests.server.front_end import NAME as SCRIPTED
-from tests.server.front_end import FrontEnd, front_end
-from tests.server.running_server import HTTP, NAME, RunningServer
+from tests.server.front_end import FrontEnd, front_end, stay_silent
+from tests.server.running_server import HTTP, NAME, RunningServer, wait_for
 from tests.server.test_responses import GREEDY, QUESTION
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
@@ -167,6 +169,31 @@ def test_items_may_be_named_by_their_ids(front: FrontEnd) -> None:
     assert refusal(400, front, "POST", "/v1/responses", input=items)["param"] == "input[0].id"
 
 
+def test_named_items_are_limited_as_an_input_is(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_EARLIER_BYTES", 6000)
+    client = client_of(front)
+    client.conversations.create(items=[{"id": "msg_1", "role": "user", "content": "x" * 4000}])
+    named = {"type": "item_reference", "id": "msg_1"}
+    error = refusal(400, front, "POST", "/v1/responses", input=[named, named])
+    assert (error["param"], error["code"]) == ("input", "conversation_too_long")
+    assert "256" in refusal(400, front, "POST", "/v1/responses", input=[named])["message"], "the model's limit"
+
+
+def test_what_a_refused_request_names_is_not_read(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with front_end(stay_silent, limits=Limits(max_waiting=0), responses=store) as front:  # 8 slots
+        for _ in range(8):
+            client_of(front).responses.create(model=SCRIPTED, input="hello", background=True)
+        wait_for(lambda: len(front.engine.received) == 8, "the slots to be taken")
+        read: list[str] = []
+        for name in ("after_response", "after_conversation", "items_by_id"):
+            monkeypatch.setattr(store, name, lambda *_, name=name: read.append(name))
+        item = {"type": "item_reference", "id": "msg_1"}
+        for more in ({"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"input": [item]}):
+            refusal(429, front, "POST", "/v1/responses", **{"input": "hello", **more})
+        refusal(429, front, "POST", "/v1/responses/compact", previous_response_id="resp_1")
+        assert read == []
+
+
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +227,20 @@ def test_a_conversation_from_its_creation_to_its_end(front: FrontEnd) -> None:
     with pytest.raises(MISSING):
         ask(client, conversation=conversation.id)
     assert client.responses.retrieve(answer.id).id == answer.id
+
+
+def test_pages_of_large_items_are_shorter(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_EARLIER_BYTES", 6000)
+    client = client_of(front)
+    items: list[Any] = [
+        {"role": "user", "content": letter * size} for letter, size in (("a", 7000), ("b", 9), ("c", 9))
+    ]
+    conversation = client.conversations.create(items=items)
+    path = f"{front.url}/v1/conversations/{conversation.id}/items?order=asc&limit=100"
+    first = HTTP.get(path).json()
+    assert (len(first["data"]), first["has_more"]) == (1, True)
+    rest = HTTP.get(f"{path}&after={first['last_id']}").json()
+    assert (len(rest["data"]), rest["has_more"]) == (2, False)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sqlite3
@@ -233,6 +234,64 @@ def test_a_server_that_stops_says_so_in_its_responses(tmp_path: Path) -> None:
         assert (found.status, found.error.code) == ("failed", "server_error")
         assert "stopped" in found.error.message
         assert len(list(tmp_path.glob("runner-*"))) == 1, "only the lock of this process is left"
+
+
+def test_a_response_whose_events_cannot_be_kept_fails(tmp_path: Path) -> None:
+    typist = Typist()
+    with front_end(typist, responses=ResponseStore(tmp_path, 5000, 1000.0)) as front:
+        client = client_of(front)
+        stream = begin(client, stream=True)
+        wait_submitted(front)
+        typist.type("x" * 6000)
+        last = list(stream)[-1]
+        assert last.type == "response.failed"
+        assert ended(client, last.response.id).status == "failed"
+        wait_for(lambda: not _runs(tmp_path), "the response to be let go")
+
+
+def test_what_is_continued_does_not_make_room_for_it(tmp_path: Path) -> None:
+    with front_end(responses=ResponseStore(tmp_path, 9000, 1000.0)) as front:
+        client = client_of(front)
+        first, second, _ = [client.responses.create(model=NAME, input="hello", max_output_tokens=2) for _ in range(3)]
+        response = ended(client, begin(client, input="x" * 150, previous_response_id=first.id, metadata=_LABELS).id)
+        assert response.status in ("completed", "incomplete"), response.error
+        assert client.responses.retrieve(first.id).id == first.id
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(second.id)
+
+
+_LABELS = {f"label{index}": "x" * 500 for index in range(6)}
+
+
+def test_a_client_that_leaves_early_leaves_no_response_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, queued = ResponseStore.queue, threading.Event()
+
+    async def slow(self: ResponseStore, *given: Any) -> None:
+        await queue(self, *given)
+        queued.set()
+        await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(ResponseStore, "queue", slow)
+    with serving(tmp_path) as front:
+        body = {"model": NAME, "input": "hello", "background": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{front.url}/v1/responses", json=body, timeout=0.2)
+        assert queued.is_set()
+        wait_submitted(front)
+        wait_for(lambda: not _runs(tmp_path), "the response to end")
+
+
+def test_a_stream_of_a_response_that_is_deleted_ends(tmp_path: Path) -> None:
+    with serving(tmp_path, stay_silent) as front, serving(tmp_path) as other:
+        begin(client_of(front), stream=True)
+        wait_submitted(front)
+        with sqlite3.connect(tmp_path / database.NAME) as connection:
+            (response_id,) = connection.execute("SELECT id FROM objects").fetchone()
+        with httpx.stream("GET", f"{other.url}/v1/responses/{response_id}?stream=true", timeout=60) as stream:
+            client_of(other).responses.delete(response_id)
+            assert stream.read() == b""  # and the chunks have their end
 
 
 # ---- processes that are killed ---------------------------------------------------------------------------------------

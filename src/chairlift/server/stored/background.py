@@ -143,13 +143,13 @@ class BackgroundResponses:
         else:
             batches = self._kept_events(owner, response_id, first)
         last = b""
-        async for events in batches:
-            if events:
-                first, last = first + len(events), events[-1]
-            yield b"".join(events) or PING
-        if last.startswith(_LAST_EVENTS):
-            return
         with suppress(APIError):  # It was deleted.
+            async for events in batches:
+                if events:
+                    first, last = first + len(events), events[-1]
+                yield b"".join(events) or PING
+            if last.startswith(_LAST_EVENTS):
+                return
             response = await self._store.response(owner, response_id)
             if response["status"] == "failed":
                 event = {"type": "response.failed", "response": response, "sequence_number": first}
@@ -183,9 +183,10 @@ class BackgroundResponses:
         try:
             answering = asyncio.create_task(self._answer(running))
             await asyncio.wait([answering, saving], return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():  # It was cancelled or deleted.
+            if not answering.done():
                 answering.cancel()
                 await asyncio.wait([answering])
+                saving.result()  # It raises if the events cannot be kept; else the response was cancelled or deleted.
             else:
                 problem = answering.result()
                 if problem is not None:
@@ -198,10 +199,10 @@ class BackgroundResponses:
             await self._end_with(run, "the response could not be stored")
         finally:
             saving.cancel()
-            await asyncio.wait([saving])
-            with suppress(Exception):
-                await self._save(running)
-                await self._store.end(run)
+            await asyncio.gather(saving, return_exceptions=True)
+            for last in (self._save(running), self._store.end(run)):
+                with suppress(Exception):
+                    await last
             running.end()
             del self._running[run.id]
 

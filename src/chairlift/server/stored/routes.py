@@ -7,8 +7,9 @@ import logging
 import time
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import FastAPI, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 from starlette.requests import Request
 
@@ -23,7 +24,7 @@ from chairlift.server.responses.endpoint import NOT_KEPT, Keep, Keeping, Respons
 from chairlift.server.responses.input import VALID_ID, Item, checked_items
 from chairlift.server.responses.types import MAX_METADATA, CompactRequest, Metadata, ResponsesRequest
 from chairlift.server.stored.background import BackgroundResponses, RunningResponse
-from chairlift.server.stored.store import PUBLIC, Continued, Page, ResponseStore, item_list
+from chairlift.server.stored.store import PUBLIC, Continued, Page, ResponseStore
 from chairlift.server.wire.errors import APIError
 
 log = logging.getLogger("chairlift.server")
@@ -77,8 +78,10 @@ def add_response_routes(app: FastAPI, service: Service, stored: StoredResponses 
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         """Answers a conversation, as OpenAI's Responses."""
         body.check()
-        continued = await _continued(body, http, stored)
         running: RunningResponse | None = getattr(http.state, "background", None)
+        if _reads_stored(body):
+            await _reserve(service, http, generates=not body.background or running is not None)
+        continued = await _continued(body, http, stored)
         if stored is None:
             return await service.handle(ResponsesGeneration(body, service.model), http)
         if body.background and running is None:
@@ -91,6 +94,8 @@ def add_response_routes(app: FastAPI, service: Service, stored: StoredResponses 
     async def compact(body: CompactRequest, http: Request) -> Response:
         """Replaces a conversation by a summary of it."""
         continued = NOTHING
+        if _reads_stored(body):
+            await _reserve(service, http, generates=True)
         if body.previous_response_id is not None:
             store = _enabled(stored, "previous_response_id")
             continued = await store.after_response(owner_of(http), body.previous_response_id)
@@ -102,8 +107,26 @@ def add_response_routes(app: FastAPI, service: Service, stored: StoredResponses 
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
         """The number of tokens of the input of a response."""
         check_model_name(service.model, body.model)
+        if _reads_stored(body):
+            await _reserve(service, http, generates=False)
         await _continued(body, http, stored)
         return await run_input_tokens(service, http, ResponsesGeneration(body, service.model))
+
+
+def _reads_stored(body: ResponsesRequest | CompactRequest) -> bool:
+    given = isinstance(body, ResponsesRequest) and body.conversation_id is not None
+    names_items = isinstance(body.input, list) and any(item.get("type") == OLD for item in body.input)
+    return given or names_items or body.previous_response_id is not None
+
+
+async def _reserve(service: Service, http: Request, *, generates: bool) -> None:
+    """Reserve room before stored items are read, as for a large body: a refused request must cost no work."""
+    held, tenant = http.state.parsing, http.state.tenant or ""
+    await held.aclose()
+    if generates:
+        await held.enter_async_context(service.admission.reserve(1, 1, tenant))
+    else:
+        held.enter_context(service.admission.reserve_text_job(tenant))
 
 
 async def _continued(body: ResponsesRequest, http: Request, stored: StoredResponses | None) -> Continued:
@@ -195,10 +218,10 @@ async def _start(
         raise request.rename_error(error) from None
     response, state = request.queued(), {"key": http.state.key, "tenant": http.state.tenant}
     running = RunningResponse(run, data, state, request.kept_items, created_at, streams=bool(body.stream))
-    await background.start(running, response, continued)
+    await asyncio.shield(background.start(running, response, continued))  # The client may leave meanwhile.
     if body.stream:
         return EventStream(background.stream(run.owner, run.id, 0), on_end=lambda: None)
-    return JSONResponse(response)
+    return _json(response)
 
 
 # ---- what is stored --------------------------------------------------------------------------------------------------
@@ -222,7 +245,7 @@ def add_stored_routes(app: FastAPI, stored: StoredResponses | None) -> None:
         """A stored response, or with stream the events of one that was generated in the background."""
         response = await store_of().response(owner_of(http), response_id)
         if not stream:
-            return JSONResponse(response)
+            return _json(response)
         assert stored is not None
         assert stored.background is not None
         pieces, may_follow = await store_of().events(owner_of(http), response_id, 0)
@@ -239,17 +262,17 @@ def add_stored_routes(app: FastAPI, stored: StoredResponses | None) -> None:
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.post("/v1/responses/{response_id}/cancel", responses=ERRORS)
-    async def cancel(response_id: str, http: Request) -> JSONResponse:
+    async def cancel(response_id: str, http: Request) -> Response:
         """Ends a response that is generated in the background."""
-        return JSONResponse(await store_of().cancel(owner_of(http), response_id))
+        return _json(await store_of().cancel(owner_of(http), response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", responses=ERRORS)
     async def input_items(
         response_id: str, http: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
-    ) -> JSONResponse:
+    ) -> Response:
         """The input of a stored response."""
         page = Page(limit, order, after)
-        return JSONResponse(await store_of().list_items(owner_of(http), "response", response_id, page))
+        return _json(await store_of().list_items(owner_of(http), "response", response_id, page))
 
     @app.post("/v1/conversations", responses=ERRORS)
     async def create_conversation(body: ConversationRequest, http: Request) -> dict[str, Any]:
@@ -277,27 +300,32 @@ def add_stored_routes(app: FastAPI, stored: StoredResponses | None) -> None:
     @app.get("/v1/conversations/{conversation_id}/items", responses=ERRORS)
     async def items(
         conversation_id: str, http: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
-    ) -> JSONResponse:
+    ) -> Response:
         """The items of a conversation."""
         page = Page(limit, order, after)
-        return JSONResponse(await store_of().list_items(owner_of(http), "conversation", conversation_id, page))
+        return _json(await store_of().list_items(owner_of(http), "conversation", conversation_id, page))
 
     @app.post("/v1/conversations/{conversation_id}/items", responses=ERRORS)
-    async def add_items(conversation_id: str, body: ConversationItems, http: Request) -> JSONResponse:
+    async def add_items(conversation_id: str, body: ConversationItems, http: Request) -> Response:
         """Adds items to a conversation."""
         store = store_of()
         new = await asyncio.to_thread(_checked, body.items)
-        return JSONResponse(item_list(await store.add_to_conversation(owner_of(http), conversation_id, new)))
+        return _json(await store.add_to_conversation(owner_of(http), conversation_id, new))
 
     @app.get("/v1/conversations/{conversation_id}/items/{item_id}", responses=ERRORS)
-    async def item(conversation_id: str, item_id: str, http: Request) -> JSONResponse:
+    async def item(conversation_id: str, item_id: str, http: Request) -> Response:
         """An item of a conversation."""
-        return JSONResponse(await store_of().conversation_item(owner_of(http), conversation_id, item_id))
+        return _json(await store_of().conversation_item(owner_of(http), conversation_id, item_id))
 
     @app.delete("/v1/conversations/{conversation_id}/items/{item_id}", responses=ERRORS)
     async def delete_item(conversation_id: str, item_id: str, http: Request) -> dict[str, Any]:
         """Removes an item from a conversation."""
         return await store_of().remove_from_conversation(owner_of(http), conversation_id, item_id)
+
+
+def _json(content: Any) -> Response:
+    """Return a response of stored objects, most of which are JSON already."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _checked(items: list[Item]) -> list[Item]:

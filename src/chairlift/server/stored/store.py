@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +111,7 @@ class ResponseStore:
         await self._database.write(write)
 
     async def list_items(self, owner: str, kind: Kind, object_id: str, page: Page) -> dict[str, Any]:
-        """Return a part of the input of a response, or of a conversation."""
+        """Return a part of the input of a response, or of a conversation; a shorter one if its items are large."""
 
         def read(connection: Connection) -> dict[str, Any]:
             self._find(connection, owner, kind, object_id)
@@ -122,22 +123,34 @@ class ResponseStore:
                     raise InvalidParameter("after", "is not an id of this list")
                 place = row[0]
             sign, direction = (">", "ASC") if page.order == "asc" else ("<", "DESC")
-            query = f"""SELECT body FROM items WHERE object = ? AND (is_output = 0 OR ? = 'conversation')
-                AND (? IS NULL OR position {sign} ?) ORDER BY position {direction} LIMIT ?"""
-            rows = connection.execute(query, (object_id, kind, place, place, page.limit + 1)).fetchall()
-            found = [_decode(body) for (body,) in rows]
-            return item_list(found[: page.limit], has_more=len(found) > page.limit)
+            query = f"""SELECT id, body FROM items WHERE object = ? AND (is_output = 0 OR ? = 'conversation')
+                AND (? IS NULL OR position {sign} ?) ORDER BY position {direction}"""
+            found: list[tuple[str, bytes]] = []
+            size = 0
+            for item_id, body in connection.execute(query, (object_id, kind, place, place)):
+                size += len(body)
+                if len(found) == page.limit or (found and size > MAX_EARLIER_BYTES):
+                    return _item_list(found, has_more=True)
+                found.append((item_id, body))
+            return _item_list(found)
 
         return await self._database.read(read)
 
     async def items_by_id(self, owner: str, ids: Sequence[str]) -> dict[str, Item]:
-        """Return those items with these ids that the owner has anywhere."""
+        """Return those items with these ids that the owner has anywhere, of those with the same id the last one. An id
+        that is named several times counts as often."""
 
         def read(connection: Connection) -> dict[str, Item]:
-            query = f"""SELECT items.id, items.body FROM items JOIN objects ON objects.id = items.object
-                WHERE items.id IN ({_marks(ids)}) AND owner = ? AND used > ?"""
+            query = f"""SELECT items.id, max(position), items.size FROM items JOIN objects ON objects.id = items.object
+                WHERE items.id IN ({_marks(ids)}) AND owner = ? AND used > ? GROUP BY items.id"""
             rows = connection.execute(query, (*ids, owner, self._since())).fetchall()
-            return {item_id: _decode(body) for item_id, body in rows}
+            counts = Counter(ids)
+            size = sum(counts[item_id] * each for item_id, _, each in rows)
+            if size > MAX_EARLIER_BYTES:
+                problem = f"names items with {size} bytes; the limit is {MAX_EARLIER_BYTES}"
+                raise InvalidParameter("input", problem, "conversation_too_long")
+            query = "SELECT body FROM items WHERE position = ?"
+            return {item_id: _decode(connection.execute(query, (place,)).fetchone()[0]) for item_id, place, _ in rows}
 
         return await self._database.read(read)
 
@@ -146,11 +159,10 @@ class ResponseStore:
         parameter = "previous_response_id"
 
         def read(connection: Connection) -> tuple[Continued, bool]:
-            query = """WITH RECURSIVE
-                own AS (SELECT id, previous, conversation, status, used FROM objects
-                    WHERE owner = :owner AND kind = 'response' AND used > :since),
-                chain AS (SELECT * FROM own WHERE id = :id
-                    UNION ALL SELECT own.* FROM chain JOIN own ON own.id = chain.previous)
+            columns = "objects.id, objects.previous, objects.conversation, objects.status, objects.used"
+            own = "objects.owner = :owner AND objects.kind = 'response' AND objects.used > :since"
+            query = f"""WITH RECURSIVE chain AS (SELECT {columns} FROM objects WHERE id = :id AND {own}
+                UNION ALL SELECT {columns} FROM chain JOIN objects ON objects.id = chain.previous AND {own})
                 SELECT * FROM chain LIMIT :most"""
             given = {"id": response_id, "owner": owner, "since": self._since(), "most": MAX_MESSAGES}
             rows = connection.execute(query, given).fetchall()
@@ -228,8 +240,9 @@ class ResponseStore:
 
     async def end(self, run: Run) -> None:
         """Note that no further events follow."""
-        query = "UPDATE objects SET runner = NULL WHERE id = ?"
-        await self._database.write(lambda connection: connection.execute(query, (run.id,)))
+        # One whose end could not be noted is left to `fail_all`.
+        query = f"UPDATE objects SET runner = NULL WHERE id = ? AND status NOT IN ({_marks(UNFINISHED)})"
+        await self._database.write(partial(_execute, query, (run.id, *UNFINISHED)))
 
     async def add_events(self, run: Run, first: int, events: bytes) -> bool:
         """Keep further events of a response; False if it was cancelled or deleted."""
@@ -299,22 +312,21 @@ class ResponseStore:
 
         return await self._database.write(write)
 
-    async def add_to_conversation(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item]:
-        """Add items, and return them with the ids that they have."""
+    async def add_to_conversation(self, owner: str, conversation_id: str, items: Sequence[Item]) -> dict[str, Any]:
+        """Add items, and return the list of them with the ids that they have."""
 
-        def write(connection: Connection) -> list[Item]:
+        def write(connection: Connection) -> dict[str, Any]:
             self._find(connection, owner, "conversation", conversation_id)
             added = self._add_items(connection, owner, conversation_id, items, is_output=False)
             _touch(connection, [conversation_id])
-            return added
+            return _item_list(added)
 
         return await self._database.write(write)
 
-    async def conversation_item(self, owner: str, conversation_id: str, item_id: str) -> Item:
-        def read(connection: Connection) -> Item:
+    async def conversation_item(self, owner: str, conversation_id: str, item_id: str) -> msgspec.Raw:
+        def read(connection: Connection) -> msgspec.Raw:
             self._find(connection, owner, "conversation", conversation_id)
-            item: Item = _decode(_item(connection, conversation_id, item_id)[0])
-            return item
+            return msgspec.Raw(_item(connection, conversation_id, item_id)[0])
 
         return await self._database.read(read)
 
@@ -363,7 +375,7 @@ class ResponseStore:
     def _response(self, connection: Connection, owner: str, response_id: str) -> dict[str, Any]:
         body, status, _, _ = self._find(connection, owner, "response", response_id)
         query = "SELECT body FROM items WHERE object = ? AND is_output = 1 ORDER BY position"
-        output = [_decode(item) for (item,) in connection.execute(query, (response_id,))]
+        output = [msgspec.Raw(item) for (item,) in connection.execute(query, (response_id,))]
         return {**_decode(body), "status": status, "output": output}
 
     def _conversation(self, connection: Connection, owner: str, conversation_id: str) -> dict[str, Any]:
@@ -388,20 +400,17 @@ class ResponseStore:
 
     def _add_items(
         self, connection: Connection, owner: str, object_id: str, items: Sequence[Item], *, is_output: bool
-    ) -> list[Item]:
-        """Add items to an object. One whose id the object has already gets another one."""
+    ) -> list[tuple[str, bytes]]:
+        """Add items to an object; return the id and the JSON of each. An id that the object has already is replaced."""
         ids = [item["id"] for item in items]
         query = f"SELECT id FROM items WHERE object = ? AND id IN ({_marks(ids)})"
         taken = {item_id for (item_id,) in connection.execute(query, (object_id, *ids))}
         added = [item | {"id": _other_id(item["id"])} if item["id"] in taken else item for item in items]
-        bodies = [_encode(item) for item in added]
-        self._grow(connection, owner, object_id, sum(OVERHEAD + len(body) for body in bodies))
-        rows = (
-            (object_id, item["id"], is_output, OVERHEAD + len(body), body)
-            for item, body in zip(added, bodies, strict=True)
-        )
+        bodies = [(item["id"], _encode(item)) for item in added]
+        self._grow(connection, owner, object_id, sum(OVERHEAD + len(body) for _, body in bodies))
+        rows = ((object_id, item_id, is_output, OVERHEAD + len(body), body) for item_id, body in bodies)
         connection.executemany("INSERT INTO items (object, id, is_output, size, body) VALUES (?, ?, ?, ?, ?)", rows)
-        return added
+        return bodies
 
     def _end_turn(self, connection: Connection, owner: str, continued: Continued, items: Sequence[Item]) -> None:
         """Add the items of a finished response to its conversation, and note the use of what it continues."""
@@ -416,9 +425,9 @@ class ResponseStore:
         row = connection.execute(query, (run.id, *UNFINISHED)).fetchone()
         if row is None:
             return False
-        self._grow(connection, run.owner, run.id, len(body) - row[0])
-        given = (status, body, time.time(), run.id)
-        connection.execute("UPDATE objects SET status = ?, body = ?, used = ? WHERE id = ?", given)
+        # The quota does not apply: every response must be able to end.
+        given = (status, body, len(body) - row[0], time.time(), run.id)
+        connection.execute("UPDATE objects SET status = ?, body = ?, size = size + ?, used = ? WHERE id = ?", given)
         return True
 
     def _fail(self, connection: Connection, run: Run, code: str, message: str) -> None:
@@ -434,15 +443,19 @@ class ResponseStore:
         connection.execute("UPDATE objects SET size = size + ? WHERE id = ?", (amount, object_id))
 
     def _make_room(self, connection: Connection, owner: str, amount: int, in_use: Sequence[str]) -> None:
-        """Remove what the owner has used longest ago until there is room for so many bytes."""
+        """Remove what the owner has used longest ago until there is room for so many bytes. What `in_use` names stays,
+        and so does what a response continues that is not finished."""
         row = connection.execute("SELECT bytes FROM usage WHERE owner = ?", (owner,)).fetchone()
         missing = (row[0] if row else 0) + amount - self.quota
         if missing <= 0:
             return
-        query = f"""SELECT id, size FROM objects WHERE owner = ? AND runner IS NULL AND id NOT IN ({_marks(in_use)})
-            ORDER BY used, rowid"""
+        query = f"""WITH RECURSIVE continued (id) AS (
+                SELECT coalesce(previous, conversation) FROM objects WHERE +owner = ? AND runner IS NOT NULL
+                UNION SELECT previous FROM continued JOIN objects USING (id))
+            SELECT id, size FROM objects WHERE owner = ? AND runner IS NULL AND id NOT IN ({_marks(in_use)})
+                AND id NOT IN (SELECT id FROM continued WHERE id IS NOT NULL) ORDER BY used, rowid"""
         removed = []
-        for object_id, size in connection.execute(query, (owner, *in_use)):
+        for object_id, size in connection.execute(query, (owner, owner, *in_use)):
             removed.append((object_id,))
             missing -= size
             if missing <= 0:
@@ -459,10 +472,10 @@ class ResponseStore:
         return continued
 
 
-def item_list(items: list[Item], *, has_more: bool = False) -> dict[str, Any]:
-    """Return OpenAI's list of items."""
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
-    return {"object": "list", "data": items, **ends, "has_more": has_more}
+def _item_list(items: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> dict[str, Any]:
+    """Return OpenAI's list of items, given the id and the JSON of each."""
+    ends = {"first_id": items[0][0], "last_id": items[-1][0]} if items else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": [msgspec.Raw(body) for _, body in items], **ends, "has_more": has_more}
 
 
 def _check_can_be_continued(conversation: str | None, status: str) -> None:

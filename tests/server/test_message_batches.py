@@ -105,6 +105,15 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
         assert client.messages.batches.cancel(batch.id).processing_status == "ended"
 
 
+def test_results_whose_files_were_deleted(front: FrontEnd) -> None:
+    client = client_of(front)
+    batch = ended(client, client.messages.batches.create(requests=[line("a")]).id)
+    (output,) = (file for file in HTTP.get(f"{front.url}/v1/files").json()["data"] if file["purpose"] == "batch_output")
+    assert HTTP.delete(f"{front.url}/v1/files/{output['id']}").status_code == 200
+    reply = HTTP.get(f"{front.url}{PATH}/{batch.id}/results")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
 def test_a_tenant_sees_no_batch_of_another(tmp_path: Path) -> None:
     keys = ["alice key-of-alice-123", "bob key-of-bob-123456"]
     with front_end(files=FilesFolder(tmp_path, 10**6), api_keys=keys) as front:

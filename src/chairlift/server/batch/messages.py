@@ -7,10 +7,11 @@ import io
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+from itertools import chain
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 from fastapi import FastAPI, Query
@@ -84,9 +85,8 @@ def add_message_batch_routes(app: FastAPI, folder: FilesFolder | None, errors: d
         """The results of a batch of messages that has ended, one per line."""
         owner = owner_of(http)
         batch = _ended(owner, message_batch_id)
-        if not owner.files.content(batch.input_file_id).exists():
-            raise APIError(404, "the files of this batch were deleted", code="not_found")
-        return StreamingResponse(_results(owner, batch), media_type="application/x-jsonl")
+        files = await asyncio.to_thread(_open_files, owner, batch)
+        return StreamingResponse(_results(batch, files), media_type="application/x-jsonl")
 
 
 def _create(owner: OwnerFolder, requests: list[MessageBatchLine], key: bytes | None, tenant: str | None) -> BatchRecord:
@@ -215,23 +215,35 @@ class _Line(msgspec.Struct):
 _decode_line = msgspec.json.Decoder(_Line).decode
 
 
-def _results(owner: OwnerFolder, batch: BatchRecord) -> Iterator[bytes]:
+def _open_files(owner: OwnerFolder, batch: BatchRecord) -> Sequence[BinaryIO]:
+    """Open the files of a batch, the input last. They can be read to their end, also if they are deleted meanwhile."""
+    ids = filter(None, (batch.output_file_id, batch.error_file_id, batch.input_file_id))
+    with ExitStack() as opened:
+        try:
+            files = [opened.enter_context(owner.files.content(file_id).open("rb")) for file_id in ids]
+        except FileNotFoundError:
+            raise APIError(404, "the files of this batch were deleted", code="not_found") from None
+        opened.pop_all()
+        return files
+
+
+def _results(batch: BatchRecord, files: Sequence[BinaryIO]) -> Iterator[bytes]:
+    with ExitStack() as opened:
+        *answers, requests = [opened.enter_context(file) for file in files]
+        yield from _all_results(batch, chain.from_iterable(answers), requests)
+
+
+def _all_results(batch: BatchRecord, answers: Iterable[bytes], requests: Iterable[bytes]) -> Iterator[bytes]:
     answered: set[str] = set()
-    for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
-        for line in _lines(owner.files.content(file_id)):
-            answered.add(line.custom_id)
-            yield _result(line.custom_id, _outcome(line))
+    for line in map(_decode_line, answers):
+        answered.add(line.custom_id)
+        yield _result(line.custom_id, _outcome(line))
     rest: dict[str, Any] = {"type": _REST.get(batch.status, "errored")}
     if rest["type"] == "errored":
         rest["error"] = _error("api_error", batch.problem or "the server could not run this batch")
-    for line in _lines(owner.files.content(batch.input_file_id)):
+    for line in map(_decode_line, requests):
         if line.custom_id not in answered:
             yield _result(line.custom_id, rest)
-
-
-def _lines(path: Path) -> Iterator[_Line]:
-    with path.open("rb") as file:
-        yield from map(_decode_line, file)
 
 
 def _outcome(line: _Line) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 MAX_RESPONSE_FIELDS = 64
 MAX_CHUNKS = 1024  # pieces of further context
+MAX_BIASES, MAX_BIAS_TEXT = 1024, 100  # entries, and characters of each
 NEVER = -100.0  # the bias of a token that is never to be generated
 
 PromptPart = str | list[int | str]
@@ -63,7 +64,7 @@ class LlamaBody(LlamaSampling, EngineBody):
     stream: bool | None = None
     n_probs: Whole | None = None
     post_sampling_probs: bool | None = None
-    logit_bias: dict[str, float | bool] | Annotated[list[list[Any]], Field(max_length=1024)] | None = None
+    logit_bias: dict[str, float | bool] | list[list[Any]] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
     grammar_lazy: bool | None = None
@@ -129,6 +130,8 @@ class LlamaBody(LlamaSampling, EngineBody):
     def _biases(self, tokenizer: Tokenizer) -> dict[str, float]:
         """Return the bias of each token id; false is never, and a text stands for each of its tokens."""
         given = self.logit_bias or {}
+        if len(given) > MAX_BIASES:
+            raise InvalidParameter("logit_bias", f"has {len(given)} entries; the limit is {MAX_BIASES}")
         pairs: list[list[Any]] = [[*pair] for pair in given.items()] if isinstance(given, dict) else given
         found: dict[str, float] = {}
         for index, pair in enumerate(pairs):
@@ -138,6 +141,9 @@ class LlamaBody(LlamaSampling, EngineBody):
             token, bias = pair
             if bias is True or not isinstance(bias, int | float):
                 raise InvalidParameter(place, "the bias must be a number or false")
+            check_unicode(place, [str(token)])
+            if isinstance(token, str) and len(token) > MAX_BIAS_TEXT:  # It is tokenized in the event loop.
+                raise InvalidParameter(place, f"the text has more than {MAX_BIAS_TEXT} characters")
             is_id = isinstance(token, int) or (isinstance(given, dict) and token.isascii() and token.isdigit())
             ids = [token] if is_id else tokenizer.encode(token, add_special_tokens=False)
             found |= dict.fromkeys(map(str, ids), NEVER if bias is False else float(bias))

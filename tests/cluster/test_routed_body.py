@@ -52,7 +52,13 @@ def test_what_is_cached_apart_has_other_keys() -> None:
 
 @pytest.mark.parametrize(
     ("path", "head"),
-    [("/v1/messages", "system"), ("/v1/responses", "instructions"), (CHAT, "tools"), ("/v1/messages", "tools")],
+    [
+        ("/v1/messages", "system"),
+        ("/v1/responses", "instructions"),
+        ("/v1/responses/compact", "instructions"),
+        (CHAT, "tools"),
+        ("/v1/messages", "tools"),
+    ],
 )
 def test_fields_before_the_messages_come_first(path: str, head: str) -> None:
     bodies = [{head: "x" * 2000, "messages": [message("user", text)], "input": text} for text in ("one", "two")]
@@ -76,13 +82,14 @@ def test_the_bodies_of_ollama_and_llama_cpp() -> None:
     prompts = [routed("/api/generate", {"system": long, "prompt": one}) for one in ("a", "b")]
     assert shared(*prompts) > 200
     extra = [{"filename": "a.py", "text": long}]
+    assert routed("/completion", {"prompt": "a", "n_predict": 10, "n_cmpl": 3}).max_output == 30
     infills = [routed("/infill", {"input_prefix": one, "input_extra": extra}) for one in ("a", "b")]
     assert shared(*infills) > 200
     assert routed("/completion", {"prompt": list(range(200))}).num_prompt == 200
     assert routed("/completion", {"prompt": "a", "n_predict": 7}).max_output == 7
     assert routed("/completion", {"prompt": "a", "n_predict": -1}).max_output is None
     assert routed("/api/chat", {"messages": [], "options": {"num_predict": 7}}).max_output == 7
-    paths = ["/api/chat", "/api/generate", "/completion", "/infill", "/v1/completions"]
+    paths = ["/api/chat", "/api/generate", "/completion", "/infill", "/v1/completions", "/v1/responses/compact"]
     assert [path for path in (*paths, "/api/show", "/embedding", "/api/embed") if generates(path)] == paths
 
 

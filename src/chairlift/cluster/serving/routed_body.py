@@ -32,7 +32,7 @@ _OF_THE_CLIENT = frozenset(("user", "stream", "stream_options", "cache_salt", "p
 
 
 # Servers accept other paths with these ends, too.
-_GENERATION = re.compile(r"/(completions?|responses|messages|infill|api/chat|api/generate)$")
+_GENERATION = re.compile(r"/(completions?|responses(/compact)?|messages|infill|api/chat|api/generate)$")
 
 
 def generates(path: str) -> bool:
@@ -66,7 +66,7 @@ def read_body(path: str, body: bytes, *, with_keys: bool, salt: str = "") -> Rou
 
 def _read_fields(path: str, fields: dict[str, Any], *, with_keys: bool, salt: str) -> RoutedRequest:
     prompts = _prompts(path, fields)
-    count = _integer(fields.get("n")) or 1
+    count = next((one for name in ("n_cmpl", "n") if (one := _integer(fields.get(name)))), 1)
     keys: tuple[PrefixKey, ...] = ()
     if with_keys and prompts:
         salt += "" if fields.get("cache_salt") is None else f" {fields['cache_salt']}"
@@ -82,7 +82,7 @@ def _prompts(path: str, fields: dict[str, Any]) -> list[Sequence[int]]:
         return [_pieces(_parts(fields, "tools", "messages"))]
     if path.endswith(("/messages", "/count_tokens")):
         return [_pieces(_parts(fields, "tools", "system", "messages"))]
-    if path.endswith("/responses"):
+    if path.endswith(("/responses", "/responses/compact")):
         return [_pieces(_parts(fields, "tools", "instructions", "input"))]
     if path.endswith(("/completions", "/completion")):
         return _completion_prompts(fields.get("prompt"))

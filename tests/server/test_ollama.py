@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.loading.request_defaults import RequestDefaults
+from chairlift.server.ollama.types import OllamaMessage, chat_messages
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Loaded, Submit, ToEngine, Update
 from chairlift.text.tokenizer import Tokenizer
@@ -271,6 +273,19 @@ def test_reasoning_and_calls_have_their_own_fields() -> None:
     assert (whole["done_reason"], parts[-1]["done_reason"]) == ("length", "length")
 
 
+def test_a_text_that_is_cut_keeps_the_token_at_its_end() -> None:
+    backend = byte_level_tokenizer()
+    end = backend.token_to_id("<|endoftext|>")
+    special = [("<|endoftext|>", end)]
+    backend.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=special)
+    with front_end(stay_silent, tokenizer=Tokenizer(backend)) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/api/embed", json={"input": "xyz " * 400}, timeout=1)
+        (submitted,) = (message for message in served.engine.received if isinstance(message, Submit))
+    assert (len(submitted.prompt), submitted.prompt[-1]) == (256, end)
+    assert end not in submitted.prompt[:-1]
+
+
 def test_think_false_turns_the_reasoning_off(thinking_server: RunningServer) -> None:
     lengths = {
         think: post(thinking_server, "/api/chat", CHAT | {"think": think, "stream": False})["prompt_eval_count"]
@@ -319,6 +334,15 @@ def test_a_text_that_is_too_long_is_cut_unless_it_must_not_be(server: RunningSer
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_go_to_the_calls_that_they_name() -> None:
+    calls = [{"id": f"id{name}", "function": {"name": name, "arguments": {}}} for name in "abc"]
+    results = [{"tool_call_id": "idc"}, {"tool_name": "b"}, {}, {"tool_call_id": "other"}]
+    given = [{"role": "assistant", "tool_calls": calls}, *({"role": "tool", "content": "x"} | one for one in results)]
+    messages = chat_messages([OllamaMessage.model_validate(one) for one in given])[1:]
+    assert [one["tool_call_id"] for one in messages] == ["idc", "idb", "ida", "other"]
+    assert [one.get("name") for one in messages] == ["c", "b", "a", None]
 
 
 def test_the_model_is_listed_and_described(tool_server: RunningServer) -> None:

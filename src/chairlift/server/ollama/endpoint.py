@@ -311,12 +311,19 @@ class OllamaEmbedding(EmbeddingGeneration):
         super().__init__(parse_at("", EmbeddingRequest, fields), model)
 
     def _encode(self, text: str | list[int], max_tokens: int) -> list[int]:
-        """A text that is too long is cut, unless `truncate` is false."""
+        """A text that is too long is cut, unless `truncate` is false. It keeps the special tokens at its end, whose
+        vector may be that of the text."""
         assert isinstance(text, str)
         check_texts(self._name, [text])
+        tokenizer = self.model.tokenizer
         if isinstance(self._given, EmbedRequest) and self._given.truncate is False:
-            return self.model.tokenizer.encode(text, max_tokens=max_tokens)
-        return self.model.tokenizer.encode(text)[:max_tokens]
+            return tokenizer.encode(text, max_tokens=max_tokens)
+        tokens = tokenizer.encode(text)
+        if len(tokens) <= max_tokens:
+            return tokens
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        last = tokens[len(tokenizer.first_ids) + len(plain) :]
+        return tokens[: max_tokens - len(last)] + last
 
     @property
     def _name(self) -> str:

@@ -198,15 +198,25 @@ def chat_messages(given: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
             waiting += [(call["id"], call["function"]["name"]) for call in calls]
             written["tool_calls"] = calls
         if message.role == "tool":
-            named = next((one for one in waiting if one[1] == message.tool_name), waiting[0] if waiting else None)
-            if named is not None and message.tool_call_id is None:
-                waiting.remove(named)
-            call_id, name = named or ("call00000", None)
-            written["tool_call_id"] = message.tool_call_id or call_id
-            if message.tool_name or name:
-                written["name"] = message.tool_name or name
+            call_id, name = _answered(message, waiting)
+            written["tool_call_id"] = call_id
+            if name:
+                written["name"] = name
         found.append(written)
     return found
+
+
+def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> tuple[str, str | None]:
+    """Return the id and the name of the call whose result a message is; it no longer waits."""
+    given_id, given_name = message.tool_call_id, message.tool_name
+    if given_id is not None:
+        found = next((call for call in waiting if call[0] == given_id), None)
+    else:
+        found = next((call for call in waiting if call[1] == given_name), waiting[0] if waiting else None)
+    if found is not None:
+        waiting.remove(found)
+    call_id, name = found or ("call00000", None)
+    return given_id or call_id, given_name or name
 
 
 def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:

@@ -103,6 +103,16 @@ def test_an_invalid_value_is_refused_by_name(given: dict[str, Any], parameter: s
     assert raised.value.parameter == parameter
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("max_token", "did you mean max_tokens?"), ("zzz", "docs/python.md lists all")]
+)
+def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name: str, hint: str) -> None:
+    for make in (SamplingParams, SamplingParams().clone):
+        with pytest.raises(InvalidParameter) as raised:
+            make(**{name: 4})
+        assert str(raised.value) == f"{name}: is not a sampling parameter; {hint}"
+
+
 def test_copies_are_checked_and_equal_values_are_equal() -> None:
     params = SamplingParams(stop="a", logit_bias={3: 1.0}, best_of=1)
     assert params == SamplingParams(stop=["a"], logit_bias={3: 1.0})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
@@ -150,6 +151,10 @@ class SamplingParams:
     early_stopping: bool | str = declared(False, boolean_or("never"), Stage.REQUEST, with_beams=True)
     extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
 
+    def __new__(cls, **given: Any) -> SamplingParams:
+        _check_names(given)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         self._normalise()
         check_all(PARAMETERS, self)
@@ -279,15 +284,21 @@ class SamplingParams:
 
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a checked copy with some fields changed."""
-        for name in changes:
-            if name not in PARAMETERS:
-                raise InvalidParameter(name, "is not a sampling parameter")
+        _check_names(changes)
         return replace(self, **changes)
 
 
 PARAMETERS: dict[str, SamplingParameter] = {
     one.name: one.metadata["parameter"] for one in fields(SamplingParams) if one.init
 }
+
+
+def _check_names(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in PARAMETERS:
+            close = get_close_matches(name, PARAMETERS, n=1)
+            hint = f"did you mean {close[0]}?" if close else "docs/python.md lists all"
+            raise InvalidParameter(name, f"is not a sampling parameter; {hint}")
 
 
 # Parameters that say where an output ends; the defaults of these hold for greedy requests, too.

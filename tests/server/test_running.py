@@ -124,6 +124,12 @@ def test_a_server_is_meant_by_the_addresses_that_reach_it(host: str, targets: tu
     assert server.is_meant("localhost:80") is (host != "10.0.0.1")
 
 
+def test_a_port_without_its_colon_is_proposed_with_it(fakes: Any) -> None:
+    fakes("alpha", 18001)
+    assert "no server of yours is '18001'; did you mean :18001?" in run("stop", "18001").stderr
+    assert "no server of yours is '18002'; there are alpha" in run("stop", "18002").stderr
+
+
 def test_stop_says_what_it_waits_for(fakes: Any) -> None:
     fakes("alpha", 18001)
     lines = run("stop", "alpha").stderr.splitlines()

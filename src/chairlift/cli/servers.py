@@ -114,7 +114,9 @@ def _chosen(servers: list[RunningServer], target: str | None, *, everything: boo
     if not servers:
         raise ChairliftError(NONE_RUNS)
     if not meant:
-        raise InvalidParameter("target", f"no server of yours is {target!r}; there are {listed}")
+        is_port = any(server.is_meant(f":{target}") for server in servers)
+        hint = f"did you mean :{target}?" if is_port else f"there are {listed}"
+        raise InvalidParameter("target", f"no server of yours is {target!r}; {hint}")
     way_out = "say which by its address or process id, or give --all"
     raise InvalidParameter("target", f"{len(meant)} servers are meant: {listed}; {way_out}")
 

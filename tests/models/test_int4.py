@@ -12,6 +12,7 @@ from torch import Tensor
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model
+from chairlift.layers.formats import int4
 from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.formats.int4 import Int4Weight, round_groups
 from chairlift.layers.formats.none import PlainWeight
@@ -51,6 +52,22 @@ def test_scales_are_chosen_by_their_error() -> None:
     plain = ((groups - low) / step).round() * step + low
     ours = in_full(*round_groups(weight, 32, torch.bfloat16), 32)
     assert (ours - weight).square().sum() < 0.9 * (plain - groups).square().sum()
+
+
+def test_weights_are_rounded_in_pieces_that_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, sizes, whole = torch.randn(96, 8192), list[int](), int4._best_grid
+
+    def best_grid(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        sizes.append(groups.numel())
+        return whole(groups, dtype)
+
+    monkeypatch.setattr(int4, "_best_grid", best_grid)
+    pieces = round_groups(weight, 32, torch.float16)
+    assert sizes == [2**18] * 3
+    monkeypatch.setattr(int4, "CPU_SLAB", weight.numel())
+    for piece, expected in zip(pieces, round_groups(weight, 32, torch.float16), strict=True):
+        torch.testing.assert_close(piece, expected)
 
 
 def test_constant_and_zero_groups() -> None:

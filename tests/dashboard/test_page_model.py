@@ -35,6 +35,7 @@ const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
     outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
     tables: requests.filter((request) => request.table.length).length,
     blocks: model.blocks.tally(), tokens: model.tokens, breaks: model.breaks,
+    idle: model.idleTimes(-5, 1e9),
   };
 });
 console.log(JSON.stringify(found));
@@ -114,6 +115,20 @@ def test_a_page_that_reconnects_does_not_count_repeated_frames_twice(tmp_path: P
     assert twice == whole
     assert whole["breaks"] == []
     assert len(gap["breaks"]) == 1
+
+
+def test_the_page_knows_when_the_engine_was_idle(tmp_path: Path) -> None:
+    run = RecordedRun(make_scheduler(max_batch_requests=2))
+    run.submit("a", 5, 3)
+    run.run_to_end()
+    run.now += 9
+    before = run.now
+    run.submit("b", 5, 3)
+    run.run_to_end()
+    (found,) = run_model([run.frames], tmp_path)
+    ((col, seconds),) = found["idle"]
+    assert 0 < col < len(found["cells"])
+    assert 8 < seconds < before
 
 
 def test_the_page_keeps_every_tenant_name_that_the_engine_does_not_repeat(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ const MISS_WORDS = {
   disabled: "prefix caching is off",
   too_short: "prompt shorter than a block",
   whole_prompt: "the whole prompt is scored or pooled",
-  never_seen: "not computed before",
+  never_seen: "the rest is new",
   evicted: "computed before, but evicted",
   no_state: "no state kept at a later block",
   all_found: "all of it was cached",

@@ -1,16 +1,19 @@
 // Draws the timeline: one row per slot, one column per step, with axes and labels.
 
 import { Layer, SMALL_FONT } from "./canvas.js";
+import { formatSeconds } from "./format.js";
 import { LiftCells } from "./lift_cells.js";
 import { palette } from "./theme.js";
 
 const backdrop = new Layer();
 const TILED_BELOW = 2.5; // pixels per column; narrower columns are too many to draw every time
+const LABEL_ROOM = 56; // pixels between the middles of labels
 
 export class LiftDrawing {
   constructor(context, view, model, tiles, marks) {
     Object.assign(this, { context, view, model, tiles, marks }); // marks: hovered, selected, cursor, own
     this.colours = palette();
+    this.pauses = model.idleTimes(view.left, view.right).map(([col, seconds]) => ({ x: view.xOf(col), seconds }));
   }
 
   draw() {
@@ -88,6 +91,15 @@ export class LiftDrawing {
     context.fillStyle = this.colours.muted;
     for (const col of this.model.breaks) context.fillRect(view.xOf(col) - 1, 0, 2, view.axisTop);
     context.textAlign = "left";
+    context.setLineDash([2, 3]);
+    context.strokeStyle = this.colours.muted;
+    context.lineWidth = 1.5;
+    for (const { x } of this.pauses) {
+      context.beginPath();
+      context.moveTo(x, 0);
+      context.lineTo(x, view.axisTop);
+      context.stroke();
+    }
     context.setLineDash([4, 3]);
     for (const { col, policy } of this.model.policyChanges) {
       const x = view.xOf(col);
@@ -122,10 +134,16 @@ export class LiftDrawing {
     context.textBaseline = "middle";
     const every = niceStep(90 / view.colWidth);
     const newest = model.steps.at(-1);
+    const taken = [];
+    for (const { x, seconds } of this.pauses) {
+      if (x < view.gutter + 20 || x > view.width - 30 || taken.some((other) => Math.abs(other - x) < LABEL_ROOM)) continue;
+      context.fillText(`${formatSeconds(seconds)} idle`, x, view.axisTop + 12);
+      taken.push(x);
+    }
     for (let col = Math.ceil(Math.max(model.firstCol, view.left) / every) * every; col < Math.min(model.nextCol, view.right); col += every) {
       const step = model.stepAt(col);
       const x = view.xOf(col + 0.5);
-      if (!step || x < view.gutter + 20 || x > view.width - 24) continue;
+      if (!step || x < view.gutter + 20 || x > view.width - 24 || taken.some((other) => Math.abs(other - x) < LABEL_ROOM)) continue;
       context.fillRect(Math.round(x), view.axisTop, 1, 4);
       const ago = newest.time - step.time;
       context.fillText(ago < 0.001 ? `step ${step.step}` : `−${ago >= 10 ? ago.toFixed(0) : ago.toFixed(ago >= 1 ? 1 : 2)} s`, x, view.axisTop + 12);

@@ -54,6 +54,17 @@ export class Model {
     return this.steps[col - this.firstCol] || null;
   }
 
+  // The columns, from `left` to `right`, before which the engine had no step for a second or more, and that time.
+  idleTimes(left, right) {
+    const found = [];
+    for (let col = Math.max(this.firstCol + 1, Math.floor(left)); col < Math.min(this.nextCol, right + 1); col++) {
+      const step = this.stepAt(col);
+      const seconds = step.time - step.seconds - this.stepAt(col - 1).time;
+      if (seconds >= 1 && !this.breaks.includes(col)) found.push([col, seconds]);
+    }
+    return found;
+  }
+
   // The parts that a step computed, by slot.
   workAt(col) {
     const found = [];

@@ -121,7 +121,7 @@ function factsOf(model, request) {
     ["Waited", admission ? formatSeconds(admission.time - request.arrival) : formatSeconds(end - request.arrival)],
     ["First token after", request.firstToken === null ? "–" : formatSeconds(request.firstToken - request.arrival), "story-ttft"],
     ["Between tokens", sorted.length ? `${formatSeconds(gapAt(0.5))} (p95 ${formatSeconds(gapAt(0.95))})` : "–"],
-    ["In all", formatSeconds(end - request.arrival)],
+    ["Total time", formatSeconds(end - request.arrival)],
     ["Tenant", model.tenantName(request)],
     ["Blocks", formatCount(request.table.length)],
   ];

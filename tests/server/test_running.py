@@ -201,7 +201,7 @@ def test_a_target_that_is_not_clear_is_refused(fakes: Any) -> None:
     one, two = fakes("alpha", 18001), fakes("alpha", 18002)
     unclear = run("stop", "alpha")
     assert unclear.exit_code == 2
-    assert "2 servers are meant: alpha at http://127.0.0.1:18001" in unclear.stderr
+    assert "2 servers match: alpha at http://127.0.0.1:18001" in unclear.stderr
     unknown = run("stop", "gamma")
     assert unknown.exit_code == 2
     assert "no server of yours is 'gamma'; there are alpha at" in unknown.stderr
@@ -215,7 +215,7 @@ def test_all_are_stopped_or_the_only_one(fakes: Any) -> None:
     assert running_servers() == []
     assert "no server of yours runs" in run("stop").stderr
     fakes("alpha", 18001), fakes("beta", 18002)
-    assert "2 servers are meant" in run("stop").stderr
+    assert "2 servers match" in run("stop").stderr
     assert run("stop", "--all").exit_code == 0
     assert running_servers() == []
     assert run("stop", "--all").exit_code == 0

@@ -102,7 +102,7 @@ def stop(
 
 
 def _chosen(servers: list[RunningServer], target: str | None, *, everything: bool) -> list[RunningServer]:
-    """The servers that are meant; raises unless that is clear."""
+    """The servers to stop; raises unless it is clear which."""
     if everything:
         if not servers:
             note(f"Nothing to stop: {NONE_RUNS}.")
@@ -118,7 +118,7 @@ def _chosen(servers: list[RunningServer], target: str | None, *, everything: boo
         hint = f"did you mean :{target}?" if is_port else f"there are {listed}"
         raise InvalidParameter("target", f"no server of yours is {target!r}; {hint}")
     way_out = "say which by its address or process id, or give --all"
-    raise InvalidParameter("target", f"{len(meant)} servers are meant: {listed}; {way_out}")
+    raise InvalidParameter("target", f"{len(meant)} servers match: {listed}; {way_out}")
 
 
 def _title(server: RunningServer) -> str:

@@ -37,7 +37,15 @@ def test_chat_keeps_the_conversation_and_reuses_its_cache(tiny: str) -> None:
     assert nothing == 0
     assert second > first
     assert cached == first // 16 * 16 > 0
-    assert result.stderr.count("cut off at --max-tokens") == 2
+    assert result.stderr.count("stopped after 4 tokens (max_tokens)") == 2
+
+
+def test_chat_shows_the_default_length_of_answers(tiny: str) -> None:
+    result = run("chat", "--model", tiny, *CHAT, stdin="/set max_tokens\n/set max_tokens default\n/quit")
+    assert [line for line in result.stderr.splitlines() if line.startswith("max_tokens:")] == [
+        "max_tokens: 4",
+        "max_tokens: 1024 (default)",
+    ]
 
 
 def test_chat_commands(tiny: str) -> None:

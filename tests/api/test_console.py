@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.events import RequestFinished
+from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.terminal.answers import AnswerMeter
@@ -59,6 +59,16 @@ def test_a_failed_answer_is_an_error() -> None:
     meter([RequestFinished(1.0, "a", Ending(FinishReason.ERROR, "no finite scores"))])
     with pytest.raises(ChairliftError, match="no finite scores"):
         meter.check()
+
+
+def test_the_limit_that_ended_an_answer_is_named() -> None:
+    def ending(max_tokens: int | None) -> str:
+        meter = AnswerMeter(max_tokens)
+        meter([TokenProduced(1.0, "a", 0, None), RequestFinished(1.0, "a", Ending(FinishReason.LENGTH))])
+        return meter.cut_off
+
+    assert ending(1) == "stopped after 1 token (max_tokens)"
+    assert ending(2) == ending(None) == "stopped at the end of the context"
 
 
 def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ class Echo:
     """Answers with the last message."""
 
     model = "echo"
-    cut_off = False
+    cut_off = ""
     knows_defaults = True
 
     def __init__(self) -> None:
@@ -213,6 +213,9 @@ class Echo:
 
     def defaults(self, preset: str | None) -> SamplingOptions:
         return SamplingOptions(preset=preset)
+
+    def answer_limit(self, *, reasons: bool) -> int | None:
+        return None if reasons else 1024
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], changed: Mapping[str, Any], *, reasons: bool

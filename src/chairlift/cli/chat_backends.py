@@ -10,7 +10,7 @@ from chairlift.client.blocking import BlockingClient, ServerError
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.options import options_of
-from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary
+from chairlift.terminal.answers import AnswerMeter, InterruptBetweenSteps, answer_summary, limit_reached
 from chairlift.terminal.options import ChatSampling, SamplingOptions
 from chairlift.text.assistant_parts import AssistantPart, ContentDelta, PlainParser, ReasoningDelta
 
@@ -40,9 +40,13 @@ class ChatBackend(Protocol):
         """
         ...
 
+    def answer_limit(self, *, reasons: bool) -> int | None:
+        """Return the most tokens of an answer where nothing sets them; None is what fits into the context."""
+        ...
+
     @property
-    def cut_off(self) -> bool:
-        """Whether the last answer has reached a limit."""
+    def cut_off(self) -> str:
+        """The limit that the last answer has reached, or nothing."""
         ...
 
     def summary(self) -> str:
@@ -73,6 +77,11 @@ class LocalChat:
         """Whether the model has a chat template."""
         return self._llm.get_tokenizer().chat_template is not None
 
+    def answer_limit(self, *, reasons: bool) -> int | None:
+        if not self.chats:
+            return MAX_COMPLETION
+        return None if reasons and self._llm.engine.reasoning_format is not None else MAX_ANSWER
+
     def answer(self, messages: Messages, changed: Mapping[str, Any], *, reasons: bool) -> Answer:
         from chairlift.text.reasoning import ReasoningUse, effort_variables  # imported late, like the tokenizer
 
@@ -94,6 +103,7 @@ class LocalChat:
             prompt, parser, limit = messages[-1]["content"], PlainParser(), MAX_COMPLETION
         if params.max_tokens is None:
             params = params.clone(max_tokens=limit and max(limit, params.min_tokens))
+        self._meter.max_tokens = params.max_tokens
         with self._interrupt.armed():
             for piece in self._llm.stream(prompt, params):
                 yield from parser.push(piece.text)
@@ -101,7 +111,7 @@ class LocalChat:
         self._meter.check()
 
     @property
-    def cut_off(self) -> bool:
+    def cut_off(self) -> str:
         return self._meter.cut_off
 
     def summary(self) -> str:
@@ -120,12 +130,17 @@ class RemoteChat:
         self._times: list[float] = []
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
+        self._max_tokens: int | None = None  # None is the server's
 
     def defaults(self, preset: str | None) -> SamplingOptions:
         return SamplingOptions()
 
+    def answer_limit(self, *, reasons: bool) -> int | None:
+        return None
+
     def answer(self, messages: Messages, changed: Mapping[str, Any], *, reasons: bool) -> Answer:
         self._sent_at, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None
+        self._max_tokens = changed.get("max_tokens")
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **changed}
         chat = body | {"messages": list(messages)} | ({} if reasons else {"reasoning_effort": "none"})
         try:
@@ -151,15 +166,23 @@ class RemoteChat:
                     yield ContentDelta(text)
 
     @property
-    def cut_off(self) -> bool:
-        return self._finish_reason == "length"
+    def cut_off(self) -> str:
+        if self._finish_reason != "length":
+            return ""
+        if self._max_tokens is None:
+            return "stopped at the server's max_tokens or the end of the context"
+        return limit_reached(self._num_tokens, self._max_tokens)
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._usage.get("completion_tokens") or len(self._times)
 
     def summary(self) -> str:
         details = self._usage.get("prompt_tokens_details") or {}
         return answer_summary(
             self._sent_at,
             self._times,
-            self._usage.get("completion_tokens") or len(self._times),
+            self._num_tokens,
             self._usage.get("prompt_tokens"),
             details.get("cached_tokens") or 0,
             cut_off=self.cut_off,

@@ -16,7 +16,7 @@ from chairlift.cli.chat_backends import ChatBackend
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.machine.files import create_private
 from chairlift.options import options_of, read_text
-from chairlift.terminal.answers import CUT_OFF, AnswerText
+from chairlift.terminal.answers import AnswerText
 from chairlift.terminal.console import note
 from chairlift.terminal.options import ChatOptions, SamplingOptions
 from chairlift.text.assistant_parts import ContentDelta
@@ -131,7 +131,7 @@ class Conversation:
         if self._show_figures:
             note(self._backend.summary())
         elif self._backend.cut_off and not self._quiet:
-            note(CUT_OFF)
+            note(self._backend.cut_off)
         return not stopped
 
     def _messages(self) -> list[dict[str, str]]:
@@ -198,6 +198,8 @@ class Conversation:
         if not self._backend.knows_defaults:
             return "the server's"
         default = getattr(self._backend.defaults(self._changed.get("preset")), name)
+        if default is None and name == "max_tokens":
+            default = self._backend.answer_limit(reasons=self._options.reasoning != "off") or "what fits"
         return f"{_SAMPLING[name].default_text or 'none' if default is None else _written(default)} (default)"
 
     def _sampling(self, changed: Mapping[str, Any]) -> SamplingOptions:
@@ -287,7 +289,7 @@ def _option_name(name: str) -> str:
     if known not in _OPTIONS:
         close = get_close_matches(known, _OPTIONS, n=1)
         suggestion = f"did you mean {close[0]}?" if close else f"choose from {', '.join(_OPTIONS)}"
-        raise InvalidParameter(name[:40], f"is no parameter; {suggestion}")
+        raise InvalidParameter(name[:40], f"is not a parameter; {suggestion}")
     return known
 
 

@@ -124,7 +124,7 @@ def _parse_json_line(file: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, quiet: bool) -> None:
-    meter = AnswerMeter()
+    meter = AnswerMeter(params.max_tokens)
     llm.engine.subscribe(meter)
     for piece in llm.stream(prompt, params):
         write_text(piece.text)

@@ -16,7 +16,12 @@ from chairlift.terminal.markdown import DIM, MarkdownText
 from chairlift.terminal.wrapping import WrappedText
 from chairlift.text.assistant_parts import AssistantPart, ContentDelta, ReasoningDelta
 
-CUT_OFF = "cut off at --max-tokens or the end of the context"
+
+def limit_reached(num_tokens: int, max_tokens: int | None) -> str:
+    """Say which limit has ended an answer; without `max_tokens` it can only be the context."""
+    if max_tokens is None or num_tokens < max_tokens:
+        return "stopped at the end of the context"
+    return f"stopped after {num_tokens} token{'s' * (num_tokens != 1)} (max_tokens)"
 
 
 def can_style() -> bool:
@@ -81,7 +86,9 @@ class AnswerText:
 class AnswerMeter:
     """Measures the last request from the engine's events; requests must run one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int | None = None) -> None:
+        """`max_tokens` is that of the requests."""
+        self.max_tokens = max_tokens
         self._arrival = 0.0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -109,9 +116,11 @@ class AnswerMeter:
             raise ChairliftError(f"generating failed: {self._ending.detail}")
 
     @property
-    def cut_off(self) -> bool:
-        """Whether the answer has reached a limit."""
-        return self._ending is not None and self._ending.reason is FinishReason.LENGTH
+    def cut_off(self) -> str:
+        """The limit that the answer has reached, or nothing."""
+        if self._ending is None or self._ending.reason is not FinishReason.LENGTH:
+            return ""
+        return limit_reached(len(self._token_times), self.max_tokens)
 
     def summary(self) -> str:
         times = self._token_times
@@ -127,7 +136,7 @@ def answer_summary(
     prompt_tokens: int | None,
     cached_tokens: int,
     *,
-    cut_off: bool,
+    cut_off: str,
 ) -> str:
     """Return one line about an answer whose pieces arrived at `times`; `prompt_tokens` is None if unknown."""
     prompt = f" · prompt of {prompt_tokens} tokens, {cached_tokens} of them cached" if prompt_tokens is not None else ""
@@ -136,7 +145,7 @@ def answer_summary(
     count = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
     if times[-1] > times[0]:
         count += f" at {(num_tokens - 1) / (times[-1] - times[0]):.1f} tokens/s"
-    end = f" · {CUT_OFF}" if cut_off else ""
+    end = f" · {cut_off}" if cut_off else ""
     return f"{count} · first after {times[0] - started:.2f} s{prompt}{end}"
 
 

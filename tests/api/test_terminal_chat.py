@@ -105,7 +105,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: TerminalProgram, 
     chat.type(CTRL_C)
     chat.wait_for("> ")
     chat.type(CTRL_C)
-    chat.wait_for("Ctrl-C again, Ctrl-D or /quit leaves.")
+    chat.wait_for("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
     chat.wait_for("> ")
     chat.type(CTRL_C)
     assert chat.ended() == 0

@@ -223,7 +223,7 @@ def _explanation(repository: str, error: BaseException) -> str:
             "environment variable HF_TOKEN"
         )
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
-        return f"{repository!r} is not in the cache ({hub_cache()}), and HF_HUB_OFFLINE forbids to fetch it"
+        return f"{repository!r} is not in the cache ({hub_cache()}), and HF_HUB_OFFLINE forbids fetching it"
     reason = getattr(causes[-1], "strerror", None) or str(causes[-1]) or type(causes[-1]).__name__
     return (
         f"{repository!r} could not be downloaded from the Hugging Face hub ({reason.strip().splitlines()[0]}); check "

@@ -89,7 +89,7 @@ class MessageReader:
             raise LeaveChat
         self._interrupted = not typed
         if not typed:
-            note("Ctrl-C again, Ctrl-D or /quit leaves.")
+            note("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
 
     def _read_message(self) -> str:
         text = self._read_lines(PROMPT)

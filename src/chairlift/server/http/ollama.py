@@ -89,7 +89,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.api_route("/api/blobs/{digest}", methods=["GET", "POST"], include_in_schema=False)
     async def change_models() -> Response:
         """Refused: this server changes no models."""
-        problem = "this server serves one model and changes no others; use the commands 'chairlift pull' and 'rm'"
+        problem = "this server has one model and cannot change others; use the commands 'chairlift pull' and 'rm'"
         raise APIError(400, problem, code="unsupported_operation")
 
 

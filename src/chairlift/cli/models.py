@@ -16,6 +16,7 @@ from chairlift.cli.app import MODELS, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_models
 from chairlift.options import format_bytes
 from chairlift.terminal.console import without_controls
+from chairlift.terminal.tables import output_console, print_aligned
 
 if TYPE_CHECKING:
     from chairlift.engine.model_check import ModelCheck
@@ -108,7 +109,7 @@ def print_grid(rows: Iterable[tuple[str, str]]) -> None:
     grid = Table.grid("key", Column("value", overflow="fold"), padding=(0, 2))
     for key, value in rows:
         grid.add_row(key, Text(without_controls(value)))
-    Console(highlight=False).print(grid)
+    print_aligned(output_console(), grid)
 
 
 def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from chairlift.terminal.console import without_controls
+
+PIPED_WIDTH = 10_000  # columns of what is not a terminal, where lines are not to be broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,32 @@ def show_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
     """
     table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, caption=caption, caption_justify="left")
     cells = [[without_controls(cell) for cell in row] for row in rows]
-    console = Console()
+    console = output_console()
     widths, total = _column_widths(headings, cells, console.width)
     for index, (heading, width) in enumerate(zip(headings, widths, strict=True)):
         table.add_column(heading, justify="right" if index else "left", width=width)
     for row in cells:
         table.add_row(*map(Text, row))
     console.width = max(console.width, total)
-    console.print(table)
+    print_aligned(console, table)
+
+
+def output_console() -> Console:
+    """A console on standard output, wide enough for every line if that is a pipe or a file, unless COLUMNS is set."""
+    console = Console(highlight=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = PIPED_WIDTH
+    return console
+
+
+def print_aligned(console: Console, aligned: RenderableType) -> None:
+    """Print a table or a grid; in a pipe or a file, lines do not end in spaces."""
+    if console.is_terminal:
+        console.print(aligned)
+        return
+    with console.capture() as captured:
+        console.print(aligned)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _column_widths(headings: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> tuple[list[int], int]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chairlift.cli.models import print_grid
 from chairlift.terminal.tables import show_table
 from chairlift_lab.bench.quality import CPU_MODES, quality_table
 from chairlift_lab.common.verdicts import ClaimsTable, ClaimVerdict, Holds
@@ -42,6 +43,19 @@ def test_no_word_and_no_figure_is_cut(
         cells = [row[index] for row in rows]
         needed += max(map(len, [*heading.split(), *(cells if index else " ".join(cells).split())]))
     assert max(map(len, shown.splitlines())) <= max(width, needed)
+
+
+def test_a_pipe_gets_whole_lines_without_spaces_at_their_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = "a folder/" * 30
+    show_table("Models", ["Name", "Path"], [["long " * 40 + path, "1"], ["short", "2"]])
+    print_grid([("path", path), ("size", "1")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [line.rstrip() for line in lines]
+    assert any(f"long {path}" in line for line in lines)
+    assert lines[-2:] == [f"path  {path}", "size  1"]
 
 
 def test_all_modes_of_bench_quality_are_shown(

@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 		+ sys.version.split()[0] + "; name another: make install PYTHON=python3.12")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Fetching the libraries into $(VENV): some minutes and about 3 GB of disk (about 8 with the build of torch for GPUs)."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Triton's interpreter tests the GPU kernels. No dependencies: they would replace the CPU build of torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@
 
 serve: install  ## fetch the default model and serve it on 127.0.0.1:8000

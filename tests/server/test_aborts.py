@@ -175,5 +175,6 @@ def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
         assert small.process.wait(60) == 128 + signal.SIGINT, small.tail()
         open_.join(30)
         assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["message"] == "the server is shutting down"
         wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), "the engine process to exit")
         engine.pid = os.getpid()  # the engine process has exited

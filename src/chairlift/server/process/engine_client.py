@@ -25,6 +25,7 @@ import zmq.asyncio
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.streams import OpenRequests, UpdateObserver, UpdateStream
 from chairlift.server.process.this_process import ENGINE_MODULE, WaitingProcess, take_early_process
+from chairlift.server.wire.errors import unavailable
 from chairlift.server.wire.messages import (
     Cancel,
     DashboardFrame,
@@ -167,7 +168,7 @@ class EngineClient:
         """Stop the engine process, by force after `timeout` seconds, and wait for its exit."""
         ready = self.state is EngineState.READY  # it receives no messages while loading
         self._set_state(EngineState.STOPPED)
-        self._fail_all(EngineDead("the server is shutting down"))
+        self._fail_all(unavailable("the server is shutting down"))
         if self._handle is not None and ready:
             self._send(encode(Shutdown()))
             with suppress(TimeoutError):

@@ -193,7 +193,7 @@ class ResponseStore:
         body, _ = _without_output(response)
 
         def write(connection: Connection) -> None:
-            query = "SELECT count(*) FROM objects WHERE owner = ? AND runner IS NOT NULL"
+            query = "SELECT count(*) FROM objects WHERE +owner = ? AND runner IS NOT NULL"  # by the index of runners
             if connection.execute(query, (run.owner,)).fetchone()[0] >= MAX_UNFINISHED:
                 raise too_busy(f"{MAX_UNFINISHED} background responses are not finished yet; wait for one of them")
             columns = (response["previous_response_id"], continued.conversation, "queued", run.runner)
@@ -256,7 +256,7 @@ class ResponseStore:
                 connection.execute("INSERT INTO events VALUES (?, ?, ?)", (run.id, first, events))
             return True
 
-        return await self._database.write(write)
+        return await (self._database.write if events else self._database.read)(write)
 
     async def events(self, owner: str, response_id: str, first: int) -> tuple[list[tuple[int, bytes]], bool]:
         """Return the events that are kept from the piece on that has the event `first`, each piece with its first

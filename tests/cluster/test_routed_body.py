@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chairlift.cluster.routing.router import RoutedRequest
-from chairlift.cluster.serving.routed_body import generates, read_body
+from chairlift.cluster.serving.routed_body import generates, is_whole, read_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -91,6 +91,16 @@ def test_the_bodies_of_ollama_and_llama_cpp() -> None:
     assert routed("/api/chat", {"messages": [], "options": {"num_predict": 7}}).max_output == 7
     paths = ["/api/chat", "/api/generate", "/completion", "/infill", "/v1/completions", "/v1/responses/compact"]
     assert [path for path in (*paths, "/api/show", "/embedding", "/api/embed") if generates(path)] == paths
+
+
+def test_whole_streams_are_known_by_the_ends_of_their_last_events() -> None:
+    call = b'{"message":{"tool_calls":[{"function":{"arguments":{"done":true}}}]},"done":false}\n'
+    ending = b'1,2,3],"done":true,"total_duration":1,"context":[1,2]}\n'
+    long_ending = b"," + b"7," * 2000 + b"7]}\n"
+    for path in ("/api/chat", "/api/generate"):
+        assert [is_whole(path, one) for one in (b"", call, ending, long_ending)] == [False, False, True, True]
+    token, last = b'data: {"content":"a","stop":false}\n\n', b'data: {"stop":true,"timings":{}}\n\n'
+    assert [is_whole("/infill", one) for one in (b"", token, last, long_ending)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])

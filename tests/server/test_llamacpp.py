@@ -56,7 +56,11 @@ def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.endswith("\n\n")
-    return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-1]]
+    written = answer.text.split("\n\n")[:-1]
+    assert all(one.endswith('"stop":false}') for one in written if '"stop":true' not in one), (
+        "proxies know the end by this"
+    )
+    return [json.loads(event.removeprefix("data: ")) for event in written]
 
 
 def refusal(server: RunningServer, path: str, body: dict[str, Any], status: int = 400) -> str:

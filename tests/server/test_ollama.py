@@ -39,7 +39,9 @@ GENERATE = {"model": NAME, "prompt": "hello", "options": {"num_predict": 4, "tem
 def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(line) for line in answer.text.splitlines()]
+    lines = answer.text.splitlines()
+    assert all(line.endswith('"done":false}') for line in lines[:-1]), "proxies know the end by this"
+    return [json.loads(line) for line in lines]
 
 
 def post(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -148,10 +148,11 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 def is_whole(path: str, before: bytes) -> bool:
     """Whether a stream that ends with these events has its last one."""
-    last = before.rstrip(b"\n").rpartition(b"\n")[2]
-    if path.startswith(OLLAMA_PREFIX):
-        return b'"done":true' in last
-    return b'"stop":true' in last if path in LLAMACPP_PATHS else before.endswith(DONE)
+    if path.startswith(OLLAMA_PREFIX) or path in LLAMACPP_PATHS:
+        # Only the ends of long events are known: those before the last one end with this field.
+        goes_on = b'"done":false}' if path.startswith(OLLAMA_PREFIX) else b'"stop":false}'
+        return before != b"" and not before.rstrip(b"\n").endswith(goes_on)
+    return before.endswith(DONE)
 
 
 def error_events(path: str, before: bytes, request_id: str) -> bytes:

@@ -225,7 +225,6 @@ class LlamaBuilder(ResponseBuilder):
                 "index": one.index,
                 "content": update.text,
                 "tokens": update.tokens,
-                "stop": False,
                 "id_slot": -1,
                 "tokens_predicted": len(one.tokens),
                 "tokens_evaluated": one.num_prompt,
@@ -234,7 +233,7 @@ class LlamaBuilder(ResponseBuilder):
                 event["timings"] = self._timings(update.request_id, one)
             if update.logprobs:
                 event["completion_probabilities"] = self._probabilities(update.logprobs)
-            events.append(_event(event))
+            events.append(_event(event | {"stop": False}))  # It is the last field, by which proxies know the end.
         if update.finish_reason is not None:
             end = self._whole(update.request_id, one)
             # Clients join the contents of all events, so the last one has none.

@@ -192,7 +192,7 @@ class OllamaBuilder(PartsBuilder):
             found = chat_logprobs(update.logprobs, self.request.model.tokenizer)
             self._logprobs += found
             events = events or [self._chunk()]
-            events[0]["logprobs"] = found
+            events[0] = {"logprobs": found} | events[0]  # `done` stays the last field, by which proxies know the end.
         yield from events
 
     def part_events(self, part: AssistantPart) -> Iterator[Event]:

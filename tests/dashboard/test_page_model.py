@@ -31,7 +31,7 @@ const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
     model.slots.flat().filter((stay) => stay.idleFrom <= col && col < stay.to).length);
   const requests = [...model.requests.values()];
   return {
-    most, cells, bubbles, taken: model.slotsTaken, slots: model.slots.length, finished: model.finished,
+    most, cells, bubbles, room: model.key?.slots, taken: model.slotsTaken, slots: model.slots.length, finished: model.finished,
     outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
     tables: requests.filter((request) => request.table.length).length,
     blocks: model.blocks.tally(), tokens: model.tokens, breaks: model.breaks,
@@ -83,6 +83,15 @@ def test_the_page_model_agrees_with_the_scheduler(tmp_path: Path) -> None:
         assert found["tables"] == 0
         assert found["blocks"]["kept"] == sum(cached for _, cached in run.pools[-1])
     assert any(sum(run.idle) for run in runs)
+
+
+def test_an_earlier_recording_has_its_slots(tmp_path: Path) -> None:
+    run = random_run(3)
+    for frame in run.frames:
+        if "slots" in frame:
+            frame["seats"] = frame.pop("slots")
+    (found,) = run_model([run.frames], tmp_path)
+    assert found["room"] == run.scheduler.max_batch_requests
 
 
 def test_a_page_that_is_late_or_lost_frames_continues_from_a_keyframe(tmp_path: Path) -> None:

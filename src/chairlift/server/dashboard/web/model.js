@@ -124,6 +124,7 @@ export class Model {
   applyKey(frame) {
     if (this.isKnown(frame)) return;
     const open = new Set(frame.requests.map((given) => given[1]));
+    frame.slots ??= frame.seats; // Earlier recordings call them so.
     this.key = frame;
     this.now = frame.now;
     this.handles.clear();

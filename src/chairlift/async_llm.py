@@ -27,6 +27,7 @@ from chairlift.outputs import (
     ResultCollector,
     StreamedText,
     check_preset,
+    params_of,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Complete a prompt, in any form that `LLM.generate` accepts."""
         check_preset(preset, sampling_params)
-        params = sampling_params or self.get_default_sampling_params(preset)
+        (params,) = params_of([prompt], sampling_params, self.get_default_sampling_params(preset))
         async with self._submitted(prompt, params, timeout) as request:
             return await request.finished()
 
@@ -117,7 +118,7 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamedText]:
         """Yield pieces of text as they are generated."""
         check_preset(preset, sampling_params)
-        params = sampling_params or self.get_default_sampling_params(preset)
+        (params,) = params_of([prompt], sampling_params, self.get_default_sampling_params(preset))
         params.check_streamable()
         async with self._submitted(prompt, params, timeout) as request:
             async for piece in request:
@@ -173,8 +174,8 @@ class AsyncLLM:
         variables = dict(options.get("chat_template_kwargs") or {}, **options)
         variables.pop("chat_template_kwargs", None)
         prompt = self._chat_format.prompt(messages, preset=preset, **variables)
-        params = params or self._chat_format.params(preset, chat=True)
-        return prompt, self._chat_format.after_reasoning(prompt, params)
+        (checked,) = params_of([prompt], params, self._chat_format.params(preset, chat=True))
+        return prompt, self._chat_format.after_reasoning(prompt, checked)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from chairlift.outputs import (
     ScoringRequestOutput,
     StreamedText,
     check_preset,
-    is_conversation,
+    conversations_of,
     params_of,
     parse_prompts,
 )
@@ -178,12 +178,13 @@ class LLM:
         With `continue_final_message`, the model continues the last message instead of beginning a new one. Without
         `sampling_params`, an answer may fill the context.
         """
-        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         options = dict(chat_template_kwargs or {}, tools=tools, continue_final_message=continue_final_message)
         if add_generation_prompt is not None:
             options["add_generation_prompt"] = add_generation_prompt
         format_ = self.chat_format
-        prompts = [format_.prompt(conversation, preset=preset, **options) for conversation in conversations]
+        prompts = [
+            format_.prompt(conversation, preset=preset, **options) for conversation in conversations_of(messages)
+        ]
         given = params_of(prompts, sampling_params, format_.params(preset, chat=True))
         params = [format_.after_reasoning(prompt, each) for prompt, each in zip(prompts, given, strict=True)]
         return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
@@ -218,7 +219,8 @@ class LLM:
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
         format_ = self.chat_format
-        prompt, params = format_.prompt(messages, preset=preset), sampling_params or format_.params(preset, chat=True)
+        prompt = format_.prompt(messages, preset=preset)
+        (params,) = params_of([prompt], sampling_params, format_.params(preset, chat=True))
         return self.stream(prompt, format_.after_reasoning(prompt, params), timeout=timeout)
 
     def _params_of(

@@ -85,6 +85,8 @@ def params_of(
         params = default
     if isinstance(params, SamplingParams):
         return [params] * len(inputs)
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Sequence):
+        raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(params).__name__}")
     if len(params) != len(inputs):
         raise InvalidParameter("sampling_params", f"{len(params)} given for {len(inputs)} prompts; give one or as many")
     for each in params:
@@ -105,6 +107,9 @@ class ChatFormat:
         self, conversation: Messages, *, preset: str | None = None, tools: Any = None, **options: Any
     ) -> dict[str, Any]:
         """A conversation as a prompt; `options` are those of `Tokenizer.encode_chat`."""
+        if not is_conversation(conversation):
+            form = 'one conversation or several, each a list of {"role": …, "content": …}'
+            raise InvalidParameter("messages", f"must be {form}, got {conversation!r:.100}")
         from chairlift.text.tool_formats.base import choose_format  # imported late, like the tokenizer
         from chairlift.text.tools.tool_use import ToolUse
 
@@ -138,7 +143,14 @@ def check_preset(preset: str | None, params: object) -> None:
 
 def is_conversation(messages: Any) -> bool:
     """Whether this is one conversation and not a list of them."""
-    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+    return isinstance(messages, Sequence) and bool(messages) and all(isinstance(each, Mapping) for each in messages)
+
+
+def conversations_of(messages: Any) -> list[Any]:
+    """One conversation or several as a list."""
+    if is_conversation(messages) or isinstance(messages, str) or not isinstance(messages, Sequence):
+        return [messages]
+    return list(messages)
 
 
 _SHORT = reprlib.Repr()

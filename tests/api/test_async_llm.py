@@ -85,6 +85,18 @@ def test_chats_and_embeddings(run: Any, blocking: LLM) -> None:
     assert [output.index for output in scored.outputs] == [0, 1]
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, "greedy"])
+def test_what_are_no_parameters_is_refused(run: Any, params: Any) -> None:
+    for call in (
+        lambda llm: llm.generate("a", params),
+        lambda llm: llm.chat(MESSAGES, params),
+        lambda llm: joined(llm.stream("a", params)),
+        lambda llm: joined(llm.stream_chat(MESSAGES, params)),
+    ):
+        with pytest.raises(InvalidParameter, match="sampling_params: must be SamplingParams, got"):
+            run(call)
+
+
 def test_leaving_a_stream_early_cancels_the_request(run: Any) -> None:
     async def leave(llm: AsyncLLM) -> int:
         pieces = llm.stream("a", GREEDY.clone(max_tokens=200))

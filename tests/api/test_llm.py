@@ -187,6 +187,21 @@ def test_chat_one_and_many(llm: LLM) -> None:
     assert both[0].outputs[0].token_ids == one.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("messages", ["hello", None, [None], [[]], [{"role": "user", "content": "a"}, None], ["a"]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    for call in (llm.chat, llm.stream_chat):
+        with pytest.raises(InvalidParameter, match="messages: must be one conversation or several"):
+            call(messages)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 0.5, {}])
+def test_what_are_no_parameters_is_refused(llm: LLM, params: Any) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for call, prompt in ((llm.generate, "a"), (llm.stream, "a"), (llm.chat, messages), (llm.stream_chat, messages)):
+        with pytest.raises(InvalidParameter, match=f"must be SamplingParams, got {type(params).__name__}"):
+            call(prompt, params)
+
+
 def test_streams_of_several_prompts_add_up(llm: LLM) -> None:
     prompts = ["a chairlift", "many sequences"]
     params = GREEDY.clone(max_tokens=12, n=2)

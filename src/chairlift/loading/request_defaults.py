@@ -55,7 +55,7 @@ class RequestDefaults:
         """The defaults of requests that ask for a preset; None asks for none."""
         if name is None:
             return self
-        if name not in self.presets:
+        if not isinstance(name, str) or name not in self.presets:
             known = f"choose from {', '.join(self.presets)}" if self.presets else "there are none; see --presets"
             raise InvalidParameter("preset", f"unknown {name!r:.100}; {known}")
         return self.presets[name]

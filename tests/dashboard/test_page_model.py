@@ -31,7 +31,8 @@ const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
     model.slots.flat().filter((stay) => stay.idleFrom <= col && col < stay.to).length);
   const requests = [...model.requests.values()];
   return {
-    most, cells, bubbles, room: model.key?.slots, taken: model.slotsTaken, slots: model.slots.length, finished: model.finished,
+    most, cells, bubbles, taken: model.slotsTaken, slots: model.slots.length, finished: model.finished,
+    room: model.key?.slots,
     outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
     tables: requests.filter((request) => request.table.length).length,
     blocks: model.blocks.tally(), tokens: model.tokens, breaks: model.breaks,

@@ -33,7 +33,7 @@ def on_cpu_with(free: float, name: str, monkeypatch: pytest.MonkeyPatch) -> Fit:
 def test_the_default_format_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = on_cpu_with(8 * GIB, "smollm2-135m", monkeypatch)
     assert (fit.fits, fit.format, fit.options, fit.context) == (True, "int8", (), 8192)
-    assert fit.sentence() == "yes, with int8, 8,192 tokens of context, 44 requests at once"
+    assert fit.sentence() == "yes, with int8, up to 8,192 tokens of context, 44 requests of 2,048 tokens at once"
     assert fit.command("smollm2-135m") == "chairlift serve smollm2-135m"
 
 
@@ -93,5 +93,5 @@ def test_the_first_line_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "free_memory", lambda device, mapped=0: 64 * GIB)
     lines = run("models", "--check", "qwen3-0.6b").stdout.splitlines()
     assert lines[0].startswith("fits this machine: yes, with ")
-    assert lines[0].endswith(" requests at once")
+    assert lines[0].endswith(" tokens at once")
     assert lines[1].split()[:5] == ["run", "it", "chairlift", "serve", "qwen3-0.6b"]

@@ -59,14 +59,13 @@ class Fit:
         if not self.fits:
             return f"no: {self.missing}"
         requests = "1 request" if self.requests == 1 else f"{self.requests:,} requests"
-        return f"yes, with {self.format}, {self.context:,} tokens of context, {requests} at once"
+        requests += f" of {min(TYPICAL_TOKENS, self.context):,} tokens"
+        return f"yes, with {self.format}, up to {self.context:,} tokens of context, {requests} at once"
 
     def memory(self) -> str:
         """The memory behind the answer."""
-        return (
-            f"{format_bytes(self.weight_bytes)} of weights; {format_bytes(self.free_bytes)} are free on the "
-            f"{self.device}; requests are counted with {min(TYPICAL_TOKENS, self.context):,} tokens each"
-        )
+        free = format_bytes(self.free_bytes)
+        return f"{format_bytes(self.weight_bytes)} of weights; {free} are free on the {self.device}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
         raise UnusableCache(str(error)) from None
     index, end = _read_index(data)
     if index.get("identity") != json.loads(json.dumps(identity)):
-        raise UnusableCache("it was made from another file or by another version")
+        raise UnusableCache("the file was made from another checkpoint or by another version")
     weights, expected = dict[str, PackedWeightArrays](), list[str]()
     try:
         for name, weight in index["weights"].items():
@@ -111,9 +111,9 @@ def read_cache(path: Path, identity: Identity, num_threads: int) -> dict[str, Pa
                 expected.append(entry.checksum)
             weights[str(name)] = PackedWeightArrays(str(weight["format"]), arrays)
     except (AttributeError, KeyError, TypeError) as error:
-        raise UnusableCache(f"its index lacks a field ({error})") from None
+        raise UnusableCache(f"the index lacks a field ({error})") from None
     if checksums([array.values for weight in weights.values() for array in weight.arrays], num_threads) != expected:
-        raise UnusableCache("its content does not match its checksums")
+        raise UnusableCache("the content does not match the checksums")
     return weights
 
 
@@ -129,19 +129,19 @@ def _map_file(file: int, offset: int, num_bytes: int) -> mmap.mmap:
 def _read_index(data: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
     """The index and where it begins."""
     if len(data) < TRAILER.size:
-        raise UnusableCache("it is too short")
+        raise UnusableCache("the file is too short")
     magic, offset, length, digest = TRAILER.unpack(data[-TRAILER.size :].tobytes())
     if magic != MAGIC or length > MAX_INDEX_BYTES or offset + length + TRAILER.size != len(data):
-        raise UnusableCache("it has no valid end")
+        raise UnusableCache("the file has no valid end")
     text = data[offset : offset + length].tobytes()
     if hashlib.sha256(text).digest() != digest:
-        raise UnusableCache("its index is damaged")
+        raise UnusableCache("the index is damaged")
     try:
         index = json.loads(text)
     except ValueError:
-        raise UnusableCache("its index is not JSON") from None
+        raise UnusableCache("the index is not JSON") from None
     if not isinstance(index, dict):
-        raise UnusableCache("its index is not a JSON object")
+        raise UnusableCache("the index is not a JSON object")
     return index, offset
 
 

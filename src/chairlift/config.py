@@ -221,17 +221,29 @@ class EngineConfig:
     order: str = scheduling_option(
         "fcfs",
         help="Which waiting request is admitted first: first come first served (fcfs), by priority, least work "
-        "(shortest), or fair between tenants.",
+        "(shortest), short prompts sooner but none much later (boost), most cached tokens (cached), or fair between "
+        "tenants, also with the longest cached prefix first (fair, fair-cached).",
         choices=ORDERINGS.names,
         aliases=("scheduling_policy",),
     )
     tenant_weights: Mapping[str, float] | Sequence[str] | None = scheduling_option(
         None,
-        help="A tenant's share with --order fair, such as alice=2; may be repeated.",
+        help="A tenant's share with --order fair or fair-cached, such as alice=2; may be repeated.",
         check=_check_weights,
         flag="--tenant-weight",
         metavar="NAME=WEIGHT",
         default_text="1 each",
+    )
+    boost_seconds: float | None = scheduling_option(
+        None,
+        help="With --order boost, how much sooner a prompt comes that is a third (1/e) as long.",
+        check=above(0),
+        default_text="10",
+    )
+    priority_takes_slots: bool = scheduling_option(
+        False,
+        help="With --order priority, a request that finds no slot or memory takes that of a running one whose number "
+        "is higher.",
     )
     max_overtakes: int = scheduling_option(
         MAX_OVERTAKES,
@@ -339,7 +351,12 @@ class EngineConfig:
         return make_policy(self.policy, self.max_delay_ms)
 
     def make_ordering(self) -> Ordering:
-        return make_ordering(self.order, parse_weights(self.tenant_weights))
+        return make_ordering(
+            self.order,
+            parse_weights(self.tenant_weights),
+            boost_seconds=self.boost_seconds,
+            priority_takes_slots=self.priority_takes_slots or None,
+        )
 
 
 def check_batch_requests(requests: int, tokens: int) -> None:

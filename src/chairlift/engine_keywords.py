@@ -91,12 +91,18 @@ class EngineKeywords(TypedDict, total=False):
     max_delay_ms: float | None
     """How long a static or dynamic batch waits to be filled. Default: dynamic 50, static 10000."""
     order: str
-    """Which waiting request is admitted first: first come first served (fcfs), by priority, least work (shortest), or
-    fair between tenants. Default: `fcfs`."""
+    """Which waiting request is admitted first: first come first served (fcfs), by priority, least work (shortest),
+    short prompts sooner but none much later (boost), most cached tokens (cached), or fair between tenants, also with
+    the longest cached prefix first (fair, fair-cached). Default: `fcfs`."""
     scheduling_policy: str
     """vLLM's name for `order`."""
     tenant_weights: Mapping[str, float] | Sequence[str] | None
-    """A tenant's share with --order fair, such as alice=2; may be repeated. Default: 1 each."""
+    """A tenant's share with --order fair or fair-cached, such as alice=2; may be repeated. Default: 1 each."""
+    boost_seconds: float | None
+    """With --order boost, how much sooner a prompt comes that is a third (1/e) as long. Default: 10."""
+    priority_takes_slots: bool
+    """With --order priority, a request that finds no slot or memory takes that of a running one whose number is higher.
+    Default: off."""
     max_overtakes: int
     """How often a waiting request may be passed over before it must be admitted next. Default: `16`."""
     preemption: str

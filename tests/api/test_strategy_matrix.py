@@ -33,7 +33,15 @@ FACTORS: dict[str, tuple[Options, ...]] = {
         {"target_tpot_ms": 3.0},
         {"target_tpot_ms": 5.0, "target_ttft_ms": 20.0},
     ),
-    "order": ({"order": "fcfs"}, {"order": "priority"}, {"order": "shortest"}, {"order": "fair"}),
+    "order": (
+        {"order": "fcfs"},
+        {"order": "priority", "priority_takes_slots": True},
+        {"order": "shortest"},
+        {"order": "boost"},
+        {"order": "cached"},
+        {"order": "fair"},
+        {"order": "fair-cached"},
+    ),
     "preemption": (
         {"preemption": "recompute"},
         {"preemption": "swap", "swap_memory": "4MiB"},

@@ -102,7 +102,7 @@ JOB = st.tuples(
             "max_batch_requests": st.integers(4, 9),
             "prefix_caching": st.booleans(),
             "policy": st.sampled_from(["continuous", "continuous", "static"]),
-            "order": st.sampled_from(["fcfs", "shortest", "fair"]),
+            "order": st.sampled_from(["fcfs", "shortest", "cached", "fair", "fair-cached"]),
         }
     ),
     st.sampled_from([0, 0, 1]),

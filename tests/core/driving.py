@@ -23,6 +23,7 @@ from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift_lab.simulator.step_cost import MeasuredCost
 
+ORDERS = ("fcfs", "priority", "shortest", "boost", "cached", "fair", "fair-cached")
 NextToken = Callable[[Request], int]
 
 STEP_COST = MeasuredCost(step=4.0, request=0.0, prefill_kv=0.0, decode_kv=0.0, tokens=((0, 1.0),))
@@ -64,9 +65,12 @@ def make_scheduler(
     swap: SwapSpace | None = None,
     speculation: SpeculationController | None = None,
     heavy: int | None = None,
+    takes_slots: bool = False,
 ) -> Scheduler:
-    """`heavy`: with the order fair, tenants with more open requests than this are isolated from the others."""
-    ordering, tenant_isolation = make_ordering(order, weights), None
+    """`heavy`: with the order fair, tenants with more open requests than this are isolated from the others;
+    `takes_slots`: with the order priority, a waiting request may take a running one's slot."""
+    takes = True if takes_slots and order == "priority" else None
+    ordering, tenant_isolation = make_ordering(order, weights, priority_takes_slots=takes), None
     if heavy is not None and isinstance(ordering, FairOrdering):
         ordering.HEAVY_REQUESTS = heavy
         tenant_isolation = TenantIsolation(ordering, STEP_COST.predict, max_prefill_tokens or max_batch_tokens)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_quiescent
@@ -11,10 +15,11 @@ from chairlift.core.orderings.fair import FairOrdering, parse_weights
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.errors import InvalidParameter
-from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, shape, step
+from tests.core.driving import events_of, make_request, make_scheduler, run_plan, run_to_end, shape, step
+from tests.repeatable import examples
 
 
-def submit(scheduler: Scheduler, name: str, prompt: int = 3, new: int = 2, **options: object) -> None:
+def submit(scheduler: Scheduler, name: str, prompt: int | Sequence[int] = 3, new: int = 2, **options: object) -> None:
     scheduler.submit(make_request(name, prompt, new, **options), 0.0)
 
 
@@ -52,7 +57,77 @@ def test_the_request_with_the_least_work_is_admitted_first() -> None:
     assert admission_order(scheduler) == ["d", "b", "c", "a"]
 
 
-@pytest.mark.parametrize(("order", "victim"), [("fcfs", "c"), ("priority", "b"), ("shortest", "a"), ("fair", "b")])
+def test_a_short_prompt_overtakes_a_long_one_that_came_a_little_earlier() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="boost")
+    for name, prompt, arrival in (("old", 40, 0.0), ("long", 40, 20.0), ("short", 4, 30.0), ("late", 4, 60.0)):
+        submit(scheduler, name, prompt, arrival=arrival)
+    # Ten times as short is as much as 23 seconds earlier: enough to pass one that came 10 seconds before, not 30.
+    assert admission_order(scheduler) == ["old", "short", "long", "late"]
+
+
+def test_the_request_with_the_longest_cached_prefix_is_admitted_first() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="cached")
+    text = list(range(500, 540))
+    submit(scheduler, "first", text)
+    run_to_end(scheduler)
+    for name, prompt in (("new", range(900, 930)), ("some", text[:20]), ("most", text), ("all", text)):
+        submit(scheduler, name, list(prompt))
+    assert admission_order(scheduler) == ["first", "most", "all", "some", "new"]
+
+
+def test_an_urgent_request_takes_the_slot_of_one_that_is_less_urgent() -> None:
+    for takes_slots in (False, True):
+        scheduler = make_scheduler(max_batch_requests=2, order="priority", takes_slots=takes_slots)
+        for name, priority in (("usual", 1), ("later", 5), ("urgent", 0), ("equal", 1)):
+            submit(scheduler, name, new=6, priority=priority)
+            step(scheduler)
+        assert running_ids(scheduler) == (["usual", "urgent"] if takes_slots else ["usual", "later"])
+        run_to_end(scheduler)
+        check_quiescent(scheduler)
+
+
+def test_fair_cached_lets_the_requests_of_a_tenant_follow_each_other_for_a_round() -> None:
+    """Two tenants with long prefixes, of which the cache has room for one."""
+    admitted = {}
+    for order in ("fair", "fair-cached"):
+        scheduler = make_scheduler(num_blocks=40, max_batch_requests=1, order=order)
+        for index in range(6):
+            for tenant, first in (("a", 1000), ("b", 5000)):
+                prompt = [*range(first, first + 100), 20_000 + index, *range(9)]
+                submit(scheduler, f"{tenant}{index}", prompt, tenant=tenant)
+        admitted[order] = "".join(name[0] for name in admission_order(scheduler))
+    assert admitted == {"fair": "ab" * 6, "fair-cached": "a" * 6 + "b" * 6}
+
+
+@settings(max_examples=examples(15, 200), deadline=None)
+@given(
+    order=st.sampled_from(["fair", "fair-cached"]),
+    slots=st.integers(1, 4),
+    burst=st.sampled_from([0.0, 50.0, 300.0]),
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=3, max_size=3),
+)
+def test_what_two_tenants_that_always_wait_were_served_differs_by_a_bound(
+    order: str, slots: int, burst: float, lengths: list[tuple[int, int]]
+) -> None:
+    """By no more than the burst and what a tenant may be served at once: a prompt, and the output of all slots."""
+    scheduler = make_scheduler(200, max_batch_requests=slots, order=order, max_overtakes=10**6)
+    fair = scheduler.ordering
+    assert isinstance(fair, FairOrdering)
+    fair.BURST = burst  # type: ignore[misc]
+    for index in range(25):
+        for tenant, (prompt, new) in zip("abc", lengths, strict=True):
+            submit(scheduler, f"{tenant}{index}", [ord(tenant), *range(prompt)], new, tenant=tenant)
+    most = burst + max(prompt + 1 for prompt, _ in lengths) + slots * max(new for _, new in lengths)
+    for _ in range(60):
+        scheduler.apply(run_plan(scheduler.schedule(0.0)), 0.0)
+        waiting = {request.tenant for request in scheduler.waiting}
+        served = [fair.served(tenant) for tenant in waiting]
+        assert not served or max(served) - min(served) <= most
+
+
+@pytest.mark.parametrize(
+    ("order", "victim"), [("fcfs", "c"), ("priority", "b"), ("shortest", "a"), ("boost", "b"), ("fair", "b")]
+)
 def test_the_last_request_by_the_order_is_preempted(order: str, victim: str) -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, order=order, prefix_caching=False)
     # b's tenant is charged for the most tokens.
@@ -320,9 +395,9 @@ def test_counters_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_and_weights_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="fair, fcfs, priority, shortest"):
+    with pytest.raises(InvalidParameter, match="boost, cached, fair, fair-cached, fcfs"):
         make_ordering("random")
-    with pytest.raises(InvalidParameter, match="tenant_weights: only goes with order fair"):
+    with pytest.raises(InvalidParameter, match="tenant_weights: only goes with order fair or fair-cached"):
         make_ordering("fcfs", {"a": 2})
     assert parse_weights(["a=2", "b=c=0.5"]) == {"a": 2.0, "b=c": 0.5}
     for bad in (["a"], ["a="], ["a=x"], ["a=-1"], ["a=nan"], {"a": True}, {"a": float("inf")}):

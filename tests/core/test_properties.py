@@ -21,16 +21,17 @@ from chairlift.core.policies.base import BatchPolicy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
+from tests.core.driving import ORDERS, deterministic_token, make_request, make_scheduler, run_plan, shape
 from tests.core.memory_model import MemoryModel
 from tests.repeatable import examples
 
 STRATEGIES = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
-        "order": st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+        "order": st.sampled_from(ORDERS),
         "max_overtakes": st.sampled_from([1, 3, 16]),
         "heavy": st.sampled_from([None, 0, 2]),
+        "takes_slots": st.booleans(),
     }
 )
 
@@ -273,19 +274,31 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+    st.sampled_from(ORDERS),
     st.integers(1, 4),
     st.integers(1, 5),
     st.sampled_from([None, 0, 2]),
+    st.booleans(),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc")), max_size=80),
 )
 def test_the_number_of_admissions_before_a_request_is_bounded(
-    order: str, slots: int, max_overtakes: int, heavy: int | None, work: list[tuple[int, int, int, str]]
+    order: str,
+    slots: int,
+    max_overtakes: int,
+    heavy: int | None,
+    takes_slots: bool,
+    work: list[tuple[int, int, int, str]],
 ) -> None:
     """A request is admitted after at most (max_overtakes + 1) * (q + 1) admissions, q being the older requests that
     wait when it is submitted or return to the queue later (fair sharing preempts)."""
     scheduler = make_scheduler(
-        2000, max_batch_requests=slots, order=order, max_overtakes=max_overtakes, prefix_caching=False, heavy=heavy
+        2000,
+        max_batch_requests=slots,
+        order=order,
+        max_overtakes=max_overtakes,
+        prefix_caching=False,
+        heavy=heavy,
+        takes_slots=takes_slots,
     )
     admissions = 0
     latest: dict[str, int] = {}

@@ -174,7 +174,7 @@ def simulate(
     kv_blocks: Annotated[int | None, machine_option(help="Blocks of the KV cache, instead of what fits.")] = None,
     block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
-    order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
+    order: Annotated[str, typer.Option(help="fcfs, priority, shortest, boost, cached, fair or fair-cached.")] = "fcfs",
     scheduler: Annotated[
         str, typer.Option(help="chairlift, or vllm: the documented behaviour of vLLM's, for comparisons.")
     ] = "chairlift",

@@ -18,6 +18,7 @@ class Arrival:
     time: float
     prompt: Sequence[int]  # tokens; equal prefixes are shared
     n_out: int
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class RequestRecord:
     first_token: float | None = None
     end: float | None = None
     cached: int = 0  # tokens of its prompt that it found in the prefix cache when it was first admitted
+    tenant: str = ""
 
     @property
     def ttft(self) -> float:

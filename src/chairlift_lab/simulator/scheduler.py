@@ -329,7 +329,12 @@ class SimulatedScheduler(Scheduler):
         """Submit a request to the scheduler as of its arrival."""
         record = simulated.record
         request = Request(
-            str(simulated.order), simulated.prompt, _GREEDY, max_new_tokens=record.n_out, arrival=record.arrival
+            str(simulated.order),
+            simulated.prompt,
+            _GREEDY,
+            max_new_tokens=record.n_out,
+            arrival=record.arrival,
+            tenant=record.tenant,
         )
         request.order = simulated.order
         request.block_digests = simulated.block_digests

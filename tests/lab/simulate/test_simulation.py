@@ -31,6 +31,7 @@ from chairlift_lab.simulator.step_cost import (
     SpeedProfile,
     device_named,
 )
+from tests.core.driving import ORDERS
 from tests.repeatable import examples
 
 UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
@@ -110,7 +111,7 @@ def test_the_times_of_one_request() -> None:
     num_replicas=st.sampled_from([1, 2]),
     router=st.sampled_from(ROUTERS.names()),
     policy=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
-    order=st.sampled_from(["fcfs", "fcfs", "shortest", "priority", "fair"]),
+    order=st.sampled_from(["fcfs", "fcfs", *ORDERS]),
     caching=st.booleans(),
     shared=st.booleans(),
     branching=st.booleans(),

@@ -75,6 +75,12 @@ class KVCache(Resource):
             return PrefixMatch((), Miss.WHOLE_PROMPT)
         return self.index.find(request)
 
+    def tokens_at_hand(self, request: Request) -> int:
+        """Tokens that `request` need not compute: those that are computed, or at least as many as are cached."""
+        if request.num_computed or not self.prefix_caching or request.needs_whole_prompt:
+            return request.num_computed
+        return self.index.num_cached(request) * self.block_size
+
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Start the table of `request` with the blocks of `match`; their tokens count as computed."""
         assert request.id not in self._tables
@@ -214,6 +220,9 @@ class HybridCache(KVCache):
 
     def match(self, request: Request) -> PrefixMatch:
         return self.states.shorten(request, super().match(request))
+
+    def tokens_at_hand(self, request: Request) -> int:
+        return request.num_computed or len(self.match(request).blocks) * self.block_size
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         super().attach(request, match)

@@ -7,7 +7,7 @@ in this order is the first to be preempted when memory runs out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from chairlift.core.request import Request
@@ -50,6 +50,9 @@ class Ordering:
         """Whether to defer the admission of a waiting request, to keep slots free for others."""
         return False
 
+    def use_cache(self, tokens_at_hand: Callable[[Request], int]) -> None:
+        """Take a function that counts the tokens which a request need not compute; called once, by the scheduler."""
+
     # Notifications from the scheduler, which most orderings do not need.
 
     def arrived(self, request: Request) -> None: ...
@@ -61,9 +64,9 @@ class Ordering:
 ORDERINGS: Registry[type[Ordering]] = Registry("order", "chairlift.core.orderings", grouped=True)
 
 
-def make_ordering(name: str, tenant_weights: Mapping[str, float] | None = None) -> Ordering:
-    """Build the ordering called `name`."""
-    return make_choice(ORDERINGS, name, {"tenant_weights": tenant_weights or None})
+def make_ordering(name: str, tenant_weights: Mapping[str, float] | None = None, **options: object) -> Ordering:
+    """Build the ordering called `name`; options that are None are not given."""
+    return make_choice(ORDERINGS, name, {"tenant_weights": tenant_weights or None} | options)
 
 
 @ORDERINGS.register("fcfs")
@@ -79,13 +82,25 @@ class FcfsOrdering(Ordering):
 
 @ORDERINGS.register("priority")
 class PriorityOrdering(Ordering):
-    """Admits requests by `Request.priority`, lowest first."""
+    """Admits requests by `Request.priority`, lowest first. With `priority_takes_slots`, a request that finds no slot or
+    memory takes that of a running one with a higher number, the latest of those with the highest."""
 
     name = "priority"
+    options = frozenset({"priority_takes_slots"})
     uses_priority = True
+
+    def __init__(self, priority_takes_slots: bool = False) -> None:
+        # A class attribute of all orderings; here the running requests matter for admission only with this option.
+        self.takes_slots = self.depends_on_output = priority_takes_slots  # type: ignore[misc]
 
     def claim(self, request: Request) -> float:
         return float(request.priority)
+
+    def slot_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
+        if not self.takes_slots:
+            return None
+        others = [other for other in running if other.priority > request.priority and not other.starved]
+        return max(others, key=self.rank, default=None)
 
 
 @ORDERINGS.register("shortest")

@@ -60,6 +60,7 @@ class Scheduler:
         self.speculation = speculation
         self.tenant_isolation = tenant_isolation
         self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
+        self.ordering.use_cache(kv.tokens_at_hand)
         self._results = ResultApplier(self.state, speculation)
         self._requests = self.state.requests
         self._deadlines = Deadlines(self._requests.get)

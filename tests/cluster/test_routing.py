@@ -122,6 +122,7 @@ def test_loads_return_to_zero(policy: str, data: st.DataObject) -> None:
         router.ended(route)  # a second ending changes nothing
     assert [router.loads[replica] for replica in router.loads] == [0, 0, 0]
     assert all(router.loads.free_tokens(replica) == ROOM for replica in router.loads)
+    assert not any(map(router.loads.num_open, router.loads))
 
 
 def test_a_view_of_a_text_has_the_keys_of_its_numbers() -> None:
@@ -158,6 +159,29 @@ def test_least_loaded_counts_prompts_until_they_are_computed() -> None:
     router.started(long)
     assert router.loads[long.replica] == 10 * OUTPUT_COST
     assert router.route(request([3] * 10)).replica == long.replica
+
+
+def test_new_tokens_batch_weighs_what_must_be_computed_with_the_number_of_requests() -> None:
+    """A replica with little to compute for many requests, and one with more to compute for a single one."""
+    for policy, expected in (("prefix-affine", "many"), ("new-tokens-batch", "one")):
+        router = Router(policy)
+        for replica in ("many", "one"):
+            router.add(replica, ROOM)
+        for _ in range(9):
+            router.loads.change("many", 10, 20)
+        router.loads.change("one", 300, 300)
+        assert [router.loads.num_open(replica) for replica in ("many", "one")] == [9, 1]
+        assert router.route(request([1] * 40)).replica == expected
+
+
+def test_requests_of_other_routers_count_by_their_tokens() -> None:
+    loads = ReplicaLoads()
+    loads.add("a", 1000)
+    loads.report("a", pending=50, held=50)
+    assert loads.num_open("a") == 1
+    loads.change("a", 100, 100)
+    loads.report("a", pending=400, held=400)
+    assert loads.num_open("a") == 4
 
 
 def test_the_expected_output_follows_what_requests_generate() -> None:
@@ -238,5 +262,5 @@ def test_the_tail_of_a_prompt_is_forgotten_before_its_head() -> None:
 
 
 def test_an_unknown_router_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="unknown router 'random'; choose from least-loaded, prefix-affine"):
+    with pytest.raises(InvalidParameter, match="unknown router 'random'; choose from least-loaded, new-tokens-batch"):
         Router("random")

@@ -59,7 +59,9 @@ class TargetOptions(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions(Settings):
     replicas: Annotated[Count, _fleet(help="Number of engines, at the start.")] = 1
-    router: Annotated[str, _fleet(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded"
+    router: Annotated[str, _fleet(help="round-robin, least-loaded, prefix-affine or new-tokens-batch.")] = (
+        "least-loaded"
+    )
     ingresses: Annotated[Count, _fleet(help="Ingresses, each with a router of its own.")] = 1
     ingress_by: Annotated[
         str, _fleet(help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).")

@@ -223,6 +223,21 @@ def test_continuous_batching_beats_static_batching() -> None:
     assert ends["continuous"] < ends["static"]
 
 
+def test_fair_cached_computes_the_prefixes_of_tenants_less_often() -> None:
+    """Tenants with a long prefix each, of which the cache holds half."""
+    seconds = {}
+    for order in ("fair", "fair-cached"):
+        rng = random.Random(1)
+        tenants = [rng.randrange(8) for _ in range(96)]
+        coming = [
+            Arrival(index * 1e-3, [*range(tenant * 1000, tenant * 1000 + 480), 10**6 + index], 4, tenant=f"t{tenant}")
+            for index, tenant in enumerate(tenants)
+        ]
+        replica = make_replica(order=order, caching=True, num_blocks=130, slots=2, budget=512)
+        seconds[order] = simulate(coming, [replica], Router("round-robin")).seconds
+    assert seconds["fair"] > 1.3 * seconds["fair-cached"]
+
+
 def test_affine_routing_finds_more_prefixes() -> None:
     def run(router: str) -> float:
         shared: Callable[[int], list[int]] = lambda group: list(range(group * 500, group * 500 + 320))  # noqa: E731

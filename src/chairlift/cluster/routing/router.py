@@ -35,6 +35,7 @@ class _Replica:
     num_tokens: int  # room of its KV cache
     pending: int = 0  # tokens still to compute, of requests sent from here
     held: int = 0  # tokens of open requests sent from here
+    open: int = 0  # the number of these requests
     others_pending: int = 0  # Requests that other routers sent, as the replica last reported.
     others_held: int = 0
     sent: int = 0  # tokens of all requests so far
@@ -77,6 +78,12 @@ class ReplicaLoads:
         found = self._replicas[replica]
         return found.held + found.others_held
 
+    def num_open(self, replica: ReplicaId) -> int:
+        """Its open requests; those that others sent are estimated to be as long as those sent from here."""
+        found = self._replicas[replica]
+        others = found.others_held * found.open // found.held if found.held else min(1, found.others_held)
+        return found.open + others
+
     def used_share(self) -> float:
         """Share of the KV caches of all replicas that open requests hold."""
         room = sum(replica.num_tokens for replica in self._replicas.values())
@@ -97,10 +104,11 @@ class ReplicaLoads:
         self._ids.remove(replica)
 
     def change(self, replica: ReplicaId, pending: int, held: int = 0, sent: int = 0) -> None:
-        """Add to the counts of `replica`."""
+        """Add to the counts of `replica`; a change of `held` is the begin or the end of a request."""
         found = self._replicas[replica]
         found.pending += pending
         found.held += held
+        found.open += (held > 0) - (held < 0)
         found.sent += sent
         self._changed(replica)
 

@@ -96,6 +96,32 @@ def test_unusable_files_are_replaced(damage: str, tmp_path: Path) -> None:
     assert (file.read_bytes() == whole) == (damage != "stale")
 
 
+def test_each_set_of_plugins_that_weights_go_through_has_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = make(tmp_path), tmp_path / "cache"
+    first = tokens(path, folder, "checkpoint")
+    plugin = tmp_path / "family.py"
+    plugin.write_text("from chairlift.models.families import FAMILIES")
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "weight_plugins", lambda: [plugin])
+        tokens(path, folder, "checkpoint")
+    assert len([*folder.glob("*.weights")]) == 2
+    no_packing(monkeypatch)
+    assert tokens(path, folder, "checkpoint") == first
+
+
+def test_the_reason_to_pack_again_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, folder = make(tmp_path), tmp_path / "cache"
+    config = EngineConfig(quantization="checkpoint", weight_cache=str(folder))
+    load_model(str(path), config, progress=False)
+    os.utime(path, ns=(0, 0))
+    with caplog.at_level(logging.INFO):
+        load_model(str(path), config, progress=False)
+    (file,) = folder.glob("*.weights")
+    assert caplog.text.count(str(file)) == 2  # why it is not used, and that it was written
+
+
 def test_weights_of_another_shape_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the identity had not noticed that the checkpoint changed."""
     monkeypatch.setattr(weights, "checkpoint_state", lambda path: {"path": "model.gguf"})

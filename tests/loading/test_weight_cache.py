@@ -277,6 +277,30 @@ def test_plugins_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({repr(state) for state in states}) == 3
 
 
+@pytest.mark.parametrize(
+    ("source", "counts"),
+    [
+        ("from chairlift.core.policies.base import POLICIES", False),
+        ("import chairlift\nfrom chairlift import SamplingParams", False),
+        ("from chairlift.models.families import FAMILIES", True),
+        ("from chairlift.core import plan\nimport chairlift.layers.formats", True),
+        ("from chairlift import core, models", True),
+        ("from chairlift import (\n    core,\n    loading,\n)", True),
+        ("from importlib import import_module\nimport chairlift.core", True),
+        ("import my_formats", True),
+    ],
+)
+def test_only_plugins_that_weights_may_go_through_count(
+    source: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.code_state.__wrapped__()
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(source)
+    monkeypatch.setattr(store, "plugin_sources", lambda: [plugin])
+    assert (store.code_state.__wrapped__() != before) is counts
+    assert store.weight_plugins() == [plugin] * counts
+
+
 def test_links_and_files_of_others_are_neither_written_nor_read(tmp_path: Path) -> None:
     path, victim = tmp_path / "file.weights", tmp_path / "victim"
     victim.write_text("precious")

@@ -27,6 +27,7 @@ from chairlift.loading.weight_cache.store import (
     checkpoint_state,
     code_state,
     config_state,
+    weight_plugins,
 )
 from chairlift.machine.hardware import interleaved
 from chairlift.models import build_model, is_native
@@ -108,7 +109,8 @@ def _build_with_cache(build: Build, checkpoint: Checkpoint, num_bytes: int, sett
         log.warning(f"packed weights are not cached: {folder}: {error.strerror or error}")
         return build(WeightCache())
     with held:
-        cached = _from_cache(build, path, identity, settings)  # written by another process during the wait
+        # Another process may have written it during the wait.
+        cached = _from_cache(build, path, identity, settings, again=True)
         return cached or _build_and_write(build, path, identity, num_bytes, settings)
 
 
@@ -133,25 +135,29 @@ def _identity(checkpoint: Checkpoint, settings: LoadSettings) -> dict[str, Any]:
         "tied": bool(checkpoint.config.get("tie_word_embeddings")),
         "dtype": settings.config.dtype,
         "instruction_set": find_instruction_set().name,
+        "plugins": [str(file.resolve()) for file in weight_plugins()],
         "code": code_state(),
     }
 
 
 def _name(identity: dict[str, Any]) -> str:
-    """A name that stays the same when a checkpoint changes, so that its new weights replace the old ones."""
+    """A name that stays the same when a checkpoint or a plugin changes: its new weights replace the old ones."""
     path = Path(identity["checkpoint"]["path"])
     lasting = [str(path), *(str(identity[key]) for key in ("quantization", "quantize_head", "tied", "dtype"))]
+    lasting += identity["plugins"]
     return f"{path.stem}-{hashlib.sha256(repr(lasting).encode()).hexdigest()[:12]}"
 
 
-def _from_cache(build: Build, path: Path, identity: dict[str, Any], settings: LoadSettings) -> CausalLM | None:
+def _from_cache(
+    build: Build, path: Path, identity: dict[str, Any], settings: LoadSettings, *, again: bool = False
+) -> CausalLM | None:
     if not path.exists():
         return None
     try:
         cache = MappedWeights(path, identity, settings.threads)
         model = build(cache)
     except UnusableCache as problem:
-        log.info(f"the cached weights {path} are not used: {problem}")
+        log.log(logging.DEBUG if again else logging.INFO, f"the cached weights {path} are not used: {problem}")
         return None
     log.info(f"cache      {format_bytes(cache.mapped_bytes)} of packed weights mapped from {path}")
     return model

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -113,14 +114,27 @@ def config_state(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=repr).encode()).hexdigest()
 
 
+def weight_plugins() -> list[Path]:
+    """The files of plugins, without those that import something of ours but nothing that weights go through, as a
+    scheduling policy does."""
+    return [file for file in plugin_sources() if _may_change_weights(file.read_text(errors="replace"))]
+
+
+def _may_change_weights(source: str) -> bool:
+    parts = "|".join(sorted({part.partition("/")[0] for part in SOURCES}))
+    own = re.compile(r"^\s*(?:from|import)\s+chairlift\b", re.MULTILINE)
+    used = re.compile(rf"\bchairlift\.(?:{parts})\b|\bfrom\s+chairlift\s+import\b[^)]*\b(?:{parts})\b|import_module")
+    return own.search(source) is None or used.search(source) is not None
+
+
 @cache
 def code_state() -> dict[str, str]:
-    """The versions of the packages that compute packed weights, and a hash of the code of ours and of all plugins. It
-    takes some milliseconds, and finds what a version does not: an own change."""
+    """The versions of the packages that compute packed weights, and a hash of the code of ours and of plugins that may
+    change them. It takes some milliseconds, and finds what a version does not: an own change."""
     found = sorted(file for source in SOURCES for file in (PACKAGE / source).rglob("*"))
     files = [file for file in found if file.suffix in (".py", ".toml")]
     digest = hashlib.sha256()
-    for file in (PACKAGE / VERSION, *files, *plugin_sources()):
+    for file in (PACKAGE / VERSION, *files, *weight_plugins()):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return {"numpy": numpy.__version__, "torch": torch.__version__, "sources": digest.hexdigest()}
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from chairlift import __version__
+from chairlift.cli.other_engines import advice_for
 from chairlift.cluster.options import ClusterOptions
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError, InvalidParameter
@@ -26,6 +27,7 @@ RUN, MODELS, SERVERS = "Run a model", "Models on this machine", "Servers and fle
 UNDERSTAND = "Measure, simulate and understand"
 # The help lists these first, in the order in which a newcomer needs them.
 FIRST = ("run", "chat", "serve", "generate", "batch", "pull", "list", "show", "rm", "models", "ps", "stop", "cluster")
+RUNS_MODELS = ("run", "chat", "serve", "generate", "batch")
 _NO_ACCESS = frozenset({errno.EACCES, errno.EPERM})
 _BROKEN_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
@@ -65,14 +67,16 @@ class _Chairlift(CommandGroup):
         return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     def invoke(self, ctx: Any) -> Any:
+        arguments = [*ctx._protected_args, *ctx.args]
         try:
-            is_quiet = bool({"-q", "--quiet"} & {*ctx.args, *ctx._protected_args})
+            is_quiet = not {"-q", "--quiet"}.isdisjoint(arguments)
             for warning in () if is_quiet else [*check_environment(os.environ), *_idle_plugins()]:
                 note(f"warning: {warning}", "yellow")
             load_plugins()
             return super().invoke(ctx)
         except _UsageError as error:
-            show_error(_describe_usage(error))
+            unknown = getattr(error, "option_name", "") if ctx.invoked_subcommand in RUNS_MODELS else ""
+            show_error(advice_for(unknown, arguments) or _describe_usage(error))
             raise typer.Exit(2) from error
         except ChairliftError as error:
             if os.environ.get("CHAIRLIFT_DEBUG") == "1":
@@ -156,7 +160,7 @@ def _is_of_a_service(name: str, environment: set[str]) -> bool:
 app = Commands(
     cls=_Chairlift,
     help="An LLM inference engine built around continuous batching: one ragged, paged batch per step.",
-    aliases=alias_flags(options_of(EngineConfig)),
+    aliases=alias_flags((*options_of(EngineConfig), *options_of(ServerOptions))),
     completion=True,
     examples=[
         'chairlift run smollm2-135m "Why is the sky blue?"',

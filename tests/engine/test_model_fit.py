@@ -95,3 +95,23 @@ def test_the_first_line_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0].startswith("fits this machine: yes, with ")
     assert lines[0].endswith(" tokens at once")
     assert lines[1].split()[:5] == ["run", "it", "chairlift", "serve", "qwen3-0.6b"]
+
+
+def test_the_memory_of_another_machine_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (model_fit, memory_plan):
+        monkeypatch.setattr(module, "free_memory", lambda device, mapped=0: 64 * GIB)
+    lines = run("models", "--check", "qwen3-4b", "--memory", "5GiB").stdout.splitlines()
+    assert lines[0].startswith("fits 5.00 GiB: yes, with int4, ")
+    assert "5.00 GiB are free on the CPU" in lines[2]
+    assert lines[0] != run("models", "--check", "qwen3-4b").stdout.splitlines()[0]
+    assert run("models", "--check", "gpt-oss-20b", "--memory", "6GB").stdout.startswith("fits 5.59 GiB: no: ")
+    assert "--memory: only goes with --check MODEL" in run("models", "--memory", "8GB").stderr
+    assert "--memory: must be a number of bytes" in run("models", "--check", "qwen3-4b", "--memory", "much").stderr
+
+
+def test_formats_for_both_devices_have_both_sizes() -> None:
+    formats = check_model("qwen3-4b").formats
+    assert formats["int4"].device == "GPU"
+    assert formats["int4"].cpu_weight_bytes is not None
+    assert formats["int8"].cpu_weight_bytes is formats["fp8"].cpu_weight_bytes is None
+    assert " on a GPU, 2.50 GiB on a CPU" in run("models", "--check", "qwen3-4b").stdout

@@ -13,8 +13,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from chairlift.cli.app import MODELS, app
+from chairlift.errors import InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_models
-from chairlift.options import format_bytes
+from chairlift.options import format_bytes, parse_bytes
 from chairlift.terminal.console import without_controls
 from chairlift.terminal.tables import output_console, print_aligned
 
@@ -38,6 +39,7 @@ LISTED = ("description", "licence", "hub_id", "gated", "num_parameters", "contex
     examples=[
         "chairlift models",
         "chairlift models --check Qwen/Qwen3-8B",
+        "chairlift models --check qwen3-4b --memory 8GB",
         "chairlift models --check path/to/config.json --json",
     ],
 )
@@ -52,11 +54,20 @@ def models(
             "it cannot run at all.",
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --check: whether it fits into this much free memory, such as 8GB, not what is free here.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models known by name, the families and the file formats that can be run; or check one model."""
+    if memory is not None and check is None:
+        raise InvalidParameter("memory", "only goes with --check MODEL")
     if check is not None:
-        _check(check, as_json=as_json)
+        _check(check, None if memory is None else parse_bytes("memory", memory), as_json=as_json)
         return
     from chairlift.models import supported_families
 
@@ -79,18 +90,19 @@ def models(
         console.print(f"  {name:<12} {meaning}")
 
 
-def _check(name: str, *, as_json: bool) -> None:
+def _check(name: str, free: int | None, *, as_json: bool) -> None:
     from chairlift.engine.model_check import REFUSED, check_model
     from chairlift.engine.model_fit import fit_model
 
     checked = check_model(name)
-    fit = fit_model(name, checked)
+    fit = fit_model(name, checked, free=free)
     if as_json:
         answer = asdict(fit) | {"command": fit.command(name) if fit.fits else None}
         typer.echo(json.dumps(asdict(checked) | {"fit": answer}, indent=2))
     else:
         console = Console(highlight=False)
-        console.print(f"fits this machine: {fit.sentence()}", markup=False)
+        where = "this machine" if free is None else format_bytes(free)
+        console.print(f"fits {where}: {fit.sentence()}", markup=False)
         print_grid([*fit_rows(fit, name), *_check_rows(checked)])
     if checked.path == REFUSED:
         raise typer.Exit(1)
@@ -139,7 +151,8 @@ def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
         if each.weight_bytes is None:
             yield kind, f"not possible: {'; '.join(each.obstacles)}"
         else:
-            yield kind, f"{format_bytes(each.weight_bytes)} of weights, on a {each.device}"
+            on_cpu = "" if each.cpu_weight_bytes is None else f", {format_bytes(each.cpu_weight_bytes)} on a CPU"
+            yield kind, f"{format_bytes(each.weight_bytes)} of weights, on a {each.device}{on_cpu}"
     tokens = checked.max_model_len
     per_token = checked.kv_bytes_per_token["bfloat16"]
     yield "KV cache", f"{per_token:,} bytes per token in bfloat16: {format_bytes(tokens * per_token)} for {tokens:,}"

@@ -31,6 +31,7 @@ class FormatCheck:
     device: str  # "CPU" or "GPU"
     weight_bytes: int | None = None
     obstacles: tuple[str, ...] = ()
+    cpu_weight_bytes: int | None = None  # on a CPU, of a format that is for both
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,10 @@ def _formats(config: Mapping[str, Any], found: ModelConfig) -> dict[str, FormatC
         kind, title = DEVICE_TYPES[device]
         obstacles = tuple(model_obstacles(config, format, device))
         size = None if obstacles else weight_bytes(config, format, PLAIN_TYPES[kind], device)
-        checks[name] = FormatCheck(title, size, obstacles)
+        on_cpu = None
+        if format.traits.devices[:-1] and not model_obstacles(config, format, "cpu"):
+            on_cpu = weight_bytes(config, format, torch.float32, "cpu")
+        checks[name] = FormatCheck(title, size, obstacles, on_cpu)
     if found.problem is None and is_native(config) and getattr(quantized_reader(config), "name", None) == "mxfp4":
         checks["checkpoint"] = FormatCheck("GPU", microscaled_bytes(config, torch.bfloat16))
     return checks

@@ -78,27 +78,35 @@ class _Candidate:
     options: tuple[str, ...] = ()
 
 
-def fit_model(name: str, checked: ModelCheck, config: EngineConfig | None = None) -> Fit:
-    """Whether a model that was checked fits into the memory that is free now; a model that is refused does not."""
+def fit_model(name: str, checked: ModelCheck, config: EngineConfig | None = None, *, free: int | None = None) -> Fit:
+    """Whether a model that was checked fits into `free` bytes, by default the memory that is free now; a model that is
+    refused does not."""
     settings = resolve_machine(config or EngineConfig())
     device = "GPU" if on_gpu(settings.device) else "CPU"
     if checked.path == REFUSED:
         return Fit(False, device, missing=checked.reason)
-    fit = _fit(dict(read_model_config(name).config), settings, checked.stored, checked.stored_bytes)
-    return fit if fit.fits else _with_nearest(fit, name, checked, settings)
+    fit = _fit(dict(read_model_config(name).config), settings, checked.stored, checked.stored_bytes, free)
+    return fit if fit.fits else _with_nearest(fit, name, checked, settings, free)
 
 
-def _with_nearest(fit: Fit, name: str, checked: ModelCheck, settings: MachineSettings) -> Fit:
+def _with_nearest(fit: Fit, name: str, checked: ModelCheck, settings: MachineSettings, free: int | None) -> Fit:
     """The answer with the largest known model below this one that fits, if there is one."""
     for model in reversed(known_models()):
         is_smaller = model.num_parameters < checked.num_parameters and name not in (model.name, model.hub_id)
-        if is_smaller and (other := _fit(model.config, settings, None, None)).fits:
+        if is_smaller and (other := _fit(model.config, settings, None, None, free)).fits:
             return replace(fit, nearest=model.name, nearest_command=other.command(model.name))
     return fit
 
 
-def _fit(config: Mapping[str, Any], settings: MachineSettings, stored: str | None, stored_bytes: int | None) -> Fit:
-    device, free = "GPU" if on_gpu(settings.device) else "CPU", free_memory(settings.device)
+def _fit(
+    config: Mapping[str, Any],
+    settings: MachineSettings,
+    stored: str | None,
+    stored_bytes: int | None,
+    free: int | None,
+) -> Fit:
+    device = "GPU" if on_gpu(settings.device) else "CPU"
+    free = free_memory(settings.device) if free is None else free
     info = describe(config)
     candidates = list(_candidates(config, info, settings, stored, stored_bytes))
     for candidate in candidates:
@@ -115,6 +123,7 @@ def _fit(config: Mapping[str, Any], settings: MachineSettings, stored: str | Non
                 max_batch_requests=settings.max_batch_requests,
                 step_bytes=step_bytes,
                 recurrent=info.recurrent_layers,
+                free=free,
             )
         except InvalidParameter:
             continue

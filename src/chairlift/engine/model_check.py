@@ -31,7 +31,7 @@ class FormatCheck:
     device: str  # "CPU" or "GPU"
     weight_bytes: int | None = None
     obstacles: tuple[str, ...] = ()
-    cpu_weight_bytes: int | None = None  # on a CPU, of a format that is for both
+    cpu_weight_bytes: int | None = None  # On a CPU, of a format that is for both devices.
 
 
 @dataclass(frozen=True, slots=True)

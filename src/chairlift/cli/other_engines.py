@@ -54,7 +54,7 @@ ADVICE: Mapping[str, str] = {
     "--reranking": _ALWAYS,
     "--no-webui": "is --no-dashboard here",
     "--reasoning-format": "is --reasoning-parser here",
-    "--reasoning-budget": "is `thinking_token_budget` in a request here; --reasoning-parser names how reasoning is marked",
+    "--reasoning-budget": "is `thinking_token_budget` in a request here; --reasoning-parser finds reasoning",
     "--grammar": "is `grammar` in a request here",
     "--json-schema": "is `json_schema` in a request here",
     "--mmproj": "is not supported: models take text only",

@@ -15,7 +15,6 @@ from chairlift.core.kv.swap import MODES, check_mode
 from chairlift.core.orderings.base import ORDERINGS, Ordering, make_ordering
 from chairlift.core.orderings.fair import parse_weights
 from chairlift.core.policies.base import POLICIES, Policy, make_policy
-from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.loading.recommended_sampling import check_source
@@ -195,10 +194,10 @@ class EngineConfig:
     )
     budget: str | None = batching_option(
         None,
-        help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), or what "
-        "the latency targets leave (latency).",
+        help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), what "
+        "the latency targets leave (latency), or what the targets of requests leave (slack).",
         choices=BUDGETS.names,
-        default_text="latency if there is a target, else fixed",
+        default_text="latency if there is a target, slack with --order slack, else fixed",
     )
     target_tpot_ms: float | None = batching_option(
         None, help="Target time per output token of running requests.", check=above(0), default_text="none"
@@ -221,8 +220,9 @@ class EngineConfig:
     order: str = scheduling_option(
         "fcfs",
         help="Which waiting request is admitted first: first come first served (fcfs), by priority, least work "
-        "(shortest), short prompts sooner but none much later (boost), most cached tokens (cached), or fair between "
-        "tenants, also with the longest cached prefix first (fair, fair-cached).",
+        "(shortest), short prompts sooner but none much later (boost), most cached tokens (cached), fair between "
+        "tenants, also with the longest cached prefix first (fair, fair-cached), or by the targets of requests: the "
+        "one due first (edf), the one that must begin first (slack).",
         choices=ORDERINGS.names,
         aliases=("scheduling_policy",),
     )
@@ -245,10 +245,11 @@ class EngineConfig:
         help="With --order priority, a request that finds no slot or memory takes that of a running one whose number "
         "is higher.",
     )
-    max_overtakes: int = scheduling_option(
-        MAX_OVERTAKES,
+    max_overtakes: int | None = scheduling_option(
+        None,
         help="How often a waiting request may be passed over before it must be admitted next.",
         check=at_least(1),
+        default_text="16, or 512 with --order slack or edf",
     )
     preemption: str = scheduling_option(
         "recompute",

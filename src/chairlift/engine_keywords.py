@@ -79,8 +79,9 @@ class EngineKeywords(TypedDict, total=False):
     max_batch_size: int | None
     """vLLM's name for `max_batch_requests`."""
     budget: str | None
-    """How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), or what the latency
-    targets leave (latency). Default: latency if there is a target, else fixed."""
+    """How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), what the latency
+    targets leave (latency), or what the targets of requests leave (slack). Default: latency if there is a target, slack
+    with --order slack, else fixed."""
     target_tpot_ms: float | None
     """Target time per output token of running requests. Default: none."""
     target_ttft_ms: float | None
@@ -92,8 +93,9 @@ class EngineKeywords(TypedDict, total=False):
     """How long a static or dynamic batch waits to be filled. Default: dynamic 50, static 10000."""
     order: str
     """Which waiting request is admitted first: first come first served (fcfs), by priority, least work (shortest),
-    short prompts sooner but none much later (boost), most cached tokens (cached), or fair between tenants, also with
-    the longest cached prefix first (fair, fair-cached). Default: `fcfs`."""
+    short prompts sooner but none much later (boost), most cached tokens (cached), fair between tenants, also with the
+    longest cached prefix first (fair, fair-cached), or by the targets of requests: the one due first (edf), the one
+    that must begin first (slack). Default: `fcfs`."""
     scheduling_policy: str
     """vLLM's name for `order`."""
     tenant_weights: Mapping[str, float] | Sequence[str] | None
@@ -103,8 +105,9 @@ class EngineKeywords(TypedDict, total=False):
     priority_takes_slots: bool
     """With --order priority, a request that finds no slot or memory takes that of a running one whose number is higher.
     Default: off."""
-    max_overtakes: int
-    """How often a waiting request may be passed over before it must be admitted next. Default: `16`."""
+    max_overtakes: int | None
+    """How often a waiting request may be passed over before it must be admitted next. Default: 16, or 512 with --order
+    slack or edf."""
     preemption: str
     """What happens to a request's KV blocks when memory runs out: recompute them later, swap them to host memory, or
     auto (whichever is measured to be cheaper). Default: `recompute`."""

@@ -1,6 +1,6 @@
 """Policy x attention x budget x ordering x preemption x prefix caching: schedules differ, greedy tokens do not.
 
-Any two values of different factors occur in a common row (`tests/pairwise.py`): 20 runs instead of 1,080. Memory is
+Any two values of different factors occur in a common row (`tests/pairwise.py`): 42 runs instead of 2,160. Memory is
 short in all of them, so that requests are preempted, and requests arrive while others run.
 """
 
@@ -16,6 +16,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from tests.pairwise import pairwise_rows
@@ -41,6 +42,7 @@ FACTORS: dict[str, tuple[Options, ...]] = {
         {"order": "cached"},
         {"order": "fair"},
         {"order": "fair-cached"},
+        {"order": "slack"},
     ),
     "preemption": (
         {"preemption": "recompute"},
@@ -50,6 +52,7 @@ FACTORS: dict[str, tuple[Options, ...]] = {
     "caching": ({"prefix_caching": True}, {"prefix_caching": False}),
 }
 ROWS = pairwise_rows(FACTORS)
+TARGETS = (NO_TARGETS, Targets(ttft=0.01, tpot=0.003), Targets(e2e=60.0))
 BLOCK_SIZE, NUM_BLOCKS, MAX_BATCH_REQUESTS = 4, 20, 5
 # (prompt tokens, output tokens) of the requests; the longest takes 12 of the 20 blocks
 TINY_WORK = [(1 + 11 * i % 37, 1 + 5 * i % 12) for i in range(12)]
@@ -92,7 +95,8 @@ def generate(loaded: LoadedModel, work: list[tuple[int, int]], options: Options)
         priority = index % 3 if options.get("order") == "priority" else 0
         # Every third prompt shares a prefix with the one three before it.
         prompt = [3 + (7 * (index % 3) + j) % 290 for j in range(prompt_len)]
-        (request_id,) = engine.submit(prompt, params, priority=priority, tenant="abc"[index % 3])
+        targets = TARGETS[index % 3] if "slack" in options.values() else NO_TARGETS
+        (request_id,) = engine.submit(prompt, params, priority=priority, tenant="abc"[index % 3], targets=targets)
         outputs[request_id] = []
         step()
     engine.expect_no_more()
@@ -124,7 +128,7 @@ def expected_of_default(default_model: LoadedModel) -> list[list[int]]:
 
 
 def test_every_pair_of_values_occurs_in_a_row() -> None:
-    assert len(ROWS) <= 24
+    assert len(ROWS) <= 44
     for one, other in combinations(FACTORS, 2):
         met = {(name_of({one: row[one]}), name_of({other: row[other]})) for row in ROWS}
         assert len(met) == len(FACTORS[one]) * len(FACTORS[other])

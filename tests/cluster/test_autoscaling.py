@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from chairlift.cluster.autoscaling import Autoscaler, AutoscalingSettings, FleetObservation, fleet_wait
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
+from chairlift.core.targets import Targets
 from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.prediction import ReplicaSettings
-from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome, Targets, figures
+from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome, figures
 from chairlift_lab.simulator.simulation import AutoscaledSize, simulate
 from chairlift_lab.simulator.step_cost import LinearCost
 

@@ -290,7 +290,7 @@ def test_budgets_by_name() -> None:
     assert [type(one) for one in made] == [FixedBudget, FixedBudget, KneeBudget]
     for name in (None, "latency"):
         assert isinstance(make_budget(name, cost, max_batch_tokens=8, target_ttft_ms=5), LatencyBudget)
-    assert set(BUDGETS.names()) == {"fixed", "knee", "latency"}
+    assert set(BUDGETS.names()) == {"fixed", "knee", "latency", "slack"}
 
 
 @pytest.mark.parametrize(

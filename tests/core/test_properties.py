@@ -21,7 +21,16 @@ from chairlift.core.policies.base import BatchPolicy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from tests.core.driving import ORDERS, deterministic_token, make_request, make_scheduler, run_plan, shape
+from chairlift.core.targets import NO_TARGETS, Targets
+from tests.core.driving import (
+    ORDERS,
+    deterministic_token,
+    make_request,
+    make_scheduler,
+    run_plan,
+    settled_forecast,
+    shape,
+)
 from tests.core.memory_model import MemoryModel
 from tests.repeatable import examples
 
@@ -34,6 +43,9 @@ STRATEGIES = st.fixed_dictionaries(
         "takes_slots": st.booleans(),
     }
 )
+
+
+TARGETS = st.sampled_from([NO_TARGETS, Targets(ttft=3.0), Targets(tpot=1.5, e2e=20.0), Targets(5.0, 2.0, 60.0)])
 
 
 class FlakyKVCache(KVCache):
@@ -97,6 +109,7 @@ class Workload(RuleBasedStateMachine):
             FlakyKVCache,
             **strategy,
             swap=SwapSpace(host_slots),
+            forecast=None if strategy["order"] != "slack" else settled_forecast(),
         )
         self.kv = self.scheduler.kv
         assert isinstance(self.kv, FlakyKVCache)
@@ -119,6 +132,7 @@ class Workload(RuleBasedStateMachine):
         timeout=st.none() | st.integers(5, 60),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("abc"),
+        wanted=TARGETS,
     )
     def submit(
         self,
@@ -130,6 +144,7 @@ class Workload(RuleBasedStateMachine):
         timeout: int | None,
         priority: int,
         tenant: str,
+        wanted: Targets = NO_TARGETS,
     ) -> None:
         new = min(new, self.capacity - 1)
         length = min(length, self.capacity - new + 1)
@@ -140,7 +155,7 @@ class Workload(RuleBasedStateMachine):
         for _ in range(1 + siblings):
             name = f"r{len(self.requests)}"
             request = make_request(name, prompt, new, params=params, salt=salt, deadline=deadline, leader=leader)
-            request.arrival, request.priority, request.tenant = self.now, priority, tenant
+            request.arrival, request.priority, request.tenant, request.targets = self.now, priority, tenant, wanted
             self.scheduler.submit(request, self.now)
             self.requests.append(request)
             leader = leader or request
@@ -279,7 +294,10 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
     st.integers(1, 5),
     st.sampled_from([None, 0, 2]),
     st.booleans(),
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc")), max_size=80),
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc"), TARGETS),
+        max_size=80,
+    ),
 )
 def test_the_number_of_admissions_before_a_request_is_bounded(
     order: str,
@@ -287,7 +305,7 @@ def test_the_number_of_admissions_before_a_request_is_bounded(
     max_overtakes: int,
     heavy: int | None,
     takes_slots: bool,
-    work: list[tuple[int, int, int, str]],
+    work: list[tuple[int, int, int, str, Targets]],
 ) -> None:
     """A request is admitted after at most (max_overtakes + 1) * (q + 1) admissions, q being the older requests that
     wait when it is submitted or return to the queue later (fair sharing preempts)."""
@@ -317,9 +335,10 @@ def test_the_number_of_admissions_before_a_request_is_bounded(
                         latest[other] += max_overtakes + 1
                 latest[event.request_id] = admissions + (max_overtakes + 1) * (len(scheduler.waiting) + 1)
 
-    for number, (prompt, new, priority, tenant) in enumerate(work):
+    for number, (prompt, new, priority, tenant, targets) in enumerate(work):
         latest[f"r{number}"] = admissions + (max_overtakes + 1) * (len(scheduler.waiting) + 1)
-        scheduler.submit(make_request(f"r{number}", prompt, new, priority=priority, tenant=tenant), 0.0)
+        request = make_request(f"r{number}", prompt, new, priority=priority, tenant=tenant, targets=targets)
+        scheduler.submit(request, 0.0)
         if number % 2:
             step()
     while scheduler.has_work:

@@ -206,7 +206,7 @@ def _checked(coefficients: Mapping[str, float], name: str) -> float:
 
 
 _SAFETY_FACTOR = 0.8  # share of the prediction that counts before a request is dropped, since it may be too high
-_MIN_STEPS = 50  # observed before any request is dropped
+_MIN_STEPS = 50  # observed before any prediction of it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,11 @@ class WorkForecast:
     cost: CostModel
     chunk: int  # tokens of a prompt in one step
     most_per_step: int = 1  # the most new tokens of a request in one step, more than one with drafts
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough steps are measured to believe it."""
+        return self.cost.num_observed >= _MIN_STEPS
 
     def recompute_seconds(self, tokens: int, start: int = 0, beside: StepShape | None = None) -> float:
         """The time that computing `tokens` tokens of one request, from position `start` on, adds to steps that run
@@ -232,7 +237,7 @@ class WorkForecast:
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
         """A lower bound on the time to compute `prompt_tokens` and generate `new_tokens` in an empty batch; 0 before
         enough steps are measured."""
-        if self.cost.num_observed < _MIN_STEPS:
+        if not self.is_settled:
             return 0.0
         nothing = StepShape()
         steps = -(-prompt_tokens // self.chunk)

@@ -20,6 +20,7 @@ class LimitReason(StrEnum):
     FLOOR = "the decodes alone take longer than target_tpot_ms; prompts get the least that keeps them moving"
     TTFT = "the least that keeps requests without a first token inside target_ttft_ms"
     LATE = "a request will miss target_ttft_ms; this is what computes prompts fastest"
+    SLACK = "the most with which running requests still meet their targets"
     KNEE = "the least that comes close to the highest throughput"
 
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from operator import countOf
 
 from chairlift.core.sampling.params import PoolingKind, SamplingParams
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
 
 NO_POSITIONS = range(0)
@@ -86,6 +87,8 @@ class Request:
     leader: Request | None = None  # the sibling (n > 1) whose prompt blocks it shares
     priority: int = 0  # lower values are admitted first
     tenant: str = ""  # The unit of fair sharing.
+    targets: Targets = NO_TARGETS  # counted from its arrival; missing one ends nothing, unlike a deadline
+    service_class: str = ""  # the name of its targets, if they are those of a class
 
     order: int = field(default=-1, init=False)  # position in the order of submission, set by the scheduler
     group: RequestGroup | None = field(default=None, init=False)  # the beam search that it belongs to
@@ -102,6 +105,7 @@ class Request:
     generation: int = field(default=0, init=False)
     status: Status = field(default=Status.WAITING, init=False)
     ending: Ending | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)  # when its first token was known
     steps_in_flight: int = field(default=0, init=False)  # planned steps whose results are not applied yet
     times_passed_over: int = field(default=0, init=False)  # admissions of other requests ahead of this one
     starved: bool = field(default=False, init=False)  # passed over too often: it is admitted before all others

@@ -18,6 +18,7 @@ from chairlift.core.sampling.params import MAX_SEED, SamplingParams
 from chairlift.core.sampling.randomness import child_seed
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.engine.output import CompletionSelection, OutputText, with_logprobs
 from chairlift.engine.pipeline import Pipeline
 from chairlift.engine.validation import RequestValidator
@@ -83,18 +84,21 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        targets: Targets = NO_TARGETS,
+        service_class: str = "",
     ) -> list[str]:
         """Queue a prompt; return one id for each of the `params.n` completions, of which the first is `request_id`.
 
         `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes. With the
-        order "priority", a lower `priority` is admitted first; with "fair", tenants get equal or weighted shares. With
-        `beam_width` or `best_of`, all events of the completions come when the best are known.
+        order "priority", a lower `priority` is admitted first; with "fair", tenants get equal or weighted shares; with
+        "slack" or "edf", `targets` decide. With `beam_width` or `best_of`, all events of the completions come when the
+        best are known.
 
         Raises InvalidParameter before anything is queued. Only a structure that cannot be compiled may show later, as
         an ending that names the parameter.
         """
         self.check_alive()
-        max_new_tokens = self.check(prompt, params, timeout, priority)
+        max_new_tokens = self.check(prompt, params, timeout, priority, targets)
         now = self.clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
@@ -117,6 +121,8 @@ class Engine:
                 leader=requests[0] if requests else None,
                 priority=priority,
                 tenant=tenant,
+                targets=targets,
+                service_class=service_class,
             )
             requests.append(request)
             self._unreported.add(one_id)
@@ -142,10 +148,15 @@ class Engine:
                 raise InvalidParameter("request_id", f"{request_id!r} is already in use")
 
     def check(
-        self, prompt: Sequence[int], params: SamplingParams, timeout: float | None = None, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        timeout: float | None = None,
+        priority: int = 0,
+        targets: Targets = NO_TARGETS,
     ) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
-        return self._validator.check(prompt, params, timeout, priority)
+        return self._validator.check(prompt, params, timeout, priority, targets)
 
     def compile(self, structure: Structure) -> None:
         """Compile the grammar of a structure and wait for it; raise if that fails."""

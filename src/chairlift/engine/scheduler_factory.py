@@ -25,8 +25,9 @@ def make_scheduler(
     config, prompts = settings.config, settings.max_prefill_tokens
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + settings.drafts_per_request)
     ordering = config.make_ordering()
+    has_target = config.target_tpot_ms is not None or config.target_ttft_ms is not None
     budget = make_budget(
-        config.budget,
+        config.budget if config.budget or has_target else ordering.own_budget,
         cost_model,
         max_batch_tokens=settings.max_batch_tokens,
         max_prefill_tokens=prompts,

@@ -11,6 +11,7 @@ from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import InvalidParameter
 from chairlift.structured.output import StructuredOutput
 
@@ -26,7 +27,14 @@ class RequestValidator:
     capabilities: ExecutorCapabilities
     generates: bool  # whether the model has a language-model head
 
-    def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
+    def check(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        timeout: float | None,
+        priority: int,
+        targets: Targets = NO_TARGETS,
+    ) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
         self.limits.check_prompt_length(len(prompt), prompt_only=params.max_tokens == 0)
         self.limits.check_tokens("prompt", prompt)
@@ -40,6 +48,9 @@ class RequestValidator:
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         self._check_priority(priority)
+        if targets.given and not (self.scheduler.ordering.uses_targets or self.scheduler.budget.uses_targets):
+            problem = f"have no effect with order {self.scheduler.ordering.name!r}"
+            raise InvalidParameter("targets", f"{problem}; start with order 'slack' or 'edf', or budget 'slack'")
         max_new_tokens = self._max_new_tokens(len(prompt), params)
         if params.beam_width is not None:
             self._check_beams(params)

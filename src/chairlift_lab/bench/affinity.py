@@ -17,6 +17,7 @@ from chairlift.client.http import Address, HttpClient
 from chairlift.cluster.options import ClusterOptions
 from chairlift.cluster.ray_runtime import connect
 from chairlift.cluster.routing.router import Router
+from chairlift.core.targets import Targets
 from chairlift.errors import ChairliftError
 from chairlift.progress import Note
 from chairlift.server.options import ServerOptions
@@ -37,7 +38,7 @@ from chairlift_lab.load.local_server import MODEL_NAME, free_port, local_fleet
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings
 from chairlift_lab.report.options import Count, Positive, Settings
-from chairlift_lab.simulator.outcome import Arrival, Targets, figures, percentile
+from chairlift_lab.simulator.outcome import Arrival, figures, percentile
 from chairlift_lab.simulator.simulation import simulate
 from chairlift_lab.simulator.step_cost import MeasuredCost, StepCost
 

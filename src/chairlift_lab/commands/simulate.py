@@ -26,7 +26,8 @@ from chairlift_lab.report.options import Count, ReportOptions, Settings
 if TYPE_CHECKING:
     from chairlift.cluster.autoscaling import AutoscalingSettings
     from chairlift.cluster.routing.router import Router
-    from chairlift_lab.simulator.outcome import Arrival, Targets
+    from chairlift.core.targets import Targets
+    from chairlift_lab.simulator.outcome import Arrival
     from chairlift_lab.simulator.replica import Replica
     from chairlift_lab.simulator.step_cost import StepCost
 
@@ -35,7 +36,19 @@ INGRESS_BY = ("turn", "tenant")
 # The options that a report of a simulation has among its settings.
 REPORTED = (
     *("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay", "router", "ingresses", "ingress_by"),
-    *("policy", "order", "scheduler", "preemption", "rate", "trace", "copies", "spread", "trace_seconds", "block_size"),
+    *(
+        "policy",
+        "order",
+        "budget",
+        "scheduler",
+        "preemption",
+        "rate",
+        "trace",
+        "copies",
+        "spread",
+        "trace_seconds",
+        "block_size",
+    ),
     *("requests", "seed"),
 )
 
@@ -51,7 +64,7 @@ class TargetOptions(Settings):
     target_e2e_ms: Annotated[float | None, above(0), _target(help="Whole answer.")] = None
 
     def resolve(self) -> Targets:
-        from chairlift_lab.simulator.outcome import Targets
+        from chairlift.core.targets import Targets
 
         return Targets(*(times(value, 1e-3) for value in asdict(self).values()))
 
@@ -176,7 +189,21 @@ def simulate(
     kv_blocks: Annotated[int | None, machine_option(help="Blocks of the KV cache, instead of what fits.")] = None,
     block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
-    order: Annotated[str, typer.Option(help="fcfs, priority, shortest, boost, cached, fair or fair-cached.")] = "fcfs",
+    order: Annotated[
+        str, typer.Option(help="fcfs, priority, shortest, boost, cached, fair, fair-cached, edf or slack.")
+    ] = "fcfs",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="fixed, knee, latency or slack.", show_default="slack with --order slack, else fixed"),
+    ] = None,
+    classes: Annotated[
+        list[str] | None,
+        _target(
+            "--class",
+            metavar="NAME=TARGETS",
+            help="Requests with targets of their own, such as interactive=ttft:500,tpot:50,share:2; may be repeated.",
+        ),
+    ] = None,
     scheduler: Annotated[
         str, typer.Option(help="chairlift, or vllm: the documented behaviour of vLLM's, for comparisons.")
     ] = "chairlift",
@@ -188,6 +215,11 @@ def simulate(
     ] = None,
     max_batch_requests: Annotated[int, typer.Option(help="Maximum number of requests per step.")] = 256,
     max_batch_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per step.")] = 8192,
+    max_overtakes: Annotated[
+        int | None,
+        at_least(1),
+        typer.Option(help="How often a request may be passed over.", show_default="16, or 512 with slack or edf"),
+    ] = None,
     prefix_caching: Annotated[
         bool | None,
         typer.Option(
@@ -223,8 +255,9 @@ def simulate(
         _simulate_recording(context, recording, machine, report)
         return
     from chairlift.core.kv.swap import check_mode
-    from chairlift_lab.planning.prediction import ReplicaSettings, plot_outcome
-    from chairlift_lab.simulator.outcome import figures
+    from chairlift.core.targets import parse_classes
+    from chairlift_lab.planning.prediction import ReplicaSettings, assign_classes, plot_outcome
+    from chairlift_lab.simulator.outcome import attainment, figures
     from chairlift_lab.simulator.simulation import AutoscaledSize
     from chairlift_lab.simulator.simulation import simulate as run
     from chairlift_lab.simulator.step_cost import MeasuredCost, Roofline
@@ -237,6 +270,11 @@ def simulate(
     cost: StepCost = Roofline(model, device) if profile is None else MeasuredCost.load(profile)
     check_mode(preemption, swap_blocks)
     requests, shares_prefixes = traffic.draw()
+    named = list(parse_classes(classes or ()).values())
+    if named:
+        if goal.given:
+            raise InvalidParameter("classes", "have targets of their own; leave out --target-ttft-ms and the others")
+        requests = assign_classes(requests, named, traffic.seed)
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
         block_size=block_size,
@@ -244,6 +282,10 @@ def simulate(
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
+        budget=budget,
+        target_tpot_ms=targets.target_tpot_ms if budget == "latency" else None,
+        target_ttft_ms=targets.target_ttft_ms if budget == "latency" else None,
+        max_overtakes=max_overtakes,
         preemption=preemption,
         swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
         block_bytes=block_size * model.kv_bytes_per_token,
@@ -269,6 +311,8 @@ def simulate(
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
+    if named:
+        row["classes"] = attainment(outcome.records)
     _show_figures(row, goal)
     parameters = {"model": machine.model, "device": device.name} | {name: context.params[name] for name in REPORTED}
     parameters["trace"] = str(traffic.trace) if traffic.trace else None
@@ -338,15 +382,22 @@ def _show_figures(row: dict[str, Any], goal: Targets) -> None:
         values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
         return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
 
-    price = row.get("cost_per_million_tokens")
+    price, classes = row.get("cost_per_million_tokens"), row.get("classes", {})
     show_table("Latency, ms", ["", "p50", "p95", "p99"], [latency(name) for name in ("ttft", "tpot", "itl", "e2e")])
+    if classes:
+        figures = [
+            [name, f"{each['requests']:,}", f"{each['good_share']:.2%}"]
+            + [f"{each[f'{latency}_p99_ms']:,.1f}" for latency in ("ttft", "e2e")]
+            for name, each in classes.items()
+        ]
+        show_table("Classes", ["", "requests", "within targets", "TTFT p99, ms", "E2E p99, ms"], figures)
     show_table(
         "Service",
         ["", ""],
         [
             ["Requests per second", _rounded(row["requests_per_s"])],
             ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
-            *([["Within the targets", f"{row['good_share']:.1%}"]] if goal.given else []),
+            *([["Within the targets", f"{row['good_share']:.1%}"]] if goal.given or classes else []),
             ["Replicas, on average", f"{row['mean_replicas']:,.1f}"],
             ["Busy", f"{row['utilisation']:.1%}"],
             ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],

@@ -6,24 +6,25 @@ import heapq
 import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from chairlift.cluster.routing.router import Router
-from chairlift.core.budgets.base import FixedBudget
-from chairlift.core.cost_model import StepShape, chunk_kv
+from chairlift.core.budgets.base import FixedBudget, make_budget
+from chairlift.core.cost_model import CostModel, StepShape, WorkForecast, chunk_kv
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
+from chairlift.core.targets import ServiceClass, Targets
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import LengthRange
 from chairlift_lab.load.traces import Arrivals, TraceEntry
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.options import save_panels
-from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, Targets, percentile
+from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, percentile
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
@@ -46,6 +47,10 @@ class ReplicaSettings:
     max_prefill_tokens: int | None = None
     policy: str = "continuous"
     order: str = "fcfs"
+    budget: str | None = None
+    target_tpot_ms: float | None = None  # of the budget `latency`
+    target_ttft_ms: float | None = None
+    max_overtakes: int | None = None
     prefix_caching: bool = False
     preemption: str = "recompute"
     swap_blocks: int = 0  # room for blocks in host memory
@@ -62,12 +67,24 @@ class ReplicaSettings:
             raise InvalidParameter("scheduler", f"vllm has only {', '.join(VLLM_SETTINGS)}")
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
+        learned = CostModel()
+        budget = make_budget(
+            self.budget or ordering.own_budget,
+            learned,
+            max_batch_tokens=self.max_batch_tokens,
+            max_prefill_tokens=self.max_prefill_tokens,
+            target_tpot_ms=self.target_tpot_ms,
+            target_ttft_ms=self.target_ttft_ms,
+        )
+        learns = ordering.uses_targets or not isinstance(budget, FixedBudget)
         scheduler = SCHEDULERS[self.scheduler](
             SimulatedKVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
-            FixedBudget.of(self.max_batch_tokens, self.max_prefill_tokens),
+            budget,
             make_policy(self.policy),
             self.slots,
             ordering=ordering,
+            max_overtakes=self.max_overtakes,
+            forecast=WorkForecast(learned, most) if learns else None,
             tenant_isolation=make_tenant_isolation(ordering, cost.predict, most),
             swap=self._swap_space(cost, most),
         )
@@ -77,6 +94,7 @@ class ReplicaSettings:
             cost,
             seconds_per_swap=self.block_bytes / self.host_bytes_per_second,
             speed=SpeedCursor(pace, begin) if pace else None,
+            learned=learned if learns else None,
         )
 
     def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
@@ -116,6 +134,13 @@ def random_arrivals(
     rng = random.Random(f"simulation {seed}")
     for index, time in enumerate(islice(arrivals.times(seed), count)):
         yield Arrival(time, [index] * n_in.draw(rng), n_out.draw(rng))
+
+
+def assign_classes(arrivals: Iterable[Arrival], classes: Sequence[ServiceClass], seed: int) -> Iterator[Arrival]:
+    """Give each request a class at random, by the shares of the classes."""
+    rng, shares = random.Random(f"classes {seed}"), [each.share for each in classes]
+    for arrival in arrivals:
+        yield replace(arrival, service_class=rng.choices(classes, shares)[0])
 
 
 def trace_arrivals(

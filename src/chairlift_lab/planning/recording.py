@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chairlift.core.targets import Targets
 from chairlift.errors import InvalidParameter
 from chairlift.options import read_text
 from chairlift_lab.common.workload import BenchRequest, LengthRange
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.prediction import ReplicaSettings, simulate_alone
 from chairlift_lab.report.options import Count, Positive, Settings
-from chairlift_lab.simulator.outcome import Arrival, Gaps, RequestRecord, SimulationOutcome, Targets, figures
+from chairlift_lab.simulator.outcome import Arrival, Gaps, RequestRecord, SimulationOutcome, figures
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.step_cost import MeasuredCost
 

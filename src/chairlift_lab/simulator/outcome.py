@@ -10,6 +10,8 @@ from itertools import accumulate
 from operator import iadd
 from typing import Any
 
+from chairlift.core.targets import ServiceClass, Targets
+
 SHARES = (50, 95, 99)  # percentiles of a report
 
 
@@ -19,6 +21,7 @@ class Arrival:
     prompt: Sequence[int]  # tokens; equal prefixes are shared
     n_out: int
     tenant: str = ""
+    service_class: ServiceClass | None = None
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class RequestRecord:
     end: float | None = None
     cached: int = 0  # tokens of its prompt that it found in the prefix cache when it was first admitted
     tenant: str = ""
+    service_class: ServiceClass | None = None
 
     @property
     def ttft(self) -> float:
@@ -47,6 +51,10 @@ class RequestRecord:
     @property
     def tpot(self) -> float | None:
         return (self.e2e - self.ttft) / (self.n_out - 1) if self.n_out > 1 else None
+
+    def is_good(self, targets: Targets) -> bool:
+        """Whether it met the targets of its class, or without a class these."""
+        return (self.service_class.targets if self.service_class else targets).met_by(self)
 
 
 class Gaps:
@@ -103,23 +111,6 @@ class SimulationOutcome:
             setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Latency targets in seconds; a request that meets all of them counts as good."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2e: float | None = None
-
-    @property
-    def given(self) -> bool:
-        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
-
-    def met_by(self, record: RequestRecord) -> bool:
-        pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
-        return all(limit is None or value is None or value <= limit for value, limit in pairs)
-
-
 def percentile(values: Iterable[float], share: float) -> float:
     """The smallest value that at least `share` percent of the values do not exceed."""
     return _percentiles(((value, 1) for value in values), [share])[0]
@@ -135,7 +126,7 @@ def _percentiles(values: Iterable[tuple[float, int]], shares: Sequence[float]) -
 def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
     records = outcome.records
     tokens = sum(record.n_out for record in records)
-    good = sum(targets.met_by(record) for record in records)
+    good = sum(record.is_good(targets) for record in records)
     row: dict[str, Any] = {
         "requests": len(records),
         "seconds": outcome.seconds,
@@ -160,3 +151,20 @@ def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
         for share, value in zip(SHARES, percentiles, strict=True):
             row[f"{name}_p{share}_ms"] = None if value is None else 1e3 * value
     return row
+
+
+def attainment(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
+    """The share of the requests of each class that met its targets."""
+    by_class: dict[ServiceClass, list[RequestRecord]] = {}
+    for record in records:
+        if record.service_class is not None:
+            by_class.setdefault(record.service_class, []).append(record)
+    return {
+        each.name: {
+            "requests": len(members),
+            "good_share": sum(each.targets.met_by(record) for record in members) / len(members),
+            "ttft_p99_ms": 1e3 * percentile((record.ttft for record in members), 99),
+            "e2e_p99_ms": 1e3 * percentile((record.e2e for record in members), 99),
+        }
+        for each, members in sorted(by_class.items(), key=lambda item: item[0].name)
+    }

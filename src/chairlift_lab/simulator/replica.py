@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import add
 
 from chairlift.core.budgets.base import FixedBudget
-from chairlift.core.cost_model import StepShape, chunk_kv
+from chairlift.core.cost_model import CostModel, StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift_lab.simulator.outcome import Gaps, RequestRecord
 from chairlift_lab.simulator.quick_admission import QuickAdmission
@@ -37,13 +37,16 @@ class Replica:
         fast_forward: bool = True,
         seconds_per_swap: float = 0.0,
         speed: SpeedCursor | None = None,
+        learned: CostModel | None = None,
     ) -> None:
         """`seconds_per_swap`: the time to copy a block to or from host memory. `speed`: how the speed of the machine
-        changes; without it, steps are exactly as long as predicted."""
+        changes; without it, steps are exactly as long as predicted. `learned`: what the scheduler predicts steps with,
+        if it does; it learns from the steps of the simulation."""
         self.scheduler = scheduler
         self.cost = cost
         self.seconds_per_swap = seconds_per_swap
         self._speed = speed
+        self._learned = learned
         self.num_steps = 0
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
@@ -56,13 +59,13 @@ class Replica:
         self._admitted: list[SimulatedRequest] = []  # The step computes their whole prompts.
         self._forward_steps: list[float] = []  # duration of each step
         self._forward_ends: list[float] = []  # its start, and the end of each of its steps
-        limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
+        limits = scheduler.budget.most
         # Only then every decoding request gets a token in every step.
-        self.fast_forward = fast_forward and limits is not None and limits.tokens >= scheduler.max_batch_requests
+        self.fast_forward = fast_forward and limits.tokens >= scheduler.max_batch_requests
         self._first_come = not scheduler.ordering.has_claims
         self._quick_admission: QuickAdmission | None = None  # if nothing depends on decoding requests
         independent = scheduler.policy.always_open and not scheduler.ordering.depends_on_output
-        if self.fast_forward and limits and independent:
+        if self.fast_forward and independent and isinstance(scheduler.budget, FixedBudget):
             self._quick_admission = QuickAdmission(self._aside, limits)
 
     @property
@@ -142,6 +145,8 @@ class Replica:
         seconds = self.cost.predict(shape)
         if self._speed:
             seconds = self._speed.advance(seconds)
+        if self._learned:
+            self._learned.observe(shape, seconds)
         seconds += swapping
         self.num_steps += 1
         self.busy_seconds += seconds
@@ -238,6 +243,8 @@ class Replica:
         self._forward_steps = self.cost.decode_steps(size, idle, context, steps)
         if self._speed:
             self._forward_steps = self._speed.look_ahead(self._forward_steps)
+        if self._learned:
+            self._learned.observe(StepShape(size, 0, context, 0, size, idle), self._forward_steps[0])
         self._forward_ends = list(accumulate(self._forward_steps, initial=now))
         self._busy, self.due = True, self._forward_ends[-1]
         return True

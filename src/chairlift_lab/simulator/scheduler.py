@@ -336,6 +336,8 @@ class SimulatedScheduler(Scheduler):
             arrival=record.arrival,
             tenant=record.tenant,
         )
+        if record.service_class is not None:
+            request.targets = record.service_class.targets
         request.order = simulated.order
         request.block_digests = simulated.block_digests
         simulated.request = request

@@ -94,7 +94,9 @@ class Fleet:
         keys = prefix_keys(arrival.prompt) if self.router.policy.reads_prefixes else ()
         route = self.router.route(RoutedRequest(n_in, keys=keys))
         index = int(route.replica)
-        record = RequestRecord(arrival.time, n_in, n_out, index, tenant=arrival.tenant)
+        record = RequestRecord(
+            arrival.time, n_in, n_out, index, tenant=arrival.tenant, service_class=arrival.service_class
+        )
         self.open[id(record)] = record, route
         self._outcome.records.append(record)
         replica = self.replicas[index]

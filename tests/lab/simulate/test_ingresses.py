@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
+from chairlift.core.targets import Targets
 from chairlift_lab.planning.prediction import ReplicaSettings
-from chairlift_lab.simulator.outcome import Arrival, Targets, figures
+from chairlift_lab.simulator.outcome import Arrival, figures
 from chairlift_lab.simulator.simulation import Ingresses, simulate
 from chairlift_lab.simulator.step_cost import LinearCost
 

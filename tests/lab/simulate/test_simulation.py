@@ -16,6 +16,7 @@ from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
+from chairlift.core.targets import parse_classes
 from chairlift.errors import InvalidParameter
 from chairlift_lab.planning.prediction import SCHEDULERS, ReplicaSettings
 from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
@@ -66,6 +67,9 @@ def make_replica(
     return Replica(scheduler, Linear(), fast_forward=fast_forward, speed=speed)
 
 
+CLASSES = [None, *parse_classes(["interactive=ttft:200,tpot:30", "batch=e2e:2000"]).values()]
+
+
 def arrivals(
     count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False, branching: bool = False
 ) -> list[Arrival]:
@@ -80,7 +84,7 @@ def arrivals(
         prompt: Sequence[int] = range(first, first + n_in)
         if branching:
             prompt = [branch for _ in range(n_in) for branch in [rng.choice((1, 2))] * 20][:n_in]
-        found.append(Arrival(at, prompt, rng.randint(1, longest)))
+        found.append(Arrival(at, prompt, rng.randint(1, longest), CLASSES[index % 3]))
     return found
 
 

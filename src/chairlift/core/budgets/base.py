@@ -38,6 +38,7 @@ class TokenBudget(ABC):
     """Decides the limits of every step."""
 
     options: ClassVar[frozenset[str]] = frozenset()  # Fields of the config, passed to the constructor as keywords.
+    uses_targets: ClassVar[bool] = False  # whether the targets of requests have an effect
 
     def __init__(self, most: StepLimits, cost: CostModel) -> None:
         """`most`: the configured limits, never exceeded. `cost`: predicts the duration of steps."""
@@ -92,6 +93,8 @@ def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms:
 _LEAST_CHUNK = 4  # the minimum for prompts, so that they do not starve
 _FIRST_CHUNK = 32  # It counts until something is measured; each observed step at most doubles it.
 _KNEE = 0.95  # A share of the highest throughput.
+_TAIL_ALLOWANCE = 1.02  # share of the target that a late step may take; the few later ones stay within about 1.2
+_MOST_CAUTION = 0.5  # lowest share of the target to plan for, however often steps are late
 
 
 class StepForecast:
@@ -148,13 +151,17 @@ class AdaptiveBudget(TokenBudget):
         seconds = forecast.seconds(chunk) or None
         return replace(self.most, prefill_tokens=chunk, reason=reason, predicted_seconds=seconds)
 
+    def _planned(self, target: float) -> float:
+        """The step time to plan for, which is below the target if steps are often later than predicted."""
+        return target * max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
-def knee(forecast: StepForecast, sizes: Sequence[int]) -> int:
+
+def knee(forecast: StepForecast, sizes: Sequence[int], share: float = _KNEE) -> int:
     """The smallest of `sizes` whose predicted throughput is close to the highest of all."""
     # Seconds are a convex function of tokens, so throughput has one peak.
     peak = max((*sizes[::8], sizes[-1]), key=forecast.tokens_per_second)
     rising = sizes[: sizes.index(peak) + 1]
-    enough = _KNEE * forecast.tokens_per_second(peak)
+    enough = share * forecast.tokens_per_second(peak)
     return rising[bisect_left(rising, enough, key=forecast.tokens_per_second)]
 
 

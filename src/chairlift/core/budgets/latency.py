@@ -15,8 +15,6 @@ from chairlift.errors import InvalidParameter
 
 _ROOM_FOR_PROMPTS = 16  # prompt tokens that must fit beside the decodes of all slots within the target
 _FIRST_SLOTS = 4  # It counts until something is measured; each observed step at most doubles it.
-_TAIL_ALLOWANCE = 1.02  # share of the target that a late step may take; the few later ones stay within about 1.2
-_MOST_CAUTION = 0.5  # lowest share of the target to plan for, however often steps are late
 _LOOK_AHEAD = 64  # waiting requests that are checked against target_ttft_ms
 
 
@@ -76,10 +74,6 @@ class LatencyBudget(AdaptiveBudget):
             return sizes[num_fitting - 1], LimitReason.TPOT
         alone = forecast.seconds(0)
         return sizes[0], LimitReason.FLOOR if alone > self._tpot else LimitReason.TPOT
-
-    def _planned(self, target: float) -> float:
-        """The step time to plan for, which is below the target if steps are often later than predicted."""
-        return target * max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
     def _smallest_in_time(self, forecast: StepForecast, load: BatchLoad) -> tuple[int, LimitReason]:
         assert self._ttft is not None

@@ -8,13 +8,29 @@ in this order is the first to be preempted when memory runs out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from chairlift.core.cost_model import WorkForecast
 from chairlift.core.request import Request
 from chairlift.registry import Registry, make_choice
 
 Rank = tuple[bool, float, int]
 """The sort key of a request: (not starved, claim, order of submission)."""
+
+
+MAX_OVERTAKES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What an ordering may know before a step is planned."""
+
+    now: float
+    running: Sequence[Request]
+    waiting: Sequence[Request]
+    forecast: WorkForecast | None  # None where the duration of steps is not learned
+    chunk: int  # the prompt tokens that the step before could have; 0 before the first step
 
 
 class Ordering:
@@ -26,6 +42,9 @@ class Ordering:
     takes_slots: ClassVar[bool] = False  # a waiting request may get the slot of a running one (`slot_to_take`)
     depends_on_output: ClassVar[bool] = False  # claims change as running requests generate
     uses_priority: ClassVar[bool] = False  # whether requests may set `priority`; otherwise setting it is an error
+    uses_targets: ClassVar[bool] = False  # the same for `targets`
+    own_budget: ClassVar[str | None] = None  # the budget that goes with it, unless the config names one
+    max_overtakes: ClassVar[int] = MAX_OVERTAKES  # how often a request may be passed over, unless the config says it
 
     def claim(self, request: Request) -> float:
         return 0.0
@@ -55,6 +74,7 @@ class Ordering:
 
     # Notifications from the scheduler, which most orderings do not need.
 
+    def begin_step(self, outlook: Outlook) -> None: ...
     def arrived(self, request: Request) -> None: ...
     def admitted(self, request: Request) -> None: ...
     def appended(self, request: Request) -> None: ...

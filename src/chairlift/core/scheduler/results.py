@@ -72,6 +72,8 @@ class ResultApplier:
                 self.finish(request, ending or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
+            if request.first_token_at is None:
+                request.first_token_at = now
             self._state.ordering.appended(request)
             self._state.events.append(TokenProduced(now, request.id, token, result.logprobs[index]))
             ending = (ends(request, token) if ends else None) or request.ending_after(token)

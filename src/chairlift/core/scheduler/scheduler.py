@@ -17,7 +17,7 @@ from chairlift.core.events import BudgetDecided, Event, RequestQueued
 from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
-from chairlift.core.orderings.base import FcfsOrdering, Ordering
+from chairlift.core.orderings.base import FcfsOrdering, Ordering, Outlook
 from chairlift.core.plan import PlanBuilder, StepLimits, StepPlan, StepResult
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
@@ -27,7 +27,7 @@ from chairlift.core.scheduler.deadlines import Deadlines
 from chairlift.core.scheduler.results import EndingCheck, ResultApplier
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
-from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES, WaitingQueue, WaitReason
+from chairlift.core.scheduler.waiting_queue import WaitingQueue, WaitReason
 from chairlift.errors import InvalidParameter
 
 CANNOT_MEET_DEADLINE = "at the measured speed it could not be finished in time"
@@ -46,7 +46,7 @@ class Scheduler:
         max_batch_requests: int,
         *,
         ordering: Ordering | None = None,
-        max_overtakes: int = MAX_OVERTAKES,
+        max_overtakes: int | None = None,
         swap: SwapSpace | None = None,
         forecast: WorkForecast | None = None,
         speculation: Speculation | None = None,
@@ -59,6 +59,7 @@ class Scheduler:
         self.swap = swap or SwapSpace()
         self.speculation = speculation
         self.tenant_isolation = tenant_isolation
+        max_overtakes = self.ordering.max_overtakes if max_overtakes is None else max_overtakes
         self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
         self.ordering.use_cache(kv.tokens_at_hand)
         self._results = ResultApplier(self.state, speculation)
@@ -239,6 +240,9 @@ class Scheduler:
                 self._results.finish(request, Ending(FinishReason.DEADLINE, CANNOT_MEET_DEADLINE), now)
 
     def _begin_plan(self, now: float) -> PlanBuilder:
+        chunk = self.limits.prefill_tokens if self.limits else 0
+        outlook = Outlook(now, self.running, self.waiting, self.forecast, chunk)
+        self.ordering.begin_step(outlook)
         limits = self.budget.limits(BatchLoad(self.running, self.waiting, now))
         if limits != self.limits:
             self.state.events.append(BudgetDecided(now, limits))

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import overload
 
-from chairlift.core.orderings.base import Ordering
+from chairlift.core.orderings.base import MAX_OVERTAKES, Ordering
 from chairlift.core.request import Request
-
-MAX_OVERTAKES = 16
 
 
 class WaitReason(StrEnum):

@@ -48,7 +48,7 @@ class ReplicaSettings:
     policy: str = "continuous"
     order: str = "fcfs"
     budget: str | None = None
-    target_tpot_ms: float | None = None  # of the budget `latency`
+    target_tpot_ms: float | None = None  # This and the next one are for the budget `latency`.
     target_ttft_ms: float | None = None
     max_overtakes: int | None = None
     prefix_caching: bool = False

@@ -395,7 +395,7 @@ def test_counters_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_and_weights_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="boost, cached, fair, fair-cached, fcfs"):
+    with pytest.raises(InvalidParameter, match="boost, cached, edf, fair, fair-cached, fcfs"):
         make_ordering("random")
     with pytest.raises(InvalidParameter, match="tenant_weights: only goes with order fair or fair-cached"):
         make_ordering("fcfs", {"a": 2})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event
 from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
+from chairlift.core.targets import NO_TARGETS
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.options import options_of, translate_options
 from chairlift.outputs import (
@@ -145,8 +146,8 @@ class LLM:
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
-        "cache_salt", "priority" (lower is sooner) and "tenant". `use_tqdm` shows a progress bar. `timeout` (seconds)
-        ends requests that are not finished by then. `preset` names the parameters to use.
+        "cache_salt", "priority" (lower is sooner), "targets" and "tenant". `use_tqdm` shows a progress bar. `timeout`
+        (seconds) ends requests that are not finished by then. `preset` names the parameters to use.
         """
         from chairlift.progress import generation_progress
 
@@ -296,7 +297,13 @@ class LLM:
 
     def _check(self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], timeout: float | None) -> None:
         for prompt, each in zip(inputs, params, strict=True):
-            self.engine.check(prompt.token_ids, each, timeout, prompt.options.get("priority", 0))
+            self.engine.check(
+                prompt.token_ids,
+                each,
+                timeout,
+                prompt.options.get("priority", 0),
+                prompt.options.get("targets", NO_TARGETS),
+            )
             if each.structure is not None:
                 self.engine.compile(each.structure)  # raises before anything is queued
 

@@ -20,6 +20,7 @@ from chairlift.core.events import (
 )
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.targets import Targets
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.request_defaults import RequestDefaults
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # optional keys of a prompt
+_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant", "targets")  # optional keys of a prompt
 
 
 class PromptInput:
@@ -57,6 +58,8 @@ class PromptInput:
         for name in ("cache_salt", "tenant"):
             if not isinstance(options.get(name, ""), str):
                 raise InvalidParameter(name, f"must be a string, got {type(options[name]).__name__}")
+        if "targets" in options:
+            options["targets"] = Targets.of_milliseconds(options["targets"])
         if token_ids is None:
             if not isinstance(text, str):
                 raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")

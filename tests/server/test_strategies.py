@@ -27,6 +27,17 @@ def test_a_priority_is_refused_where_it_has_no_effect(server: RunningServer) -> 
     assert status == 400
     assert body["error"]["param"] == "priority"  # type: ignore[index]
     assert complete(server, priority=0, user="alice")[0] == 200
+
+
+def test_targets_are_refused_where_they_have_no_effect_or_are_none(server: RunningServer) -> None:
+    for targets, parameter in (
+        ({"ttft_ms": 500}, "targets"),
+        ({"ttft_ms": 0}, "targets.ttft_ms"),
+        ({"latency": 5}, "targets"),
+        ({}, "targets"),
+    ):
+        status, body = complete(server, targets=targets)
+        assert (status, body["error"]["param"]) == (400, parameter)  # type: ignore[index]
     assert complete(server, user="x" * 300)[0] == 400
 
 

@@ -28,7 +28,9 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 
 # Fields that differ between equal requests of different clients; the engine does not see them.
-_OF_THE_CLIENT = frozenset(("user", "stream", "stream_options", "cache_salt", "priority", "timeout", "metadata"))
+_OF_THE_CLIENT = frozenset(
+    ("user", "stream", "stream_options", "cache_salt", "priority", "targets", "timeout", "metadata")
+)
 
 
 # Servers accept other paths with these ends, too.

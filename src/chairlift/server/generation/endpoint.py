@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.targets import Targets
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
 from chairlift.server.served_model import ServedModel
@@ -170,6 +171,21 @@ def renamed_parameter(parameter: str, names: Mapping[str, str]) -> str:
     return parameter
 
 
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class LatencyTargets(StrictModel):
+    """What the client expects of a request, in milliseconds."""
+
+    ttft_ms: Milliseconds | None = None  # to the first token
+    tpot_ms: Milliseconds | None = None  # per token after it
+    e2e_ms: Milliseconds | None = None  # the whole answer
+
+    @property
+    def targets(self) -> Targets:
+        return Targets.of_milliseconds(self.model_dump(exclude_none=True))
+
+
 class EngineBody(RequestBody):
     """Parameters of every endpoint that uses the engine."""
 
@@ -177,6 +193,7 @@ class EngineBody(RequestBody):
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     priority: Integer | None = None
+    targets: LatencyTargets | None = None
     # Does not change the output; with fair scheduling it is the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
 

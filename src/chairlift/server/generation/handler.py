@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from chairlift.core.events import completion_ids
 from chairlift.core.request import RequestLimits
+from chairlift.core.targets import NO_TARGETS
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
@@ -142,6 +143,7 @@ class GenerationHandler:
     ) -> UpdateStream:
         """Submit `count` prompts, beginning with the prompt `first`."""
         parsed, params = admitted.parsed, tokenized.params
+        wanted = parsed.request.body.targets
         messages = [
             Submit(
                 request_id=f"{response_id}-{index}",
@@ -151,6 +153,7 @@ class GenerationHandler:
                 cache_salt=parsed.cache_salt,
                 priority=parsed.request.body.priority or 0,
                 tenant=parsed.tenant,
+                targets=wanted.targets if wanted is not None else NO_TARGETS,
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]

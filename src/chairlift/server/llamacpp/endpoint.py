@@ -352,7 +352,9 @@ class LlamaEmbeddingGeneration(EmbeddingGeneration):
             problem = f"must be {_MAX_NORM} (Euclidean) or -1 (none), got {body.embd_normalize}"
             raise InvalidParameter("embd_normalize", problem)
         self._name = "input" if body.content is None else "content"
-        given = {name: getattr(body, name) for name in ("model", "timeout", "cache_salt", "priority", "user")}
+        given = {
+            name: getattr(body, name) for name in ("model", "timeout", "cache_salt", "priority", "targets", "user")
+        }
         request = _embedding_request(
             self._name, {**given, "input": getattr(body, self._name), "normalize": body.embd_normalize != -1}
         )

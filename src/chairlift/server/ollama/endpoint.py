@@ -40,7 +40,7 @@ from chairlift.text.tools.tool import Calling, ToolChoice
 from chairlift.text.tools.tool_use import ToolUse
 
 NANOSECONDS = 1_000_000_000
-_SHARED = ("model", "timeout", "cache_salt", "priority", "user")
+_SHARED = ("model", "timeout", "cache_salt", "priority", "targets", "user")
 
 _encode = msgspec.json.Encoder().encode
 

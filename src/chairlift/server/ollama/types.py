@@ -113,7 +113,7 @@ class OllamaGenerationBody(OllamaBody):
             found["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
             found["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
-        shared = ("model", "timeout", "cache_salt", "priority", "user", "top_logprobs")
+        shared = ("model", "timeout", "cache_salt", "priority", "targets", "user", "top_logprobs")
         found |= {name: getattr(self, name) for name in shared}
         limit = self.options.limit if self.options else None
         logprobs = self.logprobs or self.top_logprobs is not None

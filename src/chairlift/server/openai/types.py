@@ -140,8 +140,8 @@ class StreamOptions(StrictModel):
 class GenerationBody(EngineBody):
     """Parameters of every generation endpoint. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
-    priority (lower is sooner), thinking_token_budget, preset (a name of `--presets`), and for structured output
-    guided_json, guided_regex, guided_choice, guided_grammar and structured_outputs."""
+    priority (lower is sooner), targets, thinking_token_budget, preset (a name of `--presets`), and for structured
+    output guided_json, guided_regex, guided_choice, guided_grammar and structured_outputs."""
 
     refused_names: ClassVar[Collection[str]] = GENERATION_NAMES
 

@@ -203,6 +203,7 @@ class EngineProcess:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 tenant=request.tenant,
+                targets=request.targets,
             )
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from chairlift.core.events import completion_ids
+from chairlift.core.targets import NO_TARGETS
 from chairlift.errors import InvalidParameter
 from chairlift.server.wire.messages import Submit, Update, encode
 
@@ -211,7 +212,8 @@ MAX_SUSPECTS = 10_000
 
 def fingerprint(request: Submit) -> bytes:
     """Return what equal requests have in common, whichever client sends them and however often."""
-    same = msgspec.structs.replace(request, request_id="", timeout=None, cache_salt="", priority=0, tenant="")
+    client = {"timeout": None, "cache_salt": "", "priority": 0, "tenant": "", "targets": NO_TARGETS}
+    same = msgspec.structs.replace(request, request_id="", **client)
     return hashlib.blake2b(encode(same), digest_size=16).digest()
 
 

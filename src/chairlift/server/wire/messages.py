@@ -10,6 +10,7 @@ from chairlift.core.kv.state_slots import StateUsage
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.targets import NO_TARGETS, Targets
 
 # ---- to the engine -----------------------------------------------------------------------------------------------
 
@@ -24,6 +25,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str
     priority: int = 0
     tenant: str = ""
+    targets: Targets = NO_TARGETS
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

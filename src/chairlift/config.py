@@ -245,6 +245,11 @@ class EngineConfig:
         help="With --order priority, a request that finds no slot or memory takes that of a running one whose number "
         "is higher.",
     )
+    learn_lengths: bool = scheduling_option(
+        False,
+        help="Learn how long the outputs of each tenant are. A request is then admitted only if memory is expected to "
+        "last until the running ones end, and --order shortest goes by it.",
+    )
     max_overtakes: int | None = scheduling_option(
         None,
         help="How often a waiting request may be passed over before it must be admitted next.",

@@ -105,6 +105,9 @@ class EngineKeywords(TypedDict, total=False):
     priority_takes_slots: bool
     """With --order priority, a request that finds no slot or memory takes that of a running one whose number is higher.
     Default: off."""
+    learn_lengths: bool
+    """Learn how long the outputs of each tenant are. A request is then admitted only if memory is expected to last
+    until the running ones end, and --order shortest goes by it. Default: off."""
     max_overtakes: int | None
     """How often a waiting request may be passed over before it must be admitted next. Default: 16, or 512 with --order
     slack or edf."""

@@ -37,7 +37,7 @@ FACTORS: dict[str, tuple[Options, ...]] = {
     "order": (
         {"order": "fcfs"},
         {"order": "priority", "priority_takes_slots": True},
-        {"order": "shortest"},
+        {"order": "shortest", "learn_lengths": True},
         {"order": "boost"},
         {"order": "cached"},
         {"order": "fair"},

@@ -11,6 +11,7 @@ from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.orderings.fair import FairOrdering
 from chairlift.core.plan import Chunk, StepPlan, StepResult
@@ -65,6 +66,7 @@ def make_scheduler(
     speculation: SpeculationController | None = None,
     heavy: int | None = None,
     takes_slots: bool = False,
+    lengths: OutputLengths | None = None,
 ) -> Scheduler:
     """`heavy`: with the order fair, tenants with more open requests than this are isolated from the others;
     `takes_slots`: with the order priority, a waiting request may take a running one's slot."""
@@ -84,6 +86,7 @@ def make_scheduler(
         swap=swap,
         speculation=speculation,
         tenant_isolation=tenant_isolation,
+        lengths=lengths,
     )
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_quiescent
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.orderings.fair import FairOrdering, parse_weights
+from chairlift.core.request import Ending, FinishReason
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.errors import InvalidParameter
@@ -73,6 +75,42 @@ def test_the_request_with_the_longest_cached_prefix_is_admitted_first() -> None:
     for name, prompt in (("new", range(900, 930)), ("some", text[:20]), ("most", text), ("all", text)):
         submit(scheduler, name, list(prompt))
     assert admission_order(scheduler) == ["first", "most", "all", "some", "new"]
+
+
+def test_shortest_goes_by_the_lengths_of_a_tenant_once_enough_are_known() -> None:
+    lengths = OutputLengths()
+    scheduler = make_scheduler(max_batch_requests=1, order="shortest", lengths=lengths)
+
+    def order(round_number: int) -> list[str]:
+        submit(scheduler, f"brief{round_number}", new=30, tenant="brief")
+        submit(scheduler, f"long{round_number}", new=25, tenant="long")
+        return admission_order(scheduler)
+
+    assert order(0) == ["long0", "brief0"]  # by max_new_tokens
+    for tenant, length in (("brief", 2), ("long", 20)):
+        for index in range(8):
+            submit(scheduler, f"{tenant}-{index}", new=length, tenant=tenant)
+    admission_order(scheduler)
+    assert order(1) == ["brief1", "long1"]
+
+
+def test_a_request_is_expected_to_be_as_long_as_longer_ones_were() -> None:
+    lengths = OutputLengths()
+    for index, length in enumerate((1, 2, 3, 4, 10, 20, 30, 40)):
+        assert lengths.remaining(make_request("asks", 3, 50)) is None
+        done = make_request(f"r{index}", 3, length)
+        done.extend([0] * length)
+        lengths.ended(done, Ending(FinishReason.LENGTH))
+        lengths.ended(done, Ending(FinishReason.CANCELLED))  # says nothing about the length
+    asks = make_request("asks", 3, 33)
+    assert lengths.remaining(asks) == 10
+    asks.extend([0] * 10)
+    assert lengths.remaining(asks) == 20  # of 20, 30 and 40
+    asks.extend([0] * 20)
+    assert lengths.remaining(asks) == 3  # at most what is left
+    # Two requests of 3 known tokens that generate 10 each need 2 x 4 blocks of 4 tokens.
+    pair = [make_request(name, 3, 50) for name in "ab"]
+    assert lengths.most_blocks(pair, 4) == 8
 
 
 def test_an_urgent_request_takes_the_slot_of_one_that_is_less_urgent() -> None:

@@ -16,6 +16,7 @@ from chairlift.core.integrity import check_accounting, check_plan, check_quiesce
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.prefix_index import PrefixMatch
 from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.plan import BlockCopy, StepPlan
 from chairlift.core.policies.base import BatchPolicy
 from chairlift.core.request import Ending, FinishReason, Request, Status
@@ -41,6 +42,7 @@ STRATEGIES = st.fixed_dictionaries(
         "max_overtakes": st.sampled_from([1, 3, 16]),
         "heavy": st.sampled_from([None, 0, 2]),
         "takes_slots": st.booleans(),
+        "lengths": st.none() | st.builds(OutputLengths),
     }
 )
 

@@ -8,6 +8,7 @@ from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, WorkForecast
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.engine.memory_plan import MemoryPlan
@@ -44,6 +45,7 @@ def make_scheduler(
         forecast=forecast,
         swap=_make_swap_space(settings, built, forecast),
         speculation=speculation,
+        lengths=OutputLengths() if config.learn_lengths else None,
         tenant_isolation=make_tenant_isolation(ordering, cost_model.predict, prompts),
     )
 

@@ -356,6 +356,7 @@ def _simulate_recording(context: typer.Context, folder: Path, machine: MachineOp
         start = time.perf_counter()
         outcomes[scheduler] = run.simulated(scheduler)
         walls[scheduler] = time.perf_counter() - start
+    learned = run.simulated("chairlift", learn_lengths=True)
     predicted = {name: latencies(outcome.records) for name, outcome in outcomes.items()}
     for name, value in measured.items():
         theirs, ours = predicted["vllm"][name], predicted["chairlift"][name]
@@ -367,6 +368,9 @@ def _simulate_recording(context: typer.Context, folder: Path, machine: MachineOp
     for name, outcome in outcomes.items():
         speed = f"{outcome.steps:,} steps, {outcome.steps / walls[name]:,.0f} per second of real time"
         Line(f"{name}: {outcome.preemptions:,} preemptions, {speed}").show()
+    at_90 = latencies(learned.records)["TPOT p90, ms"]
+    with_lengths = f"{learned.preemptions:,} preemptions, TPOT p90 {at_90:,.1f} ms, {learned.seconds:,.1f} s"
+    Line(f"chairlift with learn_lengths: {with_lengths}").show()
     if report.json_file is not None:
         write_report(report.json_file, "simulate", {"recording": str(folder)}, rows)
 

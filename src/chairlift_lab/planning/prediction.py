@@ -15,6 +15,7 @@ from chairlift.cluster.routing.router import Router
 from chairlift.core.budgets.base import FixedBudget, make_budget
 from chairlift.core.cost_model import CostModel, StepShape, WorkForecast, chunk_kv
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
@@ -57,6 +58,7 @@ class ReplicaSettings:
     block_bytes: int = 0  # size of a block, for the time of swaps
     host_bytes_per_second: float = 25e9
     scheduler: str = "chairlift"
+    learn_lengths: bool = False
 
     def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
         """Build a replica; `begin` is the share of a measured speed trace at which it starts."""
@@ -87,6 +89,7 @@ class ReplicaSettings:
             forecast=WorkForecast(learned, most) if learns else None,
             tenant_isolation=make_tenant_isolation(ordering, cost.predict, most),
             swap=self._swap_space(cost, most),
+            lengths=OutputLengths(knows_limits=False) if self.learn_lengths else None,
         )
         pace = cost.pace if isinstance(cost, MeasuredCost) else None
         return Replica(

@@ -58,9 +58,9 @@ class ServedRecording:
         measured = _measured(folder / "requests.jsonl")
         return cls(load_trace(folder / "workload.jsonl"), measured, settings, cost, len(instances))
 
-    def simulated(self, scheduler: str) -> SimulationOutcome:
+    def simulated(self, scheduler: str, *, learn_lengths: bool = False) -> SimulationOutcome:
         """The same traffic and step times with a scheduler."""
-        settings = replace(self.settings, scheduler=scheduler)
+        settings = replace(self.settings, scheduler=scheduler, learn_lengths=learn_lengths)
         replicas = [settings.make(self.cost) for _ in range(self.replicas)]
         return simulate(trace_arrivals(list(self.entries)), replicas, Router("round-robin"))
 

@@ -65,6 +65,7 @@ class Replica:
         self._first_come = not scheduler.ordering.has_claims
         self._quick_admission: QuickAdmission | None = None  # if nothing depends on decoding requests
         independent = scheduler.policy.always_open and not scheduler.ordering.depends_on_output
+        independent = independent and scheduler.state.lengths is None
         if self.fast_forward and independent and isinstance(scheduler.budget, FixedBudget):
             self._quick_admission = QuickAdmission(self._aside, limits)
 

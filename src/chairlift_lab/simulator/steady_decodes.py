@@ -155,6 +155,8 @@ class SteadyDecodes:
                 self.lazy_indexing.end(simulated, num_computed)
             self.scheduler.end(simulated, now)
             return
+        if self._state.lengths is not None:  # They learn how many tokens it has.
+            request.extend([token_of(request)] * (simulated.record.n_out - request.num_output))
         if self._kv.prefix_caching or self.scheduler.policy.keeps_slots:
             self._kv.leave_blocks(request, num_computed)
         self.scheduler.state.running.append(request)

@@ -72,6 +72,10 @@ class Ordering:
     def use_cache(self, tokens_at_hand: Callable[[Request], int]) -> None:
         """Take a function that counts the tokens which a request need not compute; called once, by the scheduler."""
 
+    def use_lengths(self, remaining: Callable[[Request], int | None]) -> None:
+        """Take a function that says how many tokens a request is expected to generate yet, if that is known; called
+        once, by the scheduler, if lengths are learned."""
+
     # Notifications from the scheduler, which most orderings do not need.
 
     def begin_step(self, outlook: Outlook) -> None: ...
@@ -125,9 +129,19 @@ class PriorityOrdering(Ordering):
 
 @ORDERINGS.register("shortest")
 class ShortestOrdering(Ordering):
-    """Admits the request with the least remaining work: tokens to compute plus `max_new_tokens` still to generate."""
+    """Admits the request with the least remaining work: tokens to compute plus those still to generate, as many as
+    `max_new_tokens` allows, or as many as others generated (`learn_lengths`)."""
 
     name = "shortest"
 
+    def __init__(self) -> None:
+        self._remaining: Callable[[Request], int | None] = lambda request: None
+
+    def use_lengths(self, remaining: Callable[[Request], int | None]) -> None:
+        self._remaining = remaining
+
     def claim(self, request: Request) -> float:
-        return float(request.num_behind + request.max_new_tokens - request.num_output)
+        expected = self._remaining(request)
+        return float(
+            request.num_behind + (request.max_new_tokens - request.num_output if expected is None else expected)
+        )

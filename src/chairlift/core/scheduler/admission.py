@@ -160,6 +160,8 @@ class _StepAdmission:
         """
         staying, victims = self.state.running, list[Request]()
         spare = {each: each.num_free - promised[each] - each.need(request) for each in promised}
+        if self._will_be_short(request):
+            return WaitReason.FUTURE
         while self._full(staying, request.num_slots) or any(left < 0 for left in spare.values()):
             victim = self.state.ordering.slot_to_take(request, staying)
             if victim is None or victim.order in self._newly_admitted:
@@ -171,6 +173,14 @@ class _StepAdmission:
             for each in spare:
                 spare[each] += each.num_own(together) + sum(map(each.to_come, together))
         return victims
+
+    def _will_be_short(self, request: Request) -> bool:
+        """Whether memory would run out before those running end, by the lengths learned so far."""
+        lengths, running = self.state.lengths, [*self.state.running, request]
+        if lengths is None or len(running) == 1:
+            return False
+        held = sum(len(self.kv.table(each)) for each in running)
+        return lengths.most_blocks(running, self.kv.block_size) > self.kv.num_free + held
 
     def _full(self, running: Sequence[Request], slots: int) -> bool:
         """Whether fewer than `slots` slots are free with these requests running."""

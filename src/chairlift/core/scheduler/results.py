@@ -120,6 +120,8 @@ class ResultApplier:
 
     def finish(self, request: Request, ending: Ending, now: float) -> None:
         """End a request; a beam ends with its whole search."""
+        if self._state.lengths is not None:
+            self._state.lengths.ended(request, ending)
         for member in request.companions:
             assert member.ending is None
             member.ending = ending

@@ -17,6 +17,7 @@ from chairlift.core.events import BudgetDecided, Event, RequestQueued
 from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.orderings.base import FcfsOrdering, Ordering, Outlook
 from chairlift.core.plan import PlanBuilder, StepLimits, StepPlan, StepResult
 from chairlift.core.policies.base import Policy
@@ -51,6 +52,7 @@ class Scheduler:
         forecast: WorkForecast | None = None,
         speculation: Speculation | None = None,
         tenant_isolation: TenantIsolation | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         self.kv = kv
         self.budget = budget
@@ -60,7 +62,9 @@ class Scheduler:
         self.speculation = speculation
         self.tenant_isolation = tenant_isolation
         max_overtakes = self.ordering.max_overtakes if max_overtakes is None else max_overtakes
-        self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
+        self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap, lengths)
+        if lengths is not None:
+            self.ordering.use_lengths(lengths.remaining)
         self.ordering.use_cache(kv.tokens_at_hand)
         self._results = ResultApplier(self.state, speculation)
         self._requests = self.state.requests

@@ -11,6 +11,7 @@ from chairlift.core.kv.block_pool import Resource
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.lengths import OutputLengths
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.plan import BlockSwap, PlanBuilder
 from chairlift.core.policies.base import Policy
@@ -31,6 +32,7 @@ class SchedulerState:
     max_batch_requests: int
     max_overtakes: InitVar[int]
     swap: SwapSpace
+    lengths: OutputLengths | None = None
     running: list[Request] = field(default_factory=list)  # The order is that of submission, as in `waiting`.
     idle: list[Request] = field(default_factory=list)  # finished ones that keep slot and blocks until their batch ends
     # Open requests, and finished ones that still hold blocks; the keys are ids.

@@ -20,6 +20,7 @@ class WaitReason(StrEnum):
     TARGET = "with one more running, the others' tokens would come later than target_tpot_ms"
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
+    FUTURE = "memory would run out before the running ones end, if they get as long as others did (learn_lengths)"
     PREEMPTION = "memory ran out in this step; no request is admitted until the running ones fit"
     ISOLATION = "its tenant has many requests, and steps are kept short for tenants with few (order fair)"
     TURN = "a request that was passed over too often is next, and does not fit yet"

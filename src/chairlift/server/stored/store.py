@@ -193,7 +193,8 @@ class ResponseStore:
         body, _ = _without_output(response)
 
         def write(connection: Connection) -> None:
-            query = "SELECT count(*) FROM objects WHERE +owner = ? AND runner IS NOT NULL"  # by the index of runners
+            # The plus sign keeps SQLite from the index of owners, which is longer than that of runners.
+            query = "SELECT count(*) FROM objects WHERE +owner = ? AND runner IS NOT NULL"
             if connection.execute(query, (run.owner,)).fetchone()[0] >= MAX_UNFINISHED:
                 raise too_busy(f"{MAX_UNFINISHED} background responses are not finished yet; wait for one of them")
             columns = (response["previous_response_id"], continued.conversation, "queued", run.runner)

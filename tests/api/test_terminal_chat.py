@@ -136,12 +136,12 @@ def test_commands_and_their_errors(chat: TerminalProgram, server: ScriptedServer
     assert again["messages"] == first["messages"]
     assert again["seed"] != 3
     saved = tmp_path / "talk.json"
-    assert "Saved 1 message" in command(f"/save {saved}")
+    assert "Saved 1 question" in command(f"/save {saved}")
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     assert "Forgotten: /etc/passwd holds what?" in command("/undo")
     assert "nothing to undo" in command("/undo")
     assert "seed: the server's" in command("/set seed default")
-    assert "Loaded 1 message." in command(f"/load {saved}")
+    assert "Loaded 1 question." in command(f"/load {saved}")
     assert "seed: 3" in command("/set seed")
     command("more")
     assert [message["role"] for message in server.requests[-1]["messages"]] == ["system", "user", "assistant", "user"]

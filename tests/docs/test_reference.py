@@ -21,6 +21,7 @@ from chairlift import errors
 from chairlift.async_llm import AsyncLLM
 from chairlift.cli.models import format_count, format_size
 from chairlift.core.request import Request
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS
 from chairlift.core.sampling.params import PARAMETERS, SamplingParams
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.waiting_queue import WaitingQueue
@@ -143,6 +144,12 @@ def official(params: Any) -> set[str]:
     return set(params.__annotations__).union(*map(official, bases))
 
 
+def own_plugins() -> set[str]:
+    """Sampling parameters that other tests of this process have registered."""
+    registered = SAMPLING_PARAMETERS.registered().items()
+    return {name for name, each in registered if not each.__module__.startswith("chairlift.")}
+
+
 def shared_fields() -> set[str]:
     return set(first_cells(section(HTTP, "## All generation endpoints")))
 
@@ -158,7 +165,7 @@ STREAM = {"stream"}  # The clients declare it beside the other fields.
 
 @pytest.mark.parametrize(("heading", "own", "clients"), ENDPOINTS, ids=[each[0] for each in ENDPOINTS])
 def test_own_fields_of_generation_endpoints(heading: str, own: Any, clients: list[Any]) -> None:
-    known, documented = set(own.known_fields()), set().union(*map(official, clients))
+    known, documented = set(own.known_fields()) - own_plugins(), set().union(*map(official, clients))
     shown = set(first_cells(section(HTTP, f"## {heading}")))
     assert shared_fields() <= known
     assert shown == known - STREAM - documented - shared_fields()

@@ -70,7 +70,7 @@ def test_a_plugin_is_refused_before_it_measures_if_the_report_cannot_be_written(
 def test_an_unknown_bench_is_an_error(name: str) -> None:
     done = run(name)
     assert done.returncode == 2
-    assert f"No such command '{name}'" in done.stderr
+    assert f"no such command '{name}'" in done.stderr
 
 
 def test_the_page_shows_this_bench() -> None:

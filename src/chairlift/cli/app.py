@@ -93,7 +93,8 @@ class _Chairlift(CommandGroup):
 
 def _describe_usage(error: Any) -> str:
     """One line about arguments that cannot be read, with the command whose help says more."""
-    problem = re.sub(r"Input should be a valid (\w+).*", r"must be of the type \1", error.format_message().rstrip("."))
+    problem = re.sub(r"Input should be a valid (\w+).*", r"must be a valid \1", error.format_message().rstrip("."))
+    problem = problem.replace("a valid integer", "a whole number")
     invalid = re.match(r"Invalid value for (?:'(--[^']+)'(?: / '[^']+')*|(the variable \w+)): (.*)", problem, re.DOTALL)
     if invalid is not None:
         problem = f"{invalid[1] or invalid[2]}: {invalid[3]}"

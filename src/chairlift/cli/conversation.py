@@ -256,7 +256,7 @@ def _quit(_: str) -> None:
 
 
 def _count(turns: Sequence[Any]) -> str:
-    return "1 message" if len(turns) == 1 else f"{len(turns)} messages"
+    return "1 question" if len(turns) == 1 else f"{len(turns)} questions"
 
 
 def _shorten(text: str, limit: int = 60) -> str:

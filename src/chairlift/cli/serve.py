@@ -56,7 +56,7 @@ def serve(server: ServerOptions, engine: EngineOptions) -> None:
 
 LINE_SECONDS = 1.0  # Lines about running requests are this far apart on a terminal.
 _TRIED = {
-    "chat/completions": {"messages": [{"role": "user", "content": "Why is the sky blue?"}]},
+    "chat/completions": {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 200},
     "completions": {"prompt": "The sky is blue because", "max_tokens": 32},
     "embeddings": {"input": "Why is the sky blue?"},
 }

@@ -28,7 +28,8 @@ from chairlift.server.http.boundary import SentResponse
 LINES_PER_SECOND = 20  # Beyond these, the requests of a second are summed up in one line.
 MAX_TEXT = 100  # characters of a path or of an error's message
 MAX_UNWRITTEN = 1000  # lines; more are dropped while the terminal is paused
-# Their successes say nothing new, and monitoring asks for them again and again.
+STARTING = 503  # the answer of health checks while the engine starts
+# Their successes say nothing new, and monitoring asks for them again and again, also during the start.
 _POLLED = ("/health", "/ready", "/ping", "/metrics", "/version", "/dashboard", "/favicon.ico", "/usage-reports")
 _COLOURS = {4: 33, 5: 31}  # Yellow and red, by the first digit of the status.
 
@@ -61,7 +62,8 @@ class RequestLog:
         began = time.monotonic()
 
         def end(sent: SentResponse) -> None:
-            if sent.status is None or sent.status >= 400 or not scope["path"].startswith(_POLLED):
+            expected = sent.status is not None and (sent.status < 400 or sent.status == STARTING)
+            if not (expected and scope["path"].startswith(_POLLED)):
                 self._count(_Ended(scope, sent, began))
 
         return end

@@ -56,6 +56,11 @@ class TerminalProgram:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C. Python handles it at the next key if it comes just before readline waits for one."""
+        time.sleep(0.3)
+        self.type("\x03")
+
     @property
     def shown(self) -> str:
         """The output without styles."""

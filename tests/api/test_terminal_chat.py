@@ -15,7 +15,7 @@ from tests.api.terminal_chat import ScriptedServer, TerminalProgram, scripted_se
 from tests.scripted_model import write_scripted_checkpoint
 
 PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
-CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+CTRL_D, UP = "\x04", "\x1b[A"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: TerminalProgram, 
     server.answer = ["never ends, ", None]
     chat.type("go\r")
     chat.wait_for("never ends,")
-    chat.type(CTRL_C)
+    chat.interrupt()
     assert "…" in chat.wait_for("> ")
     server.answer = ["second"]
     chat.type("and now?\r")
@@ -102,12 +102,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(chat: TerminalProgram, 
     chat.wait_for("> ")
     chat.type("half a message")
     chat.wait_for("half a message")
-    chat.type(CTRL_C)
+    chat.interrupt()
     chat.wait_for("> ")
-    chat.type(CTRL_C)
+    chat.interrupt()
     chat.wait_for("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
     chat.wait_for("> ")
-    chat.type(CTRL_C)
+    chat.interrupt()
     assert chat.ended() == 0
     assert len(server.requests) == 2
     assert "Traceback" not in chat.output

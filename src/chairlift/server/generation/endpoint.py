@@ -177,9 +177,9 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class LatencyTargets(StrictModel):
     """What the client expects of a request, in milliseconds."""
 
-    ttft_ms: Milliseconds | None = None  # to the first token
-    tpot_ms: Milliseconds | None = None  # per token after it
-    e2e_ms: Milliseconds | None = None  # the whole answer
+    ttft_ms: Milliseconds | None = None  # Until the first token.
+    tpot_ms: Milliseconds | None = None  # For each token after it.
+    e2e_ms: Milliseconds | None = None  # Until the end of the answer.
 
     @property
     def targets(self) -> Targets:

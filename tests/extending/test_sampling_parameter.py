@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
+from chairlift.loading.request_defaults import RequestDefaults
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import dummy_tensors
@@ -145,12 +147,13 @@ def test_values_are_checked_when_the_parameters_are_created() -> None:
 
 def test_a_server_takes_it_as_a_field_of_the_body_and_sends_it_to_the_engine() -> None:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_p": 0.5, "top_a": 0.25})
-    params = body.params({})
+    served: Any = SimpleNamespace(names=("m",), defaults=RequestDefaults())
+    params = body.params(served)
     assert (params.top_p, params.extra_args) == (0.5, {"top_a": 0.25})
     sent = decode_to_engine(encode(Submit("r", [1], params, None, "")))
     assert isinstance(sent, Submit)
     assert sent.params == params
     with pytest.raises(InvalidParameter, match="top_a: must be a number"):
-        CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_a": "much"}).params({})
+        CompletionRequest.model_validate({"model": "m", "prompt": "p", "top_a": "much"}).params(served)
     with pytest.raises(ValueError, match="no_such_thing"):
         CompletionRequest.model_validate({"model": "m", "prompt": "p", "no_such_thing": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -67,3 +68,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _level_of_the_log() -> Iterator[None]:
+    """Commands that run in this process set it for their own output."""
+    log = logging.getLogger("chairlift")
+    log.setLevel(logging.NOTSET)
+    yield
+    log.setLevel(logging.NOTSET)

@@ -23,7 +23,7 @@ LINES = {
     "models": 4_820,
     "runner": 1_362,
     "sampling": 888,
-    "server": 17_709,
+    "server": 17_713,
     "speculation": 2_527,
     "structured": 836,
     "terminal": 1_755,

@@ -45,7 +45,7 @@ def test_answers_of_a_server_equal_those_of_the_model(server: LocalServer, tiny:
     here = chat("--model", tiny, "--device", "cpu", "--kv-memory", "2MiB", *OPTIONS, stdin=lines)
     assert there.exit_code == here.exit_code == 0, there.output
     assert there.stdout == here.stdout
-    figures = r"4 tokens.* · first after .* · prompt of (\d+) tokens, (\d+) of them cached · cut off"
+    figures = r"4 tokens.* · first after .* · prompt of (\d+) tokens, (\d+) of them cached · stopped"
     assert re.findall(figures, there.stderr) == re.findall(figures, here.stderr)
     assert len(re.findall(figures, there.stderr)) == 2
     assert f"bench at {server.url}" in there.stderr

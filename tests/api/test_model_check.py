@@ -114,6 +114,7 @@ def test_json(tmp_path: Path) -> None:
     assert experts["formats"]["int8"] == {
         "device": "CPU",
         "weight_bytes": None,
+        "cpu_weight_bytes": None,
         "obstacles": ["this model has experts"],
     }
     refused = run("models", "--check", str(write(tmp_path / "b", "mamba")), "--json")

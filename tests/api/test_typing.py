@@ -79,7 +79,7 @@ def test_every_name_that_is_accepted_is_typed() -> None:
     [
         ("max_batch_tokns", "max_batch_tokns: is not an option; did you mean max_batch_tokens?"),
         ("max_num_seq", "max_num_seq: is not an option; did you mean max_num_seqs?"),
-        ("colour", "colour: is not an option; choose from load_format, "),
+        ("colour", "colour: is not an option; docs/options.md lists all"),
     ],
 )
 def test_a_misspelled_keyword_is_refused_with_a_suggestion(name: str, message: str) -> None:

@@ -55,7 +55,14 @@ def secure(
     (folder / "chat.jinja").write_text(
         "{% for message in messages %}[{{ message.content }}]{% endfor %}{# <think></think> #}"
     )
-    options = ["--served-model-name", "gpt-4o-mini", "--chat-template", str(folder / "chat.jinja")]
+    options = [
+        "--served-model-name",
+        "tiny",
+        "--served-model-name",
+        "gpt-4o-mini",
+        "--chat-template",
+        str(folder / "chat.jinja"),
+    ]
     options += ["--ssl-certfile", str(certificate.certfile), "--ssl-keyfile", str(certificate.keyfile)]
     running = start_server(tiny_folder, folder / "log", *options, "--access-log", str(folder / "access.jsonl"))
     yield running

@@ -57,7 +57,7 @@ def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.endswith("\n\n")
     written = answer.text.split("\n\n")[:-1]
-    assert all(one.endswith('"stop":false}') for one in written if '"stop":true' not in one), (
+    assert all(one.endswith('"stop":false}') for one in written[:-1] if '"stop":true' not in one), (
         "proxies know the end by this"
     )
     return [json.loads(event.removeprefix("data: ")) for event in written]

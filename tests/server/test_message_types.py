@@ -237,7 +237,7 @@ def test_errors_of_every_layer_carry_the_request_id() -> None:
             headers = key | {"content-type": "application/json"} | request.pop("headers", {})
             check_error(HTTP.post(front.url + PATH, headers=headers, **request), status, type_)
         check_error(HTTP.get(front.url + PATH, headers=key), 405, "invalid_request_error")
-        check_error(HTTP.post(f"{front.url}{PATH}/batches", headers=key, json={}), 404, "not_found_error")
+        check_error(HTTP.post(f"{front.url}{PATH}/batches", headers=key, json={}), 400, "invalid_request_error")
         check_error(HTTP.get(f"{front.url}/v1/nothing", headers=key | version), 404, "not_found_error")
         given_id = HTTP.get(f"{front.url}/v1/nothing", headers=key | version | {"x-request-id": "mine"})
         assert given_id.json()["request_id"] == "mine"

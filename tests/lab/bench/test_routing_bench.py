@@ -26,7 +26,7 @@ def test_every_router_is_measured_at_every_size(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "routing", *options])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    routers = ("least-loaded", "prefix-affine", "round-robin")
+    routers = ("least-loaded", "new-tokens-batch", "prefix-affine", "round-robin")
     assert [(row["router"], row["replicas"]) for row in report["rows"]] == [
         (router, count) for router in routers for count in (1, 5)
     ]

@@ -73,7 +73,7 @@ class LlamaSampling(StrictModel):
     dry_base: float | None = None
     dry_allowed_length: Whole | None = None
     dry_penalty_last_n: Whole | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Annotated[list[str] | None, Field(fail_fast=True, max_length=64)] = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     top_n_sigma: float | None = None

@@ -54,6 +54,10 @@ class LoraScale(StrictModel):
     scale: float
 
 
+# Each is a token or a text, and its bias.
+Biases = Annotated[list[Annotated[list[Any], Field(fail_fast=True, max_length=2)]], Field(fail_fast=True)]
+
+
 class LlamaBody(LlamaSampling, EngineBody):
     """What /completion and /infill share."""
 
@@ -64,7 +68,7 @@ class LlamaBody(LlamaSampling, EngineBody):
     stream: bool | None = None
     n_probs: Whole | None = None
     post_sampling_probs: bool | None = None
-    logit_bias: dict[str, float | bool] | list[list[Any]] | None = None
+    logit_bias: dict[str, float | bool] | Biases | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
     grammar_lazy: bool | None = None

@@ -246,7 +246,7 @@ def test_javascript_can_be_read(block: Block, tmp_path: Path) -> None:
 
 # Flags of other programs that the pages name.
 OTHER_FLAGS = {
-    "--tensor-parallel-size",
+    *("--api-server-count", "--tensor-parallel-size"),
     *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--dashboard-host", "--include-dashboard"),
     *("--max-worker-port", "--min-worker-port", "--metrics-export-port", "--node-manager-port"),
     *("--object-manager-port", "--ray-client-server-port", "--runtime-env-agent-port"),

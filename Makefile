@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 CLIENTS := $(VENV)/.clients
+SHELL   := /bin/bash
+# Of pip's output, what is fetched: the largest libraries take minutes.
+FETCHED := sed -nu -e 's/^ *Downloading \(.*\)$$/  \1/p' -e 's/^Installing collected packages.*/  installing …/p'
 # Two workers take whole files, so that each file sets up its model or server once. Bytecode is written even where the
 # environment forbids it: tests start many processes, which would all compile the sources again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -29,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@echo "Fetching the libraries into $(VENV): some minutes and about 3 GB of disk (about 8 with the build of torch for GPUs)."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' | $(FETCHED)
 	@# Triton's interpreter tests the GPU kernels. No dependencies: they would replace the CPU build of torch.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@

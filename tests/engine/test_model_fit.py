@@ -101,10 +101,10 @@ def test_the_memory_of_another_machine_can_be_given(monkeypatch: pytest.MonkeyPa
     for module in (model_fit, memory_plan):
         monkeypatch.setattr(module, "free_memory", lambda device, mapped=0: 64 * GIB)
     lines = run("models", "--check", "qwen3-4b", "--memory", "5GiB").stdout.splitlines()
-    assert lines[0].startswith("fits 5.00 GiB: yes, with int4, ")
+    assert lines[0].startswith("fits 5GiB: yes, with int4, ")
     assert "5.00 GiB are free on the CPU" in lines[2]
     assert lines[0] != run("models", "--check", "qwen3-4b").stdout.splitlines()[0]
-    assert run("models", "--check", "gpt-oss-20b", "--memory", "6GB").stdout.startswith("fits 5.59 GiB: no: ")
+    assert run("models", "--check", "gpt-oss-20b", "--memory", "6GB").stdout.startswith("fits 6GB: no: ")
     assert "--memory: only goes with --check MODEL" in run("models", "--memory", "8GB").stderr
     assert "--memory: must be a number of bytes" in run("models", "--check", "qwen3-4b", "--memory", "much").stderr
 
@@ -115,3 +115,21 @@ def test_formats_for_both_devices_have_both_sizes() -> None:
     assert formats["int4"].cpu_weight_bytes is not None
     assert formats["int8"].cpu_weight_bytes is formats["fp8"].cpu_weight_bytes is None
     assert " on a GPU, 2.50 GiB on a CPU" in run("models", "--check", "qwen3-4b").stdout
+
+
+def test_a_format_that_is_asked_for_is_the_only_one_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(format: str, free: float) -> Fit:
+        monkeypatch.setattr(model_fit, "free_memory", lambda device, mapped=0: int(free * GIB))
+        return fit_model("qwen3-4b", check_model("qwen3-4b"), EngineConfig(device="cpu", quantization=format))
+
+    assert fit("int4", 400).options == ("--quantization", "int4")
+    assert fit("int8", 3).sentence().startswith("no: int8 takes 4.48 GiB of weights")
+    assert fit("fp8", 400).sentence().startswith("no: fp8 is not possible: 8-bit floats are for GPUs")
+    assert fit("auto", 400) == on_cpu_with(400 * GIB, "qwen3-4b", monkeypatch)
+
+
+def test_the_format_goes_with_a_check_only() -> None:
+    result = run("models", "--quantization", "int4")
+    assert (result.exit_code, "--quantization: only goes with --check MODEL" in result.stderr) == (2, True)
+    result = run("models", "--check", "qwen3-4b", "--quantization", "int9")
+    assert (result.exit_code, "--quantization: unknown 'int9'; choose from auto" in result.stderr) == (2, True)

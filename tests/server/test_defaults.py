@@ -98,7 +98,7 @@ def of_server(server: FrontEnd, messages: list[dict[str, str]], **more: Any) -> 
 
 
 def of_python(model: str, llm: LLM, sent: list[Sent], messages: Any, preset: str | None) -> list[Sent]:
-    """The same conversation through `LLM`, `AsyncLLM` and `chairlift chat`."""
+    """The same conversation through `LLM`, `AsyncLLM`, `chairlift chat` and `run`."""
     shorter = llm.get_default_sampling_params(preset).clone(max_tokens=8)
     llm.chat(messages, shorter, preset=preset, use_tqdm=False)
     list(llm.stream_chat(messages, shorter, preset=preset))
@@ -110,6 +110,7 @@ def of_python(model: str, llm: LLM, sent: list[Sent], messages: Any, preset: str
     asyncio.run(chat())
     system = ["--system", messages[0]["content"]] if messages[0]["role"] == "system" else []
     command_line(model, "chat", *system, preset=preset, stdin=TEXT)
+    command_line(model, "run", TEXT, *system, preset=preset)
     return sent
 
 
@@ -144,7 +145,7 @@ def test_a_conversation_is_the_same_request_everywhere(
     requests = [request for choice in chosen for request in of_server(server, messages, **choice)]
     requests += of_python(model, llm, sent, messages, preset)
     assert [[prompt, params] for prompt, params in requests] == [expected] * len(requests)
-    assert len(sent) == 4
+    assert len(sent) == 5
 
 
 @pytest.mark.parametrize("preset", EXPECTED)
@@ -156,7 +157,9 @@ def test_a_plain_prompt_is_the_same_request_everywhere(
     llm.generate(TEXT, shorter, use_tqdm=False)
     list(llm.stream(TEXT, shorter))
     command_line(model, "generate", TEXT, preset=preset)
-    assert [post(server, "/v1/completions", {"prompt": TEXT, "preset": preset}), *sent] == [expected] * 4
+    model_name = NAME if preset is None else f"{NAME}:{preset}"
+    of_llamacpp = post(server, "/completion", {"prompt": TEXT, "model": model_name, "n_predict": 8, "max_tokens": None})
+    assert [post(server, "/v1/completions", {"prompt": TEXT, "preset": preset}), of_llamacpp, *sent] == [expected] * 5
 
 
 def test_calls_without_parameters_are_as_requests_without_any(

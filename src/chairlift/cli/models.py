@@ -61,14 +61,22 @@ def models(
             help="With --check: whether it fits into this much free memory, such as 8GB, not what is free here.",
         ),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="With --check: whether it fits with its weights in this format, not in the first one that fits.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models known by name, the families and the file formats that can be run; or check one model."""
-    if memory is not None and check is None:
-        raise InvalidParameter("memory", "only goes with --check MODEL")
     if check is not None:
-        _check(check, None if memory is None else parse_bytes("memory", memory), as_json=as_json)
+        _check(check, memory, quantization, as_json=as_json)
         return
+    for name, value in (("memory", memory), ("quantization", quantization)):
+        if value is not None:
+            raise InvalidParameter(name, "only goes with --check MODEL")
     from chairlift.models import supported_families
 
     if as_json:
@@ -90,18 +98,21 @@ def models(
         console.print(f"  {name:<12} {meaning}")
 
 
-def _check(name: str, free: int | None, *, as_json: bool) -> None:
+def _check(name: str, memory: str | None, quantization: str | None, *, as_json: bool) -> None:
+    from chairlift.config import EngineConfig
     from chairlift.engine.model_check import REFUSED, check_model
     from chairlift.engine.model_fit import fit_model
 
+    free = None if memory is None else parse_bytes("memory", memory)
+    config = EngineConfig(quantization=quantization)
     checked = check_model(name)
-    fit = fit_model(name, checked, free=free)
+    fit = fit_model(name, checked, config, free=free)
     if as_json:
         answer = asdict(fit) | {"command": fit.command(name) if fit.fits else None}
         typer.echo(json.dumps(asdict(checked) | {"fit": answer}, indent=2))
     else:
         console = Console(highlight=False)
-        where = "this machine" if free is None else format_bytes(free)
+        where = "this machine" if memory is None else memory
         console.print(f"fits {where}: {fit.sentence()}", markup=False)
         print_grid([*fit_rows(fit, name), *_check_rows(checked)])
     if checked.path == REFUSED:
@@ -125,7 +136,7 @@ def print_grid(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
-    from chairlift.engine.model_check import FALLBACK, REFUSED
+    from chairlift.engine.model_check import FALLBACK, PLAIN_DEVICES, REFUSED
 
     yield "model", f"{checked.model} ({checked.model_type})"
     if checked.path == REFUSED:
@@ -146,7 +157,7 @@ def _check_rows(checked: ModelCheck) -> Iterator[tuple[str, str]]:
     if checked.tokenizer is not None:
         yield "tokenizer", checked.tokenizer
     for kind, size in checked.weight_bytes.items():
-        yield f"{kind}", f"{format_bytes(size)} of weights"
+        yield kind, f"{format_bytes(size)} of weights, on a {PLAIN_DEVICES[kind]}"
     for kind, each in checked.formats.items():
         if each.weight_bytes is None:
             yield kind, f"not possible: {'; '.join(each.obstacles)}"
@@ -175,13 +186,13 @@ def describe_known(model: KnownModel) -> dict[str, Any]:
 
 def _known_lines(models: list[KnownModel]) -> Iterator[str]:
     """The table of known models, with two lines for each: at 80 columns one has no room for what a model is."""
-    yield f"{'Known models':<18}{'Weights':>8}{'Download':>10}{'CPU':>10}{'GPU':>10}  {'Licence':<17}Here"
+    yield f"{'Known models':<18}{'Weights':>8}{'Download':>9}{'CPU':>11}{'GPU':>11}  {'Licence':<17}Here"
     for model in models:
         size = format_size(model.size) if isinstance(model, WheelModel) else f"~{format_size(model.size)}"
-        figures = f"{format_count(model.num_parameters):>8}{size:>10}{format_size(model.cpu_bytes):>10}"
+        figures = f"{format_count(model.num_parameters):>8}{size:>9}{format_bytes(model.cpu_bytes):>11}"
         licence = f"{model.licence.removesuffix(' Community')}, gated" if model.gated else model.licence
         here = "yes" if model.cached else "no"
-        yield f"{model.name:<18}{figures}{format_size(model.gpu_bytes):>10}  {licence:<17}{here}"
+        yield f"{model.name:<18}{figures}{format_bytes(model.gpu_bytes):>11}  {licence:<17}{here}"
         yield f"  {model.description}{' (the default)' if model.name == DEFAULT_MODEL else ''}"
 
 

@@ -22,6 +22,7 @@ from chairlift.models.wrappers import hinted_kind, kind, text_config, text_part_
 NATIVE, FALLBACK, REFUSED = "native", "fallback", "refused"
 PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICE_TYPES = {"cpu": ("float32", "CPU"), "cuda": ("bfloat16", "GPU")}  # the type of the rest, and its usual name
+PLAIN_DEVICES = dict(DEVICE_TYPES.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,13 @@ def _fit(
     device = "GPU" if on_gpu(settings.device) else "CPU"
     free = free_memory(settings.device) if free is None else free
     info = describe(config)
-    candidates = list(_candidates(config, info, settings, stored, stored_bytes))
+    wanted = settings.config.quantization
+    if wanted in (None, "auto"):
+        candidates = list(_candidates(config, info, settings, stored, stored_bytes))
+    elif obstacles := format_obstacles(config, wanted, settings.dtype, settings.device):
+        return Fit(False, device, missing=f"{wanted} is not possible: {'; '.join(obstacles)}")
+    else:
+        candidates = [_in_format(wanted, config, settings)]
     for candidate in candidates:
         step_bytes = candidate.num_bytes + (STEP_BYTES_ON_GPU if on_gpu(settings.device) else 0)
         try:
@@ -136,11 +142,21 @@ def _fit(
             True, device, candidate.format, (*candidate.options, *shorter), candidate.num_bytes, free, context, requests
         )
     smallest = min(candidates, key=lambda candidate: candidate.num_bytes)
+    is_chosen = wanted == smallest.format
+    title = smallest.format if is_chosen else f"the smallest format here, {smallest.format},"
     missing = (
-        f"the smallest format here, {smallest.format}, takes {format_bytes(smallest.num_bytes)} of weights and a KV "
+        f"{title} takes {format_bytes(smallest.num_bytes)} of weights and a KV "
         f"cache beside them, and {format_bytes(free)} of the {device}'s memory are free"
     )
     return Fit(False, device, smallest.format, (), smallest.num_bytes, free, missing=missing)
+
+
+def _in_format(format: str, config: Mapping[str, Any], settings: MachineSettings) -> _Candidate:
+    """The format that the user asks for."""
+    is_gpu = on_gpu(settings.device)
+    num_bytes = weight_bytes(config, FORMATS.get(format), settings.dtype, "cuda" if is_gpu else "cpu")
+    kv_dtype = settings.dtype if is_gpu or format == "none" else torch.bfloat16
+    return _Candidate(format, num_bytes, kv_dtype, ("--quantization", format))
 
 
 def _rounded(tokens: int) -> int:
@@ -175,9 +191,8 @@ def _candidates(
     else:
         yield _Candidate(str(dtype).removeprefix("torch."), weight_bytes(config, PlainWeight, dtype, kind), dtype)
     for format in ("fp8", "int4") if kind == "cuda" else ("int8", "int4"):
-        if (num_bytes := size(format)) is not None:
-            kv_dtype = dtype if kind == "cuda" else torch.bfloat16
-            yield _Candidate(format, num_bytes, kv_dtype, ("--quantization", format))
+        if size(format) is not None:
+            yield _in_format(format, config, settings)
     if kind == "cpu":
         plain = weight_bytes(config, PlainWeight, torch.bfloat16, kind)
         yield _Candidate("bfloat16", plain, torch.bfloat16, ("--dtype", "bfloat16"))

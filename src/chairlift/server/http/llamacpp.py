@@ -78,11 +78,12 @@ def add_llamacpp_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/slots", responses=ERRORS)
     async def slots(http: Request, fail_on_no_slot: str | None = None) -> list[dict[str, Any]]:
-        """The slots, as llama.cpp's: as many are busy as there are requests, waiting ones included."""
+        """The slots, as llama.cpp's: as many are busy as there are requests that do not wait in the queue."""
         check_sees_all(http.state)
         if service.engine.loaded is None:
             raise unavailable("the engine is starting")
-        total, busy = service.engine.loaded.max_batch_requests, service.engine.num_open
+        waiting = service.metrics.value(service.metrics.waiting)
+        total, busy = service.engine.loaded.max_batch_requests, service.engine.num_open - waiting
         if fail_on_no_slot and busy >= total:
             raise unavailable("no slot is available")
         return [

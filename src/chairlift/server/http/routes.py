@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import Request
 
 import chairlift
+from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
 from chairlift.server.access import RateLimiter, RateLimits
 from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, model_info, model_page, tokenize_messages
@@ -91,6 +92,7 @@ class Service(GenerationHandler):
             "has_reasoning": self.model.reasoning_format is not None,
             "sampling": dict(self.model.sampling),
             "policy_switch": self.policy_switch,
+            "policies": POLICIES.names(),
             "max_model_len": self.max_model_len,
             "presets": [*self.model.defaults.presets],
         }

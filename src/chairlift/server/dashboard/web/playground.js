@@ -18,9 +18,7 @@ export class Playground {
     for (const button of document.querySelectorAll("[data-burst]")) {
       button.addEventListener("click", () => this.burst(button.dataset.burst));
     }
-    for (const radio of document.querySelectorAll("[name=policy]")) {
-      radio.addEventListener("change", () => this.switchPolicy(radio.value));
-    }
+    byId("policies").addEventListener("change", (event) => this.switchPolicy(event.target.value));
   }
 
   refresh() {}
@@ -28,11 +26,26 @@ export class Playground {
   update() {
     const { model, isLive } = this.app;
     byId("playground").classList.toggle("off", !isLive);
+    this.showPolicies(model.hello.policies || (model.policy ? [model.policy] : []));
     for (const control of byId("playground").querySelectorAll("button, input")) {
       control.disabled = !isLive || (control.name === "policy" && !model.hello.policy_switch);
     }
     setText(byId("policy-status"), policyWords(model));
     if (!this.isSwitching) for (const radio of document.querySelectorAll("[name=policy]")) radio.checked = radio.value === model.policy;
+  }
+
+  // The policies of the server, those of its plugins included; a recording has only its own.
+  showPolicies(names) {
+    if (this.shown === names.join()) return;
+    this.shown = names.join();
+    for (const label of byId("policies").querySelectorAll("label")) label.remove();
+    for (const name of names) {
+      const radio = Object.assign(document.createElement("input"), { type: "radio", name: "policy", value: name });
+      const words = Object.assign(document.createElement("span"), { textContent: name });
+      const label = document.createElement("label");
+      label.append(radio, words);
+      byId("policies").append(label);
+    }
   }
 
   // ---- bursts ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from openai.types.responses import response_create_params as response_params
 import chairlift
 from chairlift import errors
 from chairlift.async_llm import AsyncLLM
-from chairlift.cli.models import format_count, format_size
+from chairlift.cli.models import format_count
 from chairlift.core.request import Request
 from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS
 from chairlift.core.sampling.params import PARAMETERS, SamplingParams
@@ -27,6 +27,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.waiting_queue import WaitingQueue
 from chairlift.llm import LLM
 from chairlift.loading.known_models import known_models
+from chairlift.options import format_bytes
 from chairlift.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamedText
 from chairlift.server.anthropic.types import MessagesRequest
 from chairlift.server.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -199,8 +200,8 @@ def test_headers_are_those_of_the_code() -> None:
 
 def test_the_table_of_models_is_that_of_the_known_ones() -> None:
     rows = [
-        f"| `{model.name}` | {format_count(model.num_parameters)} | {format_size(model.cpu_bytes)} "
-        f"| {format_size(model.gpu_bytes)} | {model.context:,} | {model.licence}{', gated' if model.gated else ''} |"
+        f"| `{model.name}` | {format_count(model.num_parameters)} | {format_bytes(model.cpu_bytes)} "
+        f"| {format_bytes(model.gpu_bytes)} | {model.context:,} | {model.licence}{', gated' if model.gated else ''} |"
         for model in known_models()
     ]
     text = (DOCS / "choose.md").read_text()

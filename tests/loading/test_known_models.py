@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.cli.models import format_count, format_size
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.model_check import NATIVE, PLAIN_TYPES, check_model
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_model, known_models
@@ -60,17 +59,3 @@ def test_shapes_are_those_of_the_hub(name: str) -> None:
 def test_a_model_is_known_by_its_name_and_by_its_id() -> None:
     assert known_model("qwen3-0.6b") is known_model("Qwen/Qwen3-0.6B") is not None
     assert known_model("qwen3") is None
-
-
-def test_the_page_for_choosing_has_the_same_figures() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "choose.md").read_text()
-    rows = {cells[1].strip("`"): cells for line in page.splitlines() if len(cells := _cells(line)) == 8}
-    for model in known_models():
-        memory = [format_size(model.cpu_bytes), format_size(model.gpu_bytes)]
-        licence = f"{model.licence}, gated" if model.gated else model.licence
-        expected = [format_count(model.num_parameters), *memory, f"{model.context:,}", licence]
-        assert rows[model.name][2:-1] == expected
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("|")]

@@ -7,7 +7,7 @@ KERNELS := $(VENV)/.kernels
 CLIENTS := $(VENV)/.clients
 SHELL   := /bin/bash
 # Of pip's output, what is fetched: the largest libraries take minutes.
-FETCHED := sed -nu -e 's/^ *Downloading \(.*\)$$/  \1/p' -e 's/^Installing collected packages.*/  installing …/p'
+FETCHED := sed -nu -e /metadata/d -e 's,^ *Downloading \(.*/\)*\([^/]*\)$$,  \2,p' -e 's/^Installing collected packages.*/  installing …/p'
 # Two workers take whole files, so that each file sets up its model or server once. Bytecode is written even where the
 # environment forbids it: tests start many processes, which would all compile the sources again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -12,7 +12,7 @@ from chairlift.errors import InvalidParameter
 from chairlift_lab.bench.quality import text_to_score
 from chairlift_lab.common.model_shapes import read_json_config
 from chairlift_lab.common.workload import load_workload
-from chairlift_lab.load.traces import load_trace
+from chairlift_lab.load.trace_files import load_trace
 from tests.api.cli_runner import run
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -19,9 +19,10 @@ from starlette.applications import Starlette
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.request_defaults import read_chat_template
-from chairlift.server.config import ServerConfig
+from chairlift.server.config import ServerConfig, server_config
 from chairlift.server.http.listener import Certificate, UvicornServer, listen
 from chairlift.server.lifecycle import serve_forever
+from chairlift.server.options import ServerOptions
 from chairlift.server.wire.limits import Limits
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
 from tests.server.running_server import HTTP, RunningServer, start_server, wait_for
@@ -69,7 +70,7 @@ def secure(
     assert running.stop() == 0, running.tail()
 
 
-def access_lines(file: Path, count: int) -> list[dict[str, object]]:
+def access_lines(file: Path, count: int) -> list[dict[str, Any]]:
     wait_for(lambda: file.exists() and file.read_text().count("\n") >= count, "the lines of the access log")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -157,6 +158,42 @@ def test_the_access_log_names_the_tenant(tmp_path: Path) -> None:
     lines = access_lines(tmp_path / "log", 2)
     assert [(line["tenant"], line["status"]) for line in lines] == [("alice", 200), (None, 401)]
     assert "s3cret" not in (tmp_path / "log").read_text()
+
+
+def test_the_access_log_has_what_a_simulation_needs(tmp_path: Path) -> None:
+    """Equal beginnings have equal hashes, unless the servers or the salts of the requests differ."""
+    prompts = [list(range(10, 50)), [*range(10, 42), *[7] * 10]]
+
+    def send(file: Path, salt: str) -> list[dict[str, Any]]:
+        with front_end(answer_ok, access_log=file, access_log_salt=salt) as front:
+            body = {"model": NAME, "prompt": prompts, "max_tokens": 2, "targets": {"ttft_ms": 500}}
+            HTTP.post(front.url + "/v1/completions", json=body)
+            HTTP.post(front.url + "/v1/completions", json={"model": NAME, "prompt": prompts[0], "cache_salt": "mine"})
+            return access_lines(file, 2)
+
+    both, salted = send(tmp_path / "one", "a")
+    first, second = (prompt["blocks"] for prompt in both["prompts"])
+    assert [prompt["tokens"] for prompt in both["prompts"]] == [40, 42]
+    assert first == second
+    assert len(set(first)) == 2
+    assert [each["prompt"] for each in both["completions"]] == [0, 1]
+    for each in both["completions"]:
+        assert (each["tokens"], each["cached"], each["finish_reason"]) == (2, 0, "length")
+        assert 0 <= each["ttft_ms"] <= each["e2e_ms"]
+    assert (both["targets"], both["priority"], salted["targets"]) == ({"ttft_ms": 500.0}, 0, None)
+    assert not set(salted["prompts"][0]["blocks"]) & set(first)
+    again, other = send(tmp_path / "same", "a")[0], send(tmp_path / "other", "b")[0]
+    assert again["prompts"] == both["prompts"]
+    assert not set(other["prompts"][0]["blocks"]) & set(first)
+
+
+def test_the_salt_of_the_access_log_is_drawn_and_needs_a_log(tmp_path: Path) -> None:
+    drawn = {server_config(ServerOptions(access_log=tmp_path / "log"), "m", {}).access_log_salt for _ in range(2)}
+    assert len(drawn) == 2
+    options = ServerOptions(access_log=tmp_path / "log", access_log_salt="ours")
+    assert server_config(options, "m", {}).access_log_salt == "ours"
+    with pytest.raises(InvalidParameter, match="access_log_salt: goes with --access-log"):
+        server_config(ServerOptions(access_log_salt="ours"), "m", {})
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ class Targets:
             seconds[name.removesuffix("_ms")] = value / 1e3
         return cls(**seconds)
 
+    def __str__(self) -> str:
+        """As in a declaration of classes, in milliseconds: "ttft:500,tpot:50"."""
+        limits = ((name, getattr(self, name)) for name in NAMES)
+        return ",".join(f"{name}:{1e3 * limit:g}" for name, limit in limits if limit is not None)
+
     @property
     def given(self) -> bool:
         return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))

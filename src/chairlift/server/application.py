@@ -51,6 +51,7 @@ def make_app(
     hosts: HostNames | None = None,
     public_metrics: bool = False,
     access_log: Path | None = None,
+    access_log_salt: str = "",
     request_log: RequestLog | None = None,
     tracer_provider: TracerProvider | None = None,
     files: FilesFolder | None = None,
@@ -110,7 +111,7 @@ def make_app(
         )
     observers: list[Observer] = [] if request_log is None else [request_log]
     if access_log is not None:
-        observers.append(AccessLog(open_access_log(access_log)))
+        observers.append(AccessLog(open_access_log(access_log), access_log_salt))
     if tracer_provider is not None:
         observers.append(Tracing(tracer_provider, service.model.name))
     app.add_middleware(RequestBoundary, observers=observers)

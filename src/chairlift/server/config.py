@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -35,6 +36,7 @@ class ServerConfig:
     uds: Path | None = None  # Unix socket to listen on instead
     certificate: Certificate | None = None  # None: HTTP without TLS
     access_log: Path | None = None  # "-" for standard output
+    access_log_salt: str = ""  # Prompts are hashed with it; `server_config` draws one.
     traces_endpoint: str | None = None  # OpenTelemetry's; None: no traces
     log_level: str = "info"
     engine_log_level: str | None = None  # None: as `log_level`
@@ -84,10 +86,13 @@ def server_config(
     responses_quota = parse_bytes("responses_quota", server.responses_quota)
     if server.responses_dir is not None:
         ResponseStore(server.responses_dir, responses_quota, 0.0).close()  # refuses what it cannot use
+    if server.access_log_salt is not None and server.access_log is None:
+        raise InvalidParameter("access_log_salt", "goes with --access-log, whose hashes it is for")
     names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
     shared = {name: getattr(server, name) for name in names}  # options that the configuration has under the same name
     shared |= {"files_quota": files_quota, "responses_quota": responses_quota}
     shared |= {"log_level": server.log_level or ("error" if quiet else "info")}
+    shared["access_log_salt"] = server.access_log_salt or secrets.token_hex(16)
     shared["request_log"] = _logs_requests(server, quiet=quiet)
     return ServerConfig(
         model=model,

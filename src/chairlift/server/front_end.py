@@ -56,6 +56,7 @@ class HTTPServer:
             hosts=HostNames(config.host, config.allowed_hosts, config.cors_origins),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
+            access_log_salt=config.access_log_salt,
             request_log=request_log(config),
             unknown_fields=config.unknown_fields,
             files=None if config.files_dir is None else FilesFolder(config.files_dir, config.files_quota),

@@ -132,6 +132,12 @@ class ServerOptions:
         help="Write one JSON line per request to this file; '-' is standard output. It has no prompts and no outputs.",
         metavar="FILE",
     )
+    access_log_salt: str | None = logging_option(
+        None,
+        help="Secret with which the access log hashes the blocks of prompts. Logs of servers with the same one can be "
+        "simulated together.",
+        default_text="drawn at each start",
+    )
     request_log: bool | None = logging_option(
         None,
         common=True,

@@ -44,7 +44,8 @@ from chairlift_lab.load.client import (
 )
 from chairlift_lab.load.figures import LatencyLimits, LoadTables, load_row, plot_load
 from chairlift_lab.load.local_server import MODEL_NAME, local_model_facts, local_server, run_offline
-from chairlift_lab.load.traces import ARRIVALS, Arrivals, TraceEntry, load_trace, trace_requests
+from chairlift_lab.load.trace_files import TraceEntry, load_trace
+from chairlift_lab.load.traces import ARRIVALS, Arrivals, trace_requests
 from chairlift_lab.report.options import Positive, ReportOptions, Settings
 
 SHOW_SECONDS = 0.25

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,155 +16,31 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
-from chairlift.options import above, at_least
+from chairlift.options import above
 from chairlift.progress import watch
 from chairlift.terminal.options import given, refuse_given
 from chairlift.terminal.tables import Line, comparison_table, recording_table, show_table
-from chairlift_lab.planning.machine import MachineOptions, machine_option, times
-from chairlift_lab.report.options import Count, ReportOptions, Settings
+from chairlift_lab.planning.machine import MachineOptions
+from chairlift_lab.planning.options import ClassOptions, FleetOptions, ReplicaOptions, TargetOptions, TrafficOptions
+from chairlift_lab.report.options import ReportOptions
 
 if TYPE_CHECKING:
     from chairlift.cluster.autoscaling import AutoscalingSettings
-    from chairlift.cluster.routing.router import Router
     from chairlift.core.targets import Targets
-    from chairlift_lab.simulator.outcome import Arrival
+    from chairlift_lab.load.trace_files import TraceEntry
+    from chairlift_lab.planning.prediction import ReplicaSettings
+    from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome
     from chairlift_lab.simulator.replica import Replica
     from chairlift_lab.simulator.step_cost import StepCost
 
-RANDOM_REQUESTS = 1000
-INGRESS_BY = ("turn", "tenant")
 # The options that a report of a simulation has among its settings.
 REPORTED = (
     *("replicas", "min_replicas", "max_replicas", "cold_start", "down_delay", "router", "ingresses", "ingress_by"),
-    *(
-        "policy",
-        "order",
-        "budget",
-        "scheduler",
-        "preemption",
-        "rate",
-        "trace",
-        "copies",
-        "spread",
-        "trace_seconds",
-        "block_size",
-    ),
-    *("requests", "seed"),
+    *("policy", "order", "budget", "scheduler", "preemption", "block_size"),
+    *("rate", "copies", "spread", "trace_seconds", "requests", "seed"),
 )
-
-_target, _fleet, _traffic = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("Targets", "Replicas", "Traffic")
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions(Settings):
-    target_ttft_ms: Annotated[float | None, above(0), _target(help="Time to first token.")] = None
-    target_tpot_ms: Annotated[float | None, above(0), _target(help="Time per output token after the first.")] = None
-    target_e2e_ms: Annotated[float | None, above(0), _target(help="Whole answer.")] = None
-
-    def resolve(self) -> Targets:
-        from chairlift.core.targets import Targets
-
-        return Targets(*(times(value, 1e-3) for value in asdict(self).values()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions(Settings):
-    replicas: Annotated[Count, _fleet(help="Number of engines, at the start.")] = 1
-    router: Annotated[str, _fleet(help="round-robin, least-loaded, prefix-affine or new-tokens-batch.")] = (
-        "least-loaded"
-    )
-    ingresses: Annotated[Count, _fleet(help="Ingresses, each with a router of its own.")] = 1
-    ingress_by: Annotated[
-        str, _fleet(help="Which ingress gets a request: turn, or tenant (by the first tokens of its prompt).")
-    ] = "turn"
-    max_replicas: Annotated[int | None, _fleet(help="Autoscale up to this many.", show_default="no scaling")] = None
-    min_replicas: Annotated[int, _fleet(help="Autoscale down to this many.")] = 1
-    cold_start: Annotated[float, _fleet(help="Seconds until a new replica answers.")] = 20.0
-    down_delay: Annotated[
-        float, _fleet(help="Seconds for which fewer replicas must suffice before any is removed.")
-    ] = 120.0
-    target_used: Annotated[float, _fleet(help="Share of KV blocks in use at which to add replicas.")] = 0.7
-    price: Annotated[float | None, _fleet(help="Per replica and hour, for the cost of tokens.")] = None
-
-    def check(self) -> None:
-        if self.ingress_by not in INGRESS_BY:
-            choices = ", ".join(INGRESS_BY)
-            raise InvalidParameter("ingress_by", f"must be one of {choices}, got {self.ingress_by!r}")
-        if self.ingress_by == "tenant":
-            from chairlift.cluster.routing.policies import ROUTERS
-
-            if self.ingresses == 1 or not ROUTERS.get(self.router).reads_prefixes:
-                raise InvalidParameter("ingress_by", "tenant needs several ingresses and the router prefix-affine")
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise InvalidParameter("max_replicas", f"must be at least replicas ({self.replicas})")
-        if self.price is not None and not self.price >= 0:
-            raise InvalidParameter("price", f"must not be negative, got {self.price}")
-
-    def make_router(self) -> Router:
-        from chairlift.cluster.routing.router import Router
-        from chairlift_lab.simulator.simulation import Ingresses
-
-        if self.ingresses == 1:
-            return Router(self.router)
-        return Ingresses(self.router, self.ingresses, by_tenant=self.ingress_by == "tenant")
-
-    def autoscaling(self, targets: Targets) -> AutoscalingSettings | None:
-        """The settings of the autoscaler; None if the number of replicas is fixed."""
-        from chairlift.cluster.autoscaling import AutoscalingSettings
-
-        if self.max_replicas is None:
-            return None
-        settings = AutoscalingSettings(
-            min_replicas=self.min_replicas,
-            max_replicas=self.max_replicas,
-            target_used=self.target_used,
-            target_tpot=targets.tpot,
-            cold_start=self.cold_start,
-            down_delay=self.down_delay,
-        )
-        return settings if targets.ttft is None else replace(settings, target_ttft=targets.ttft)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficOptions(Settings):
-    rate: Annotated[float, _traffic(help="Requests per second.")] = 4.0
-    arrivals: Annotated[str, _traffic(help="poisson, bursty or uniform.")] = "poisson"
-    requests: Annotated[
-        int | None, at_least(1), _traffic(help="Number of requests.", show_default="1000, or the whole trace")
-    ] = None
-    prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "16:512"
-    output_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Output tokens, log-uniform.")] = "16:256"
-    trace: Annotated[Path | None, _traffic(help="Recorded traffic instead (CSV or JSON lines, see bench serve).")] = (
-        None
-    )
-    trace_speed: Annotated[float, _traffic(help="Speed-up of the trace.")] = 1.0
-    copies: Annotated[Count, _traffic(help="The trace this many times, spread over its duration.")] = 1
-    spread: Annotated[
-        float | None, above(0), _traffic(help="Seconds of the trace over which the copies begin.", show_default="all")
-    ] = None
-    trace_seconds: Annotated[float | None, above(0), _traffic(help="End the traffic of the trace after this long.")] = (
-        None
-    )
-    seed: Annotated[int, _traffic(help="The same seed gives the same traffic.")] = 0
-
-    def draw(self) -> tuple[Iterator[Arrival], bool]:
-        """The requests in order of time, and whether prompts share prefixes."""
-        from chairlift_lab.common.workload import LengthRange
-        from chairlift_lab.load.traces import Arrivals, load_trace
-        from chairlift_lab.planning.prediction import random_arrivals, trace_arrivals
-
-        if self.trace is None:
-            for name in ("spread", "trace_seconds"):
-                if getattr(self, name) is not None:
-                    raise InvalidParameter(name, "needs --trace")
-            n_in, n_out = (LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len"))
-            arrivals, count = Arrivals.parse(self.rate, self.arrivals, None), self.requests or RANDOM_REQUESTS
-            return random_arrivals(arrivals, n_in, n_out, count, self.seed), False
-        entries = [entry.scaled(1.0, self.trace_speed) for entry in load_trace(self.trace)[: self.requests]]
-        requests = trace_arrivals(entries, self.copies, spread=self.spread, seconds=self.trace_seconds)
-        return requests, any(entry.blocks for entry in entries)
+LOAD = ("rate", "arrivals", "copies", "spread", "trace_speed", "trace_seconds", "prompt_len", "output_len")
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
 
 
 @app.command(
@@ -173,59 +49,23 @@ class TrafficOptions(Settings):
         "chairlift simulate --model llama3-8b --device h200 --rate 20 --target-ttft-ms 500 --target-tpot-ms 30",
         "chairlift simulate --trace traffic.csv --replicas 8 --router least-loaded --plot simulation.png",
         "chairlift simulate --policy static --requests 200",
+        "chairlift simulate --log access.jsonl --what-if order=slack,max_batch_tokens=1024",
     ],
 )
 def simulate(
     context: typer.Context,
     machine: MachineOptions,
-    targets: TargetOptions,
+    targets: ClassOptions,
     fleet: FleetOptions,
     report: ReportOptions,
     traffic: TrafficOptions,
-    profile: Annotated[
-        Path | None,
-        machine_option(help="Step times as `chairlift bench profile` measured them, instead of a prediction."),
-    ] = None,
-    kv_blocks: Annotated[int | None, machine_option(help="Blocks of the KV cache, instead of what fits.")] = None,
-    block_size: Annotated[int, machine_option(help="Tokens of a block.")] = 16,
-    policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
-    order: Annotated[
-        str, typer.Option(help="fcfs, priority, shortest, boost, cached, fair, fair-cached, edf or slack.")
-    ] = "fcfs",
-    budget: Annotated[
-        str | None,
-        typer.Option(help="fixed, knee, latency or slack.", show_default="slack with --order slack, else fixed"),
-    ] = None,
-    classes: Annotated[
+    engine: ReplicaOptions,
+    what_if: Annotated[
         list[str] | None,
-        _target(
-            "--class",
-            metavar="NAME=TARGETS",
-            help="Requests with targets of their own, such as interactive=ttft:500,tpot:50,share:2; may be repeated.",
-        ),
-    ] = None,
-    scheduler: Annotated[
-        str, typer.Option(help="chairlift, or vllm: the documented behaviour of vLLM's, for comparisons.")
-    ] = "chairlift",
-    preemption: Annotated[
-        str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (the cheaper).")
-    ] = "recompute",
-    swap_blocks: Annotated[
-        int | None, typer.Option(help="Blocks in host memory.", show_default="as many as on the device")
-    ] = None,
-    max_batch_requests: Annotated[int, typer.Option(help="Maximum number of requests per step.")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per step.")] = 8192,
-    max_overtakes: Annotated[
-        int | None,
-        at_least(1),
-        typer.Option(help="How often a request may be passed over.", show_default="16, or 512 with slack or edf"),
-    ] = None,
-    prefix_caching: Annotated[
-        bool | None,
         typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            help="Reuse the KV blocks of shared prefixes.",
-            show_default="if a trace marks shared prefixes",
+            "--what-if",
+            metavar="NAME=VALUE[,…]",
+            help="Also with these options of the engine, beside the others; may be repeated.",
         ),
     ] = None,
     file: Annotated[str | None, typer.Argument(hidden=True, help="Refused with a hint: see --trace.")] = None,
@@ -254,59 +94,33 @@ def simulate(
     if recording is not None:
         _simulate_recording(context, recording, machine, report)
         return
-    from chairlift.core.kv.swap import check_mode
-    from chairlift.core.targets import parse_classes
-    from chairlift_lab.planning.prediction import ReplicaSettings, assign_classes, plot_outcome
+    from chairlift_lab.planning.prediction import plot_outcome
+    from chairlift_lab.planning.what_if import changed, parse_changes
     from chairlift_lab.simulator.outcome import attainment, figures
-    from chairlift_lab.simulator.simulation import AutoscaledSize
-    from chairlift_lab.simulator.simulation import simulate as run
-    from chairlift_lab.simulator.step_cost import MeasuredCost, Roofline
 
-    at_least(1)("block_size", block_size)
     fleet.check()
     report.check()
-    model, device, memory = machine.resolve(block_size)
-    goal = targets.resolve()
-    cost: StepCost = Roofline(model, device) if profile is None else MeasuredCost.load(profile)
-    check_mode(preemption, swap_blocks)
-    requests, shares_prefixes = traffic.draw()
-    named = list(parse_classes(classes or ()).values())
-    if named:
-        if goal.given:
-            raise InvalidParameter("classes", "have targets of their own; leave out --target-ttft-ms and the others")
-        requests = assign_classes(requests, named, traffic.seed)
-    settings = ReplicaSettings(
-        num_blocks=kv_blocks or memory.num_blocks,
-        block_size=block_size,
-        slots=min(max_batch_requests, memory.num_states or max_batch_requests),
-        max_batch_tokens=max_batch_tokens,
-        policy=policy,
-        order=order,
-        budget=budget,
-        target_tpot_ms=targets.target_tpot_ms if budget == "latency" else None,
-        target_ttft_ms=targets.target_ttft_ms if budget == "latency" else None,
-        max_overtakes=max_overtakes,
-        preemption=preemption,
-        swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
-        block_bytes=block_size * model.kv_bytes_per_token,
-        host_bytes_per_second=device.host_bytes_per_second,
-        prefix_caching=shares_prefixes if prefix_caching is None else prefix_caching,
-        scheduler=scheduler,
-    )
-    autoscaling = fleet.autoscaling(goal)
-    largest = fleet.max_replicas or fleet.replicas
+    if traffic.log is not None:
+        refuse_given(context, LOAD, "does not go with --log, whose times were measured at its own load; see --trace")
+    goal, named = targets.resolve(), targets.named()
+    others = {text: parse_changes(text) for text in what_if or ()}
+    entries = traffic.entries()
+    if traffic.log is not None and not any(entry.measured for entry in entries):
+        raise InvalidParameter("log", f"{str(traffic.log)!r} has no measured times; see --trace")
+    settings, cost = engine.settings(machine, targets, shares_prefixes=any(entry.blocks for entry in entries))
 
-    def make_replica(index: int) -> Replica:
-        # Different phases, so that the engines are not all slow at the same time.
-        return settings.make(cost, index / largest % 1)
+    def predict(settings: ReplicaSettings) -> tuple[SimulationOutcome, float]:
+        """The outcome with these settings, and how long the simulation took."""
+        requests = targets.assign(traffic.draw(entries), traffic.seed)
+        return _run(settings, cost, requests, fleet, fleet.autoscaling(goal), quiet=quiet)
 
-    router = fleet.make_router()
-    size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
-    engines = [make_replica(index) for index in range(fleet.replicas)]
-    start = time.perf_counter()
-    with watch(enabled=not quiet) as note, _no_garbage_collection():
-        outcome = run(requests, engines, router, size=size, progress=lambda done: note(f"{done:,} requests"))
-    wall = time.perf_counter() - start
+    outcome, wall = predict(settings)
+    parameters = {name: context.params[name] for name in ("model", "device", *REPORTED)}
+    parameters |= {name: str(path) if (path := context.params[name]) else None for name in ("trace", "log")}
+    if others or traffic.log is not None:
+        outcomes = {name: predict(changed(settings, changes))[0] for name, changes in others.items()}
+        _show_what_if(entries if traffic.log else [], {"as is": outcome} | outcomes, goal, parameters, report)
+        return
     row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
@@ -314,13 +128,57 @@ def simulate(
     if named:
         row["classes"] = attainment(outcome.records)
     _show_figures(row, goal)
-    parameters = {"model": machine.model, "device": device.name} | {name: context.params[name] for name in REPORTED}
-    parameters["trace"] = str(traffic.trace) if traffic.trace else None
-    report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+    rows = [{"name": engine.policy} | row]
+    report.write("simulate", parameters, rows, lambda path, here: plot_outcome(path, outcome, here))
+
+
+def _run(
+    settings: ReplicaSettings,
+    cost: StepCost,
+    requests: Iterator[Arrival],
+    fleet: FleetOptions,
+    autoscaling: AutoscalingSettings | None,
+    *,
+    quiet: bool,
+) -> tuple[SimulationOutcome, float]:
+    """Simulate a fleet, and measure how long that takes."""
+    from chairlift_lab.simulator.simulation import AutoscaledSize, simulate
+
+    largest = fleet.max_replicas or fleet.replicas
+
+    def make_replica(index: int) -> Replica:
+        # Different phases, so that the engines are not all slow at the same time.
+        return settings.make(cost, index / largest % 1)
+
+    size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
+    engines = [make_replica(index) for index in range(fleet.replicas)]
+    start = time.perf_counter()
+    with watch(enabled=not quiet) as note, no_garbage_collection():
+        router, ended = fleet.make_router(), count(1)
+        outcome = simulate(requests, engines, router, size=size, on_end=lambda _: note(f"{next(ended):,} requests"))
+    return outcome, time.perf_counter() - start
+
+
+def _show_what_if(
+    entries: Sequence[TraceEntry],
+    outcomes: Mapping[str, SimulationOutcome],
+    goal: Targets,
+    parameters: Mapping[str, Any],
+    report: ReportOptions,
+) -> None:
+    """Compare the outcomes, the first of which has the present settings, with each other and with what was measured."""
+    from chairlift_lab.planning.what_if import comparison, measured_records, show_comparison
+
+    measured = measured_records(entries, outcomes["as is"].records) if entries else []
+    rows = comparison(measured, outcomes, goal)
+    show_comparison(rows)
+    preemptions = (f"{name}: {outcome.preemptions:,} preemptions" for name, outcome in outcomes.items())
+    Line("; ".join(preemptions)).show()
+    report.write("simulate", parameters, rows)
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Large fleets have millions of objects but few cycles: collections would take a sixth of the time."""
     gc.disable()
     try:
@@ -343,8 +201,9 @@ def _compare_with_recording(context: typer.Context, against: Path, report: Repor
 
 
 def _simulate_recording(context: typer.Context, folder: Path, machine: MachineOptions, report: ReportOptions) -> None:
-    from chairlift_lab.planning.served_recording import ServedRecording, latencies
+    from chairlift_lab.planning.served_recording import ServedRecording
     from chairlift_lab.report.options import write_report
+    from chairlift_lab.simulator.outcome import latencies
 
     others = [name for name in context.params if name not in ("recording", "model", "json_file", "quiet")]
     refuse_given(context, others, "does not go with --recording: it determines what is simulated")

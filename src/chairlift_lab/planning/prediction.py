@@ -22,7 +22,8 @@ from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.core.targets import ServiceClass, Targets
 from chairlift.errors import InvalidParameter
 from chairlift_lab.common.workload import LengthRange
-from chairlift_lab.load.traces import Arrivals, TraceEntry
+from chairlift_lab.load.trace_files import TraceEntry
+from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.options import save_panels
 from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, percentile
@@ -164,7 +165,8 @@ def trace_arrivals(
         for block in entry.blocks:
             prompt.extend([copy * BLOCKS_PER_COPY + block] * entry.block_tokens)
         prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
-        yield Arrival(time, prompt[: entry.n_in], entry.n_out)
+        own = ServiceClass(str(entry.targets), entry.targets) if entry.targets.given else None
+        yield Arrival(time, prompt[: entry.n_in], entry.n_out, entry.tenant, own)
 
 
 def _circle(

@@ -19,15 +19,14 @@ from chairlift.errors import InvalidParameter
 from chairlift.loading.known_models import known_model
 from chairlift.options import read_text
 from chairlift_lab.common.model_shapes import SHAPES
-from chairlift_lab.load.traces import TraceEntry, load_trace
+from chairlift_lab.load.trace_files import TraceEntry, load_trace
 from chairlift_lab.planning.machine import model_shape, read_config
 from chairlift_lab.planning.prediction import ReplicaSettings, trace_arrivals
 from chairlift_lab.simulator.kernel_times import Experts, KernelTimes
-from chairlift_lab.simulator.outcome import RequestRecord, SimulationOutcome, percentile
+from chairlift_lab.simulator.outcome import RequestRecord, SimulationOutcome
 from chairlift_lab.simulator.simulation import simulate
 
 MAX_META_MIB = 16
-SHARES = (50, 90, 99)
 # What vLLM needs of its share of the memory besides weights and blocks. In the recording on an RTX 4090 it is 1.2 GB;
 # it matters only where a recording does not say how many blocks there were.
 OTHER_MEMORY = 1.2e9
@@ -63,22 +62,6 @@ class ServedRecording:
         settings = replace(self.settings, scheduler=scheduler, learn_lengths=learn_lengths)
         replicas = [settings.make(self.cost) for _ in range(self.replicas)]
         return simulate(trace_arrivals(list(self.entries)), replicas, Router("round-robin"))
-
-
-def latencies(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """Means and percentiles in milliseconds, and the seconds from the first request to the last token."""
-    columns = {
-        "TTFT": [record.ttft for record in records],
-        "TPOT": [record.tpot for record in records if record.tpot is not None],
-        "latency": [record.e2e for record in records],
-    }
-    figures = {}
-    for name, seconds in columns.items():
-        figures[f"{name} mean, ms"] = 1e3 * sum(seconds) / len(seconds)
-        figures |= {f"{name} p{share}, ms": 1e3 * percentile(seconds, share) for share in SHARES}
-    first = min(record.arrival for record in records)
-    figures["whole run, s"] = max(record.arrival + record.e2e for record in records) - first
-    return figures
 
 
 def _read_json(path: Path) -> dict[str, Any]:

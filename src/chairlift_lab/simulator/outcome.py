@@ -13,6 +13,7 @@ from typing import Any
 from chairlift.core.targets import ServiceClass, Targets
 
 SHARES = (50, 95, 99)  # percentiles of a report
+COMPARED = (50, 90, 99)  # those of a comparison with measured times
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +169,19 @@ def attainment(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:
         }
         for each, members in sorted(by_class.items(), key=lambda item: item[0].name)
     }
+
+
+def latencies(records: Sequence[RequestRecord]) -> dict[str, float]:
+    """Means and percentiles in milliseconds, and the seconds from the first request to the last token."""
+    columns = {
+        "TTFT": [record.ttft for record in records],
+        "TPOT": [record.tpot for record in records if record.tpot is not None],
+        "latency": [record.e2e for record in records],
+    }
+    figures = {}
+    for name, seconds in columns.items():
+        figures[f"{name} mean, ms"] = 1e3 * sum(seconds) / len(seconds)
+        figures |= {f"{name} p{share}, ms": 1e3 * percentile(seconds, share) for share in COMPARED}
+    first = min(record.arrival for record in records)
+    figures["whole run, s"] = max(record.arrival + record.e2e for record in records) - first
+    return figures

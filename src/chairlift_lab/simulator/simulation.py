@@ -22,10 +22,11 @@ def simulate(
     router: Router,
     *,
     size: AutoscaledSize | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    on_end: Callable[[RequestRecord], object] = lambda record: None,
 ) -> SimulationOutcome:
-    """Run all of `arrivals`, which are in order of time, to the end; `size` may add and remove replicas."""
-    return Fleet(replicas, router, size, progress).run(arrivals)
+    """Run all of `arrivals`, which are in order of time, to the end; `size` may add and remove replicas. `on_end` is
+    called with each request that ends."""
+    return Fleet(replicas, router, size, on_end).run(arrivals)
 
 
 class Fleet:
@@ -36,17 +37,16 @@ class Fleet:
         replicas: Sequence[Replica],
         router: Router,
         size: AutoscaledSize | None,
-        progress: Callable[[int], None],
+        on_end: Callable[[RequestRecord], object],
     ) -> None:
         self.replicas: list[Replica] = []
         self.router = router
         self.open: dict[int, tuple[RequestRecord, Route]] = {}  # requests without an end, by the identity of the record
         self.unrouted: list[Arrival] = []  # requests that came while there was no replica
         self._size = size
-        self._progress = progress
+        self._on_end = on_end
         self._outcome = SimulationOutcome()
         self._due: list[tuple[float, int]] = []  # (time, replica), valid if the replica is still due then
-        self._num_done = 0
         self._expects_more = True
         for replica in replicas:
             self.add(replica, 0.0)
@@ -128,8 +128,7 @@ class Fleet:
 
     def _note_end(self, record: RequestRecord) -> None:
         self.router.ended(self.open.pop(id(record))[1], record.n_out)
-        self._num_done += 1
-        self._progress(self._num_done)
+        self._on_end(record)
 
     def _finish(self) -> SimulationOutcome:
         outcome = self._outcome

@@ -23,7 +23,8 @@ from chairlift_lab.load.figures import (
     plot_load,
     tokens_over_time,
 )
-from chairlift_lab.load.traces import Arrivals, TraceEntry, load_trace, trace_requests
+from chairlift_lab.load.trace_files import TraceEntry, load_trace
+from chairlift_lab.load.traces import Arrivals, trace_requests
 
 VOCABULARY = range(100, 200)
 

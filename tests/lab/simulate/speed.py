@@ -12,7 +12,7 @@ from typing import Any
 
 from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
-from chairlift_lab.load.traces import load_trace
+from chairlift_lab.load.trace_files import load_trace
 from chairlift_lab.planning.machine import model_shape, read_config
 from chairlift_lab.planning.prediction import ReplicaSettings, trace_arrivals
 from chairlift_lab.simulator.outcome import Arrival, SimulationOutcome

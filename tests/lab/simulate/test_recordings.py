@@ -15,9 +15,9 @@ from chairlift.cli.main import app
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepResult
-from chairlift_lab.planning.served_recording import ServedRecording, latencies
+from chairlift_lab.planning.served_recording import ServedRecording
 from chairlift_lab.simulator.kernel_times import Curve, Experts, KernelTimes
-from chairlift_lab.simulator.outcome import RequestRecord
+from chairlift_lab.simulator.outcome import RequestRecord, latencies
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedRequest, token_of
 from tests.lab.simulate.test_simulation import make_replica

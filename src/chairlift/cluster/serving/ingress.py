@@ -75,7 +75,7 @@ def make_ingress_app(
     log_lines = request_log(config)
     observers: list[Observer] = [] if log_lines is None else [log_lines]
     if config.access_log is not None:
-        observers.append(AccessLog(open_access_log(config.access_log)))
+        observers.append(AccessLog(open_access_log(config.access_log), config.access_log_salt))
     middleware = [Middleware(RequestBoundary, observers=observers)]
     if config.cors_origins:
         middleware.append(

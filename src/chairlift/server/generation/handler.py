@@ -158,6 +158,8 @@ class GenerationHandler:
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]
         state, texts = parsed.http.state, self.texts if self.texts.is_watched else None
+        if (traffic := parsed.http.scope["state"].get("traffic")) is not None:
+            traffic.add(messages)
         for message in messages:
             self.metrics.request_prompt_tokens.observe(len(message.prompt))
         updates = self.engine.submit(messages, StreamMetrics(self.metrics, state.arrived, state.timelines, texts))

@@ -89,6 +89,7 @@ class Timeline:
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: str | None = None
 
     def seconds(self, phase: str) -> float:
@@ -126,6 +127,7 @@ class StreamMetrics:
             self._texts.add(update)
         if update.cached_tokens is not None and line.admitted is None:  # again after a preemption
             line.admitted = now if update.admitted is None else update.admitted
+            line.cached_tokens = update.cached_tokens
             if "#" not in update.request_id:  # completions of one prompt share it, so count only the first
                 self._metrics.cached_tokens.inc(update.cached_tokens)
         if update.tokens:

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import chairlift
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.errors import MESSAGES_PATH, VERSION_HEADER, AnthropicSend
+from chairlift.server.generation.traffic import Traffic
 from chairlift.server.generation.usage import Timeline
 from chairlift.server.llamacpp.errors import LLAMACPP_PATHS, llamacpp_error
 from chairlift.server.ollama.errors import OLLAMA_PATHS, OLLAMA_PREFIX, ollama_error
@@ -181,11 +182,14 @@ class RequestBoundary:
 class AccessLog:
     """Writes a line when a response has ended, also if the client disconnected."""
 
-    def __init__(self, log: logging.Handler) -> None:
+    def __init__(self, log: logging.Handler, key: str) -> None:
+        """`key`: with it, the blocks of prompts are hashed."""
         self._handler = log
+        self._key = key
 
     def begin(self, scope: Scope) -> Callable[[SentResponse], None]:
         start, time_of_day = time.monotonic(), datetime.now(UTC)
+        traffic = scope["state"]["traffic"] = Traffic(self._key)
 
         def end(sent: SentResponse) -> None:
             state, client = scope["state"], scope.get("client")
@@ -200,6 +204,7 @@ class AccessLog:
                 "status": sent.status,  # null: the client disconnected before there was a response
                 "complete": sent.is_complete,  # whether all of the response was sent
                 **({} if usage is None else usage.counts()),
+                **traffic.facts(state.get("timelines", {})),
                 "time": time_of_day.isoformat(timespec="milliseconds"),
                 "seconds": time.monotonic() - start,
             }

@@ -15,8 +15,7 @@ pytest.importorskip("transformers")
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SPARSE = "it chooses keys by sparse attention (index_topk"
-NVFP4 = "quantized by modelopt, but NVFP4 (4-bit floats with an 8-bit scale per 16) is not read"
-MIXED = "quantized by modelopt, but MIXED_PRECISION (formats that differ between layers) is not read"
+NVFP4 = "ModelOpt NVFP4, 4-bit floats with an 8-bit scale per 16"
 UNKNOWN = "transformers has no causal language model of that name"
 BLOCKS = "fp8 with a scale per 128x128"
 VISION = "vision-language model: its text part runs; images are not read"
@@ -53,28 +52,35 @@ ANSWERS: list[tuple[str, str, float, str | None, str | None, tuple[str, ...]]] =
     ("mistralai/Mixtral-8x7B-v0.1", "mixtral", 46.7, None, None, ()),
     ("moonshotai/Kimi-K2.5", "kimi_k2", 1026.4, "compressed-tensors, 4-bit int", VISION, ()),
     ("nvidia/DeepSeek-V3.1-NVFP4", "deepseek_v3", 671.0, None, None, ()),
-    ("nvidia/DeepSeek-V4-Flash-NVFP4", "deepseek_v4", 0.0, "modelopt MIXED_PRECISION", None, (SPARSE, MIXED)),
+    ("nvidia/DeepSeek-V4-Flash-NVFP4", "deepseek_v4", 0.0, "ModelOpt MIXED_PRECISION: NVFP4", None, (SPARSE,)),
     ("nvidia/GLM-5-NVFP4", "glm_moe_dsa", 0.0, None, None, (SPARSE,)),
-    ("nvidia/GLM-5.2-NVFP4", "glm_moe_dsa", 0.0, "modelopt NVFP4", None, (SPARSE, NVFP4)),
-    ("nvidia/Gemma-4-31B-IT-NVFP4", "gemma4_text", 30.7, "modelopt NVFP4", VISION, (NVFP4,)),
-    ("nvidia/Kimi-K2.6-NVFP4", "deepseek_v3", 1026.4, "modelopt NVFP4", VISION, (NVFP4,)),
+    ("nvidia/GLM-5.2-NVFP4", "glm_moe_dsa", 0.0, NVFP4, None, (SPARSE,)),
+    ("nvidia/Gemma-4-31B-IT-NVFP4", "gemma4_text", 30.7, NVFP4, VISION, ()),
+    ("nvidia/Kimi-K2.6-NVFP4", "deepseek_v3", 1026.4, NVFP4, VISION, ()),
     ("nvidia/Llama-3.1-70B-Instruct-FP8", "llama", 70.6, None, None, ()),
-    ("nvidia/MiniMax-M2.5-NVFP4", "minimax_m2", 228.7, "modelopt NVFP4", None, (NVFP4,)),
+    ("nvidia/MiniMax-M2.5-NVFP4", "minimax_m2", 228.7, NVFP4, None, ()),
     (
         "nvidia/MiniMax-M3-NVFP4",
         "minimax_m3_vl_text",
         0.0,
-        "modelopt MIXED_PRECISION",
+        "ModelOpt MIXED_PRECISION: MXFP8",
         None,
-        ("vision-language model, whose text part cannot run", SPARSE, MIXED),
+        ("vision-language model, whose text part cannot run", SPARSE),
     ),
     ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4", "nemotron_h", 31.6, None, None, ()),
     ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "nemotron_h", 120.7, None, None, ()),
     ("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8", "nemotron_h", 549.3, None, None, ()),
     ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4", "nemotron_h", 31.6, None, None, ()),
     ("nvidia/Qwen3-235B-A22B-NVFP4", "qwen3_moe", 235.1, None, None, ()),
-    ("nvidia/Qwen3.5-397B-A17B-NVFP4", "qwen3_5_moe_text", 396.3, "modelopt NVFP4", VISION, (NVFP4,)),
-    ("nvidia/Qwen3.6-35B-A3B-NVFP4", "qwen3_5_moe_text", 34.7, "modelopt MIXED_PRECISION", VISION, (MIXED,)),
+    ("nvidia/Qwen3.5-397B-A17B-NVFP4", "qwen3_5_moe_text", 396.3, NVFP4, VISION, ()),
+    (
+        "nvidia/Qwen3.6-35B-A3B-NVFP4",
+        "qwen3_5_moe_text",
+        34.7,
+        "ModelOpt MIXED_PRECISION: FP8, W4A16_NVFP4",
+        VISION,
+        (),
+    ),
     ("openai/gpt-oss-20b", "gpt_oss", 20.9, "mxfp4, 4-bit floats with a scale per 32", None, ()),
     ("sgl-project/DeepSeek-V4-Pro-FP8", "deepseek_ref", 0.0, BLOCKS, None, (UNKNOWN,)),
     ("stepfun-ai/Step-3.7-Flash-FP8", "step3p7", 0.0, BLOCKS, None, (UNKNOWN,)),
@@ -122,8 +128,7 @@ def test_a_file_of_modelopt_says_what_the_config_does_not(folders: Path) -> None
     file.write_text('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}')
     found = check_model(str(file.parent))
     file.unlink()
-    assert (found.path, found.stored) == ("refused", "modelopt NVFP4")
-    assert NVFP4 in str(found.reason)
+    assert (found.path, found.stored) == ("native", NVFP4)
     assert found.num_parameters > 600e9
 
 
@@ -223,12 +228,20 @@ QUANTIZED: list[tuple[dict[str, Any], str, str | None]] = [
     ),
     (
         {"quantization_config": _groups(_numbers(4, "float", "tensor_group"), format="nvfp4-pack-quantized")},
-        "compressed-tensors",
-        "nvfp4-pack-quantized",
+        "compressed-tensors, 4-bit float",
+        None,
     ),
+    (
+        {"quantization_config": _groups(_numbers(6, "float", "group"), format="mxfp6-pack-quantized")},
+        "compressed-tensors",
+        "mxfp6-pack-quantized",
+    ),
+    ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "fbgemm, 8-bit floats", None),
+    ({"quantization_config": {"quant_method": "quark"}}, "quark", "names no type of weights"),
+    ({"quantization_config": {"quant_method": "auto-round"}}, "auto-round", "layout None"),
     *(
         ({"quantization_config": {"quant_method": method, "bits": 4}}, method, f"quantized by {method!r}")
-        for method in ("exl2", "exl3", "aqlm", "torchao", "auto-round", "hqq", "vptq", "quark", "fbgemm_fp8", "bitnet")
+        for method in ("exl2", "exl3", "aqlm", "torchao", "hqq", "vptq", "bitnet")
     ),
     # MLX names no method, and writes its settings under one key or two.
     ({"quantization": MLX}, "mlx", "quantized by 'mlx'"),

@@ -12,8 +12,16 @@ from chairlift.kernels.cpu.blocks.panels import COLUMNS, KINDS, BlockKind, pack,
 from chairlift.kernels.cpu.blocks.product import ISA, MOST_ROWS, PanelWeight, linear_panels
 from chairlift.kernels.cpu.blocks.rows import OUTLIER, BlockRows
 from chairlift.kernels.cpu.threads import the_team
+from chairlift.loading.stored_weight import E2M1_VALUES
 
-FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # places of float16 numbers
+FACTORS = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "E2M1_16": (0, 2),
+}  # places of float16 numbers
 ROW_COUNTS = [*range(1, MOST_ROWS + 6), 200]
 
 
@@ -28,7 +36,19 @@ def random_rows(kind: BlockKind, rows: int, depth: int, seed: int = 0) -> np.nda
 
 
 def reference(kind: BlockKind, rows: np.ndarray) -> np.ndarray:
+    if kind.name.startswith("E2M1"):
+        return small_floats(kind, rows)
     return dequantize(rows, GGMLQuantizationType[kind.name])
+
+
+def small_floats(kind: BlockKind, rows: np.ndarray) -> np.ndarray:
+    """The values of 4-bit floats, whose scales are stored as halves of them."""
+    blocks = rows.reshape(len(rows), -1, kind.num_bytes)
+    size = kind.num_bytes - 16
+    scales = blocks[..., :size].copy().view(np.float16).astype(np.float32)
+    codes = np.concatenate([blocks[..., size:] & 15, blocks[..., size:] >> 4], axis=-1).astype(np.int64)
+    values = np.array(E2M1_VALUES, dtype=np.float32)[codes] * 2
+    return (values * scales.repeat(kind.scale_columns, axis=-1)).reshape(len(rows), -1)
 
 
 def multiply(x: np.ndarray, weight: PanelWeight, channels: int, bias: np.ndarray | None = None) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,67 @@ def modelopt(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np
     return parts | {"k_scale": torch.tensor([0.5])}, out
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def e2m1(levels: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Levels [rows, columns] -> the nearest 4-bit floats, two in a byte (the lower half first), and their values."""
+    codes = np.abs(levels[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    return torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4), E2M1[codes]
+
+
+def nvfp4(names: tuple[str, str, str], *, divides: bool = False, columns: bool = False) -> Writer:
+    """4-bit floats with an e4m3 scale per 16 columns, times a global one; `divides`: it is stored inverted; `columns`:
+    and times a factor for each column."""
+
+    def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
+        factors = random.uniform(0.5, 2, weight.shape[1]).astype(np.float32) if columns else np.ones(1, np.float32)
+        weight = weight / factors
+        groups = np.abs(weight.reshape(len(weight), -1, 16)).max(2) / 6
+        whole = np.float32(448 / groups.max()) if divides else np.float32(groups.max() / 448)
+        inner = np.float64(1) / whole if divides else np.float64(whole)
+        scales = torch.from_numpy((groups / inner).astype(np.float32)).clamp(2**-6, 448).to(FP8)
+        wide = scales.double().numpy().repeat(16, 1) * inner
+        codes, levels = e2m1(weight / wide)
+        parts = {names[0]: codes, names[1]: scales, names[2]: torch.tensor([whole])}
+        parts |= {"input_scale": torch.tensor(0.01)} | (
+            {"pre_quant_scale": torch.from_numpy(factors)} if columns else {}
+        )
+        return parts, levels * wide * factors
+
+    return write
+
+
+def microscaled(dtype: torch.dtype | None, names: tuple[str, str] = ("weight", "weight_scale")) -> Writer:
+    """Numbers with a power of two per 32 columns: 8-bit floats, or 4-bit ones without a dtype."""
+
+    def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
+        groups = np.abs(weight.reshape(len(weight), -1, 32)).max(2)
+        exponents = np.floor(np.log2(groups)).astype(np.int64) - (8 if dtype else 2)
+        wide = (2.0**exponents).repeat(32, 1)
+        if dtype is None:
+            numbers, levels = e2m1(weight / wide)
+        else:
+            numbers = torch.from_numpy((weight / wide).astype(np.float32)).clamp(-448, 448).to(dtype)
+            levels = numbers.double().numpy()
+        parts = {names[0]: numbers, names[1]: torch.from_numpy((exponents + 127).astype(np.uint8))}
+        return parts, levels * wide
+
+    return write
+
+
+def blocks_with_axes(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    """8-bit floats in blocks of 32x32, whose scales have axes of one within the blocks."""
+    parts, out = scaled(FP8, (32, 32), "weight_scale")(weight, random)
+    return parts | {"weight_scale": parts["weight_scale"][:, None, :, None]}, out
+
+
+def in_turns(*writers: Writer) -> Writer:
+    """The writers one after the other, so that layers differ."""
+    turns = cycle(writers)
+    return lambda weight, random: next(turns)(weight, random)
+
+
 def awq(weight: np.ndarray, random: np.random.Generator) -> tuple[Parts, np.ndarray]:
     numbers, scales, zeros = rounded(weight, 4, GROUP, symmetric=False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -187,6 +249,7 @@ class Scheme:
 
 
 FP8 = torch.float8_e4m3fn
+NVFP4 = nvfp4(("weight", "weight_scale", "weight_scale_2"))
 SCHEMES: dict[str, Scheme] = {
     "compressed int4": Scheme(
         compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}),
@@ -243,6 +306,51 @@ SCHEMES: dict[str, Scheme] = {
     "modelopt, a scale per channel": Scheme(
         {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "producer": {"name": "modelopt"}},
         scaled(FP8, (1, 0), "weight_scale"),
+    ),
+    "modelopt, blocks": Scheme({"quant_algo": "FP8_PB_WO", "quant_method": "modelopt"}, blocks_with_axes),
+    "modelopt nvfp4": Scheme({"quant_algo": "NVFP4", "quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, NVFP4),
+    "modelopt nvfp4, factors of columns": Scheme(
+        {"quant_algo": "NVFP4_AWQ"}, nvfp4(("weight", "weight_scale", "weight_scale_2"), columns=True)
+    ),
+    "modelopt mxfp8": Scheme({"quant_algo": "MXFP8", "quant_method": "modelopt"}, microscaled(FP8)),
+    "modelopt, layers that differ": Scheme(
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quant_method": "fp8",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.1.mlp": {"quant_algo": "MXFP8"},
+            },
+        },
+        in_turns(NVFP4, modelopt, microscaled(FP8)),
+    ),
+    "quark mxfp4": Scheme(
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}},
+        microscaled(None),
+    ),
+    "quark fp8": Scheme(
+        {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp8_e4m3", "qscheme": "per_channel"}]}},
+        scaled(FP8, (1, 0), "weight_scale"),
+    ),
+    "fbgemm": Scheme(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, scaled(FP8, (1, 0), "weight_scale")
+    ),
+    "compressed nvfp4": Scheme(
+        compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}),
+        nvfp4(("weight_packed", "weight_scale", "weight_global_scale"), divides=True),
+    ),
+    "compressed mxfp4": Scheme(
+        compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}),
+        microscaled(None, ("weight_packed", "weight_scale")),
+    ),
+    "compressed mxfp8": Scheme(
+        compressed("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32}), microscaled(FP8)
+    ),
+    "auto-round as gptq": Scheme(
+        {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": "auto_round:auto_gptq"},
+        gptq(4, True),
+        integers=True,
     ),
     "bitsandbytes nf4": Scheme({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
     "bitsandbytes int8": Scheme({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),

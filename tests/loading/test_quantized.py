@@ -14,10 +14,11 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.formats.blocks import BlockWeight
 from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.quantized import READERS
-from chairlift.loading.stored_weight import StoredWeight
+from chairlift.loading.stored_weight import MicroscaledFloats, StoredWeight
 from tests.loading.quantized_writing import SCHEMES, words, write_quantized
 
 
@@ -75,10 +76,11 @@ def refused(tmp_path: Path, settings: Any) -> str:
     return str(raised.value)
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}
 COMPRESSED = {"quant_method": "compressed-tensors"}
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
 REFUSED: list[tuple[Any, str]] = [
-    ({"quant_method": "quip"}, "quantized by 'quip'; supported are awq, bitsandbytes, compressed-tensors"),
+    ({"quant_method": "quip"}, "quantized by 'quip'; supported are auto-round, awq, bitsandbytes, compressed"),
     ("quip", "quantized by 'quip'"),
     ({"quant_method": "awq", "bits": 3}, "weights of 3 bits are not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported"),
@@ -89,11 +91,18 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "is not two positive integers"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "only e4m3 is supported"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt, but W4A8_AWQ is not read, only FP8"),
-    ({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}, "formats that differ between layers"),
-    ({"quant_algo": "nvfp4"}, "4-bit floats with an 8-bit scale per 16"),
+    ({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}, "has no quantized_layers"),
+    (
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "FP8"}, "a.c": {"quant_algo": 3}}},
+        "3 of the layer 'a.c' is not read",
+    ),
+    ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "type 'int4' are not read"),
+    ({"quant_method": "quark"}, "names no type of weights"),
+    (AUTO_ROUND | {"packing_format": "auto_round:exl"}, "layout 'auto_round:exl'"),
+    (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}, "settings of single layers ('lm_head')"),
     ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
     (COMPRESSED, "no config_groups"),
-    (COMPRESSED | {"format": "nvfp4-pack-quantized", "config_groups": {"a": GROUP}}, "'nvfp4-pack-quantized'"),
+    (COMPRESSED | {"format": "mxfp6-pack-quantized", "config_groups": {"a": GROUP}}, "'mxfp6-pack-quantized'"),
     (COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": {"weights": None}}}, "quantizes no weights"),
     (
         COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": GROUP}, "sparsity_config": {"format": "2:4"}},
@@ -153,7 +162,7 @@ def test_parts_of_any_shape_and_type_are_read_or_refused(name: str, tmp_path: Pa
         for change in changes:
             tensors = {other: tensor for other, tensor in good.items() if other != part}
             if change is not None:
-                tensors[part] = change(good[part]).contiguous()
+                tensors[part] = change(good[part] if good[part].ndim else good[part][None]).contiguous()
             save_file(tensors, file)
             try:
                 for _, weight in open_checkpoint(tmp_path / "model").stored():
@@ -177,6 +186,29 @@ def test_fp8_weights_keep_their_numbers(tmp_path: Path) -> None:
         assert isinstance(weight, FP8Weight)
         assert float((weight.dequantized().double() - values).norm() / values.norm()) < limit
         assert weight.plain is None
+
+
+@pytest.mark.parametrize("name", ["modelopt nvfp4", "compressed nvfp4", "quark mxfp4"])
+def test_4_bit_floats_stay_so_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """Their scales are rounded to float16, unless they are powers of two; those of a map may differ in form."""
+    expected = write_quantized(tmp_path / "model", SCHEMES[name])
+    config = EngineConfig(device="cpu", dtype="float32", quantization="checkpoint")
+    model = load_model(str(tmp_path / "model"), config, progress=False).model
+    weights = [linear.weight for linear in model.layers[0].linears()]
+    assert [weight.name for weight in weights] == ["blocks"] * 4
+    down = next(weight for weight in weights if weight.in_features == 96)
+    values = down.rows(torch.arange(down.out_features)).double()
+    exact = expected["model.layers.0.mlp.down_proj.weight"].double()
+    torch.testing.assert_close(values, exact, rtol=0 if "mxfp4" in name else 2**-11, atol=0)
+    assert down.num_bytes < 0.85 * down.out_features * down.in_features  # padded to whole units
+
+
+def test_powers_of_two_that_float16_lacks_are_dequantized() -> None:
+    codes = torch.randint(0, 256, (16, 32), dtype=torch.uint8).view(16, 2, 16)
+    for exponent, kind in {100: None, 104: "E2M1_32", 142: "E2M1_32", 143: None}.items():
+        weight = MicroscaledFloats(codes, torch.full((16, 2), exponent, dtype=torch.uint8))
+        assert weight.block_kind == kind
+        assert BlockWeight.accepts([weight], torch.float32, torch.device("cpu")) == (kind is not None)
 
 
 def test_block_scales_may_be_as_many_as_rows() -> None:
@@ -205,10 +237,11 @@ def test_modelopt_may_have_a_file_of_its_own(tmp_path: Path) -> None:
 
     write("FP8")
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.quantization == "ModelOpt FP8, 8-bit floats with a scale per tensor"
+    unused = "(its scales of activations and the KV cache are not used)"
+    assert checkpoint.quantization == f"ModelOpt FP8, 8-bit floats with a scale per tensor {unused}"
     assert dict(checkpoint.tensors()).keys() == expected.keys()
-    write("NVFP4")
-    with pytest.raises(UnsupportedModel, match=r"NVFP4 \(4-bit floats with an 8-bit scale per 16\) is not read"):
+    write("W4A16_AWQ")
+    with pytest.raises(UnsupportedModel, match="W4A16_AWQ is not read"):
         open_checkpoint(folder)
     for nothing in (None, "absent"):
         write(None) if nothing is None else own.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ MAX_INDEX_BYTES = 64 << 20  # the largest known have about ten megabytes
 SINGLE = "model.safetensors"
 # These are scales of an 8-bit KV cache; ours holds 8-bit floats without scales.
 UNUSED_SCALES = (".k_scale", ".v_scale")
+# Activations are not rounded, or with a scale for each row.
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -41,8 +43,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._reader = reader = quantized_reader(self.config)
         self._weights: dict[str, dict[str, str]] = {}  # quantized weights -> their parts -> the tensors of these
         if reader is not None:
-            self.quantization = reader.description()
             names = [name for names in self._shards.values() for name in names]
+            self.quantization = reader.description() + _unused_scales(names)
             self._weights = reader.weights(names)
             if not self._weights:
                 raise CorruptCheckpoint(
@@ -93,6 +95,13 @@ class SafetensorsCheckpoint(Checkpoint):
         except (RuntimeError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # parts of any shape
             shapes = ", ".join(f"{part} {list(tensor.shape)} {tensor.dtype}" for part, tensor in parts.items())
             raise CorruptCheckpoint(f"{weight}: its parts do not fit together ({shapes}): {error}") from error
+
+
+def _unused_scales(names: Sequence[str]) -> str:
+    """What the startup report says about scales of a checkpoint that are not used."""
+    kinds = {"activations": ACTIVATION_SCALES, "the KV cache": UNUSED_SCALES}
+    unused = [kind for kind, suffixes in kinds.items() if any(name.endswith(suffixes) for name in names)]
+    return f" (its scales of {' and '.join(unused)} are not used)" if unused else ""
 
 
 def _shards(folder: Path) -> dict[str, list[str]]:

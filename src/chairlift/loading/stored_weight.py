@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,22 @@ class StoredWeight(ABC):
     def as_microscaled(self) -> MicroscaledFloats | None:
         """The same numbers as 4-bit floats with powers of two per group, if that is what they are."""
         return None
+
+    @property
+    def block_kind(self) -> str | None:
+        """The kind of blocks in which a CPU may multiply the weight; None if it has to be rounded for that."""
+        return None
+
+    def block_rows(self) -> BlockRows:
+        """The weight in blocks of its `block_kind`."""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+
+
+class BlockRows(NamedTuple):
+    """Rows of blocks, as files of that kind have them."""
+
+    rows: np.ndarray  # [stored rows, bytes]
+    order: np.ndarray | None = None  # The weight has these of the stored rows; None: all
 
 
 NamedWeights = Iterable[tuple[str, Tensor | StoredWeight]]
@@ -166,14 +183,86 @@ class MicroscaledFloats(StoredWeight):
         return self[rows.to(self.codes.device)]
 
     def dequantized(self) -> Tensor:
-        table = torch.tensor(E2M1_VALUES, device=self.codes.device)
-        numbers = torch.stack((table[(self.codes & 15).long()], table[(self.codes >> 4).long()]), dim=-1)
         powers = self.exponents.int() - 127
-        return torch.ldexp(numbers.flatten(-2), powers[..., None]).flatten(-2)
+        return torch.ldexp(e2m1_values(self.codes), powers[..., None]).flatten(-2)
+
+    @property
+    def block_kind(self) -> str | None:
+        fits = self.exponents.numel() > 0 and len(self.shape) == 2
+        if not fits or int(self.exponents.min()) < MIN_EXPONENT or int(self.exponents.max()) > MAX_EXPONENT:
+            return None
+        return "E2M1_32"
+
+    def block_rows(self) -> BlockRows:
+        return _blocks_of(
+            self.codes, torch.ldexp(torch.ones(self.exponents.shape), self.exponents.int() - 127)[..., None]
+        )
+
+
+# Blocks have halves of the scales in float16, and these powers of two are exact there.
+MIN_EXPONENT, MAX_EXPONENT = 127 - 23, 127 + 15
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFloats(StoredWeight):
+    """4-bit floats (e2m1); each group of 16 or 32 columns of a row has a scale: NVFP4, whose scales are 8-bit floats
+    times one number."""
+
+    codes: Tensor  # [out, in / 2] uint8: two numbers each, the lower half first
+    scales: Tensor  # [out, groups] float32
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape[0], 2 * self.codes.shape[1]
+        if self.codes.dtype != torch.uint8 or self.scales.ndim != 2 or len(self.scales) != rows:
+            raise ValueError(f"scales {list(self.scales.shape)} for {rows} rows of {self.codes.dtype}")
+        if self.scales.shape[1] * self.group_size != columns or self.group_size not in (16, 32):
+            raise ValueError(f"scales {list(self.scales.shape)} for {columns} columns in groups of 16 or 32")
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.codes), 2 * self.codes.shape[1]))
+
+    @property
+    def group_size(self) -> int:
+        return 2 * self.codes.shape[1] // max(1, self.scales.shape[1])
+
+    def select_rows(self, rows: Tensor) -> GroupedFloats:
+        return GroupedFloats(self.codes[rows], self.scales[rows])
+
+    def dequantized(self) -> Tensor:
+        groups: Tensor = e2m1_values(self.codes).unflatten(1, (-1, self.group_size))
+        return (groups * self.scales[..., None]).flatten(1)
+
+    @property
+    def block_kind(self) -> str | None:
+        return f"E2M1_{self.group_size}"
+
+    def block_rows(self) -> BlockRows:
+        return _blocks_of(self.codes.unflatten(1, (-1, GROUP // 2)), self.scales.unflatten(1, (-1, self._per_block)))
+
+    @property
+    def _per_block(self) -> int:
+        return GROUP // self.group_size
 
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # Each code of a 4-bit float has one.
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Pairs of 4-bit floats [..., n] uint8, the lower half first -> [..., 2 * n] float32."""
+    table = torch.tensor(E2M1_VALUES, device=codes.device)
+    pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1)
+    return pairs.flatten(-2)
+
+
+def _blocks_of(codes: Tensor, scales: Tensor) -> BlockRows:
+    """codes [rows, blocks, 16], scales [rows, blocks, 1 or 2] -> blocks of 32 columns: the halves of their scales in
+    float16, then 16 bytes, each with the numbers i and i + 16."""
+    numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [rows, blocks, 32]
+    packed = numbers[..., :16] | numbers[..., 16:] << 4
+    halves = (scales.float() / 2).half().numpy().view(np.uint8)
+    return BlockRows(np.concatenate([halves, packed.numpy()], axis=-1).reshape(len(codes), -1))
 
 
 @dataclass(frozen=True, slots=True)

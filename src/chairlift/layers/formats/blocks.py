@@ -44,8 +44,8 @@ class BlockWeight(WeightFormat):
     @classmethod
     def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
         whole = all(part.shape[0] % PANEL == 0 for part in parts[:-1])
-        fit = all(isinstance(part, GGUFWeight) and part.shape[1] % GROUP == 0 for part in parts)  # whole blocks
-        return whole and fit and not cls.obstacles(dtype, device)
+        fit = all(part.shape[1] % GROUP == 0 for part in parts)  # whole blocks
+        return whole and fit and not cls.obstacles(dtype, device) and all(part.block_kind for part in parts)
 
     @staticmethod
     def bytes_of(weight: GGUFWeight) -> int:
@@ -59,8 +59,8 @@ class BlockWeight(WeightFormat):
         from chairlift.kernels.cpu.blocks.panels import KINDS
 
         for part in parts:
-            if isinstance(part, GGUFWeight) and part.kind in KINDS:
-                self._add(part.kind, part.stored_rows(), part.row_order())
+            if part.block_kind in KINDS:
+                self._add(part.block_kind, *part.block_rows())
             else:
                 self._add("Q8_0", _rows_of_8_bits(part.dequantized().numpy()))
         self._join()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.loading.gguf.checkpoint import Source
 from chairlift.loading.gguf.file import GGUFFile
-from chairlift.loading.stored_weight import GroupedIntegers, MicroscaledFloats, StoredWeight
+from chairlift.loading.stored_weight import BlockRows, GroupedIntegers, MicroscaledFloats, StoredWeight
 
 GROUP = 32  # columns with a scale of their own, in all three kinds
 
@@ -46,11 +46,16 @@ class GGUFWeight(StoredWeight):
         chosen = rows.numpy()
         return replace(self, selected=chosen if self.selected is None else self.selected[chosen])
 
-    def stored_rows(self) -> np.ndarray:
-        """The bytes of the blocks of all rows of the matrix [rows, bytes], in the order of the file."""
-        return self.file.blocks(self.source.tensor, self.source.expert).reshape(self._whole_shape[0], -1)
+    @property
+    def block_kind(self) -> str:
+        return self.kind
 
-    def row_order(self) -> np.ndarray:
+    def block_rows(self) -> BlockRows:
+        """All rows of the matrix, in the order of the file."""
+        rows = self.file.blocks(self.source.tensor, self.source.expert).reshape(self._whole_shape[0], -1)
+        return BlockRows(rows, self._row_order())
+
+    def _row_order(self) -> np.ndarray:
         """The stored row of each row."""
         order = self.source.row_order(self._whole_shape[0])
         return order if self.selected is None else order[self.selected]
@@ -61,7 +66,7 @@ class GGUFWeight(StoredWeight):
             return None
         blocks = self.file.blocks(self.source.tensor, self.source.expert)
         numbers, scales, offsets = unpack(blocks)
-        rows, order = self._whole_shape[0], self.row_order()
+        rows, order = self._whole_shape[0], self._row_order()
 
         def in_order(part: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(part.reshape(rows, -1)[order]))
@@ -74,7 +79,7 @@ class GGUFWeight(StoredWeight):
         blocks = self.file.blocks(self.source.tensor, self.source.expert)
         numbers = _nibbles(blocks[:, 1:])  # [blocks, 32]
         codes = numbers[:, 0::2] | numbers[:, 1::2] << 4
-        rows, order = self._whole_shape[0], self.row_order()
+        rows, order = self._whole_shape[0], self._row_order()
         return MicroscaledFloats(
             torch.from_numpy(codes.reshape(rows, -1, 16)[order]),
             torch.from_numpy(blocks[:, 0].reshape(rows, -1)[order]),

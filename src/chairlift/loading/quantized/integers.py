@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.quantized import READERS
 from chairlift.loading.quantized.base import QuantizedReader, WeightParts, by_suffix
+from chairlift.loading.quantized.floats import floats_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,16 +103,56 @@ class AWQReader(QuantizedReader):
         return numbers[..., self.order].flatten(1)
 
 
+@READERS.register("auto-round")
+class AutoRoundReader(QuantizedReader):
+    """Integers that Intel's AutoRound has chosen, in the layouts of GPTQ or AWQ."""
+
+    name = "auto-round"
+    layouts: ClassVar[dict[str, type[QuantizedReader]]] = {
+        "auto_round:auto_gptq": GPTQReader,
+        "auto_round:auto_awq": AWQReader,
+    }
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        layout, type = config.get("packing_format"), config.get("data_type", "int")
+        if layout not in self.layouts or type != "int":
+            supported = ", ".join(self.layouts)
+            raise self.refuse(f"its layout {layout!r:.60} of {type!r:.60} is not supported; supported are {supported}")
+        for layer, own in (config.get("extra_config") or {}).items():
+            if isinstance(own, Mapping) and own.get("bits", 16) not in (16, config.get("bits")):
+                raise self.refuse(f"settings of single layers ({layer!r:.60}) are not supported")
+        self._reader = self.layouts[layout](config)
+
+    def description(self) -> str:
+        return f"AutoRound in the layout of {self._reader.description()}"
+
+    def weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        return self._reader.weights(names)
+
+    def read(self, weight: str, parts: WeightParts) -> StoredWeight:
+        return self._reader.read(weight, parts)
+
+
 @READERS.register("compressed-tensors")
 class CompressedTensorsReader(QuantizedReader):
-    """8-bit floats and 4- or 8-bit integers, as llm-compressor writes them.
+    """Floats and integers of 8 and 4 bits, as llm-compressor writes them.
 
     Activations are not quantized with the checkpoint's scales: the weight formats round each row of activations with a
     scale of its own, or not at all, which is at least as exact.
     """
 
     name = "compressed-tensors"
-    formats = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+    formats = (
+        "pack-quantized",
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mxfp8-quantized",
+        "mixed-precision",
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -123,7 +164,8 @@ class CompressedTensorsReader(QuantizedReader):
             weights = group.get("weights") if isinstance(group, Mapping) else None
             if not isinstance(weights, Mapping):
                 raise self.refuse("a group of its config_groups quantizes no weights")
-            self._check(group.get("format") or config.get("format"), weights)
+            own = group.get("format")
+            self._check(config.get("format") if own is None else own, weights)
             self._weights.append(weights)
         sparsity = config.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
@@ -135,7 +177,7 @@ class CompressedTensorsReader(QuantizedReader):
         kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
         if format not in self.formats:
             raise self.refuse(f"its format {format!r} is not supported; supported are {', '.join(self.formats)}")
-        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8), ("float", 4)):
             raise self.refuse(f"weights of type {kind} with {bits} bits are not supported")
 
     def description(self) -> str:
@@ -144,7 +186,10 @@ class CompressedTensorsReader(QuantizedReader):
 
     def weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         names = list(names)
-        further = ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point", "weight_shape")
+        further = (
+            *("weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
+            *("input_scale", "input_zero_point", "input_global_scale"),
+        )
         packed = by_suffix(names, ("weight_packed", "weight_scale"), further)
         return packed | by_suffix(names, ("weight", "weight_scale"), further)
 
@@ -152,12 +197,23 @@ class CompressedTensorsReader(QuantizedReader):
         from chairlift.loading.stored_weight import ScaledFloats
 
         if "weight_packed" in parts:
-            return self._integers(weight, parts)
+            is_float = parts["weight_packed"].element_size() == 1  # Integers are packed into words.
+            return self._small_floats(weight, parts) if is_float else self._integers(weight, parts)
+        if parts["weight_scale"].element_size() == 1:
+            return floats_of(parts["weight"], parts["weight_scale"])
         numbers, scales = parts["weight"], parts["weight_scale"].float()
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
         if "weight_zero_point" in parts and bool(parts["weight_zero_point"].to(dtype=scales.dtype).any()):
             raise self.refuse(f"{weight} has zero points, which are supported in packed weights only")
         return ScaledFloats(numbers, scales, self._block(weight, scales, *numbers.shape))
+
+    def _small_floats(self, weight: str, parts: WeightParts) -> StoredWeight:
+        """NVFP4, whose scales are to be divided by a global one, and MXFP4."""
+        if "weight_zero_point" in parts:
+            raise self.refuse(f"{weight} has zero points, which are not supported in 4-bit floats")
+        whole = parts.get("weight_global_scale")
+        scales = parts["weight_scale"] if whole is None else parts["weight_scale"].float() / whole.float()
+        return floats_of(parts["weight_packed"], scales)
 
     def _block(self, weight: str, scales: Tensor, rows: int, columns: int) -> tuple[int, int]:
         """The rows and columns that have a scale."""

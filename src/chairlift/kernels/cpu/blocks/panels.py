@@ -61,9 +61,14 @@ class BlockKind:
         return PANEL * COLUMNS * self.bits // 8
 
     @property
+    def part_bytes(self) -> int:
+        """Bytes of the scales of as many columns as share one."""
+        return PANEL * (1 if self.nested else 2)
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of a group, and of its minima."""
-        return PANEL * (COLUMNS // self.scale_columns) * (1 if self.nested else 2)
+        return COLUMNS // self.scale_columns * self.part_bytes
 
     @property
     def scales_at(self) -> int:
@@ -88,6 +93,9 @@ class BlockKind:
 
 
 _IQ4 = tuple(value + 128 for value in IQ4_VALUES)
+# Twice the values of the sixteen 4-bit floats (e2m1), so that they are integers; scales are halved.
+E2M1_DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_E2M1 = tuple(value + 12 for value in E2M1_DOUBLES)
 
 KINDS = {
     kind.name: kind
@@ -98,6 +106,9 @@ KINDS = {
         BlockKind("Q5_1", 32, 24, 5, has_min=True),
         BlockKind("Q8_0", 32, 34, 8, offset=128),
         BlockKind("IQ4_NL", 32, 18, 4, offset=128, values=_IQ4),
+        # These two are of no file: MXFP4 and NVFP4 with scales in float16 (loading/stored_weight.py).
+        BlockKind("E2M1_32", 32, 18, 4, offset=12, values=_E2M1),
+        BlockKind("E2M1_16", 32, 20, 4, offset=12, values=_E2M1, scale_columns=16),
         BlockKind("Q4_K", 256, 144, 4, has_min=True, nested=True),
         BlockKind("Q5_K", 256, 176, 5, has_min=True, nested=True),
         BlockKind("Q6_K", 256, 210, 6, offset=32, nested=True, signed_scales=True, scale_columns=16),
@@ -117,10 +128,11 @@ def _half(block: Any, at: int) -> Any:
 
 # Each of these unpacks one block of a file: numbers, scales and minima by group, and the two factors.
 @compiled()
-def _read_small(block: Any, bits: int, has_min: bool, numbers: Any, scales: Any, mins: Any) -> None:
-    """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL."""
-    scales[0] = _half(block, 0)
-    at = 2
+def _read_small(block: Any, bits: int, parts: int, has_min: bool, numbers: Any, scales: Any, mins: Any) -> None:
+    """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, E2M1_32 and E2M1_16."""
+    for part in range(parts):
+        scales[part] = _half(block, 2 * part)
+    at = 2 * parts
     if has_min:
         mins[0] = _half(block, 2)
         at = 4
@@ -233,7 +245,7 @@ def _read(block: Any, layout: Layout, numbers: Any, scales: Any, mins: Any, fact
     elif layout.kind == _IQ4_XS:
         _read_iq4_xs(block, numbers, scales, factors)
     else:
-        _read_small(block, layout.bits, layout.has_min, numbers, scales, mins)
+        _read_small(block, layout.bits, layout.parts, layout.has_min, numbers, scales, mins)
 
 
 @compiled()

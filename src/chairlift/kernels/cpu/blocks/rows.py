@@ -244,7 +244,7 @@ class _Column:
     def _scale(self, at: int, factor_at: int) -> ir.Value:
         """The scale, or the minimum, of the column."""
         b, kind = self.b, self.kind
-        part = b.mul(b.udiv(self.place, I64(kind.scale_columns)), I64(PANEL))
+        part = b.mul(b.udiv(self.place, I64(kind.scale_columns)), I64(kind.part_bytes))
         address = b.add(b.add(self.unit, I64(at)), b.add(b.mul(self.group, I64(kind.scale_bytes)), part))
         if not kind.nested:
             return load_halves(b, address)

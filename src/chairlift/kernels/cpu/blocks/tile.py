@@ -126,7 +126,7 @@ class _Tile:
                 prefetch_line(b, b.add(row, I64(AHEAD)), near=True)
                 prefetch_line(b, b.add(span, I64(AHEAD * SPAN_BYTES // COLUMNS)), near=True)
         for part in range(parts):
-            scale = self._scale(b.add(scales, I64(part * PANEL)), factor)
+            scale = self._scale(b.add(scales, I64(part * kind.part_bytes)), factor)
             found = [self._start(span, part, parts) for span in spans]
             for step in range(part * steps, (part + 1) * steps):
                 for row in range(self.rows):

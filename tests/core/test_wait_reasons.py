@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from tests.core.driving import make_request, make_scheduler, step
+from chairlift.core.targets import Targets
+from tests.core.driving import make_request, make_scheduler, settled_forecast, step
 
 
 def test_waiting_for_a_slot_and_waiting_for_another_request_are_different_reasons() -> None:
@@ -43,3 +44,16 @@ def test_requests_wait_for_slots() -> None:
         scheduler.submit(make_request(name, 3), 0)
     step(scheduler)
     assert scheduler.waiting.reasons() == {WaitReason.SLOTS: 2}
+
+
+def test_a_request_that_can_no_longer_be_in_time_waits_for_those_that_can() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, max_batch_tokens=16, order="slack", forecast=settled_forecast())
+    scheduler.submit(make_request("running", 4, 50, targets=Targets(ttft=1.0)), 0.0)
+    step(scheduler)
+    for name, prompt, ttft in (("late", 90, 0.5), ("soon", 8, 20.0)):
+        scheduler.submit(make_request(name, prompt, 1, targets=Targets(ttft=ttft)), 0.0)
+    scheduler.submit(make_request("none", 8, 1), 0.0)
+    step(scheduler)
+    reasons = {name: scheduler.why_waiting(name) for name in ("late", "soon", "none")}
+    assert reasons == {"late": WaitReason.LATE, "soon": WaitReason.SLOTS, "none": WaitReason.SLOTS}
+    assert scheduler.waiting.reasons() == {WaitReason.LATE: 1, WaitReason.SLOTS: 2}

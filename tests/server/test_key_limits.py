@@ -63,8 +63,8 @@ def test_a_key_file_has_names_and_limits(tmp_path: Path) -> None:
     assert keys.find(b"sk-none") is None
     lines = keys_in(tmp_path, "alice sk-1\n\nsk-2\n", "keys.txt")
     assert [key.name for key in lines] == ["alice", "key-2"]
-    toml = keys_in(tmp_path, '[alice]\nkey = "sk-1"\nconcurrent_requests = 2\n', "keys.toml")
-    assert [key.limits for key in toml] == [KeyLimits(concurrent_requests=2)]
+    toml = keys_in(tmp_path, '[alice]\nkey = "sk-1"\nconcurrent_requests = 2\nclass = "batch"\n', "keys.toml")
+    assert [(key.limits, key.service_class) for key in toml] == [(KeyLimits(concurrent_requests=2), "batch")]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_a_key_file_has_names_and_limits(tmp_path: Path) -> None:
         ("alice: {tokens_per_minute: many, key: sk-1}", "tokens_per_minute must be an integer of at least 1"),
         ("alice: {concurrent_requests: true, key: sk-1}", "concurrent_requests must be an integer of at least 1"),
         ("alice: {admin: yes please, key: sk-1}", "alice: admin must be true or false, got 'yes please'"),
+        ("alice: {class: 5, key: sk-1}", "alice: class must be the name of a class, got 5"),
         ("alice: {requests_per_minute: 1}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {key: sk-1, keys: [sk-2]}", "alice: must have either 'key', a text, or 'keys'"),
         ("alice: {keys: []}", "alice: must have either 'key', a text, or 'keys'"),

@@ -14,6 +14,7 @@ from chairlift.core.plan import BlockCopy, Chunk, PlanBuilder, StepLimits, StepP
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
+from chairlift.core.targets import Targets
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import Pace, SpeculationTuning
 from chairlift.speculation.proposers.base import LEVELS, Draft, DraftTerms, Proposer
@@ -274,3 +275,12 @@ def test_steps_with_drafts_are_decodes_to_the_cost_model() -> None:
     request.append(5)
     chunk = Chunk(request, 10, 4, (), samples=True, drafts=(1, 2, 3))
     assert StepShape.of(StepPlan(0, (chunk,))) == StepShape(decode_tokens=4, decode_kv=14, requests=1)
+
+
+def test_without_room_for_all_requests_get_drafts_in_the_order_in_which_they_are_due() -> None:
+    speculation = fixed_length(FixedProposer(lambda _, length: [998] * length), 5, max_drafts=7)
+    scheduler = make_scheduler(speculation=speculation, order="edf")
+    for name, targets in (("none", Targets()), ("patient", Targets(tpot=9.0)), ("late", Targets(tpot=0.1))):
+        scheduler.submit(make_request(name, 4, 20, targets=targets), 0.0)
+    plans = run_to_end(scheduler)
+    assert {chunk.request.id: len(chunk.drafts) for chunk in plans[1].chunks} == {"late": 5, "patient": 2, "none": 0}

@@ -43,6 +43,7 @@ class APIKey:
     name: str  # The tenant's; several keys may have the same.
     digest: bytes  # SHA-256
     limits: KeyLimits = KeyLimits()
+    service_class: str = ""  # The class of its requests, unless they choose one.
     is_proxy: bool = False  # whether its owner authenticates clients itself and sends the names of their keys
     is_admin: bool = False  # whether its owner sees all tenants where keys are isolated
     is_short: bool = False  # whether it can be guessed
@@ -117,7 +118,8 @@ def _from_file(file: Path, first_number: int) -> list[APIKey]:
 
 
 def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
-    """Return the keys of one name: {key: KEY} or {keys: [KEY, …]}, with `admin` and the fields of `KeyLimits`."""
+    """Return the keys of one name: {key: KEY} or {keys: [KEY, …]}, with `admin`, `class` and the fields of
+    `KeyLimits`."""
 
     def refuse(problem: str) -> InvalidParameter:
         return InvalidParameter(FILE_PARAMETER, f"{file}: {name}: {problem}")
@@ -128,8 +130,10 @@ def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
         raise refuse("must have the field 'key' or 'keys'")
     known = [item.name for item in fields(KeyLimits)]
     for field, value in entry.items():
-        if field not in (*known, "key", "keys", "admin"):
-            raise refuse(f"unknown field {field!r}; choose from key, keys, admin, {', '.join(known)}")
+        if field not in (*known, "key", "keys", "admin", "class"):
+            raise refuse(f"unknown field {field!r}; choose from key, keys, admin, class, {', '.join(known)}")
+        if field == "class" and (not isinstance(value, str) or not value):
+            raise refuse(f"class must be the name of a class, got {value!r}")
         if field == "admin" and not isinstance(value, bool):
             raise refuse(f"admin must be true or false, got {value!r}")
         if field in known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -141,7 +145,8 @@ def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
         raise refuse("keys must be texts; put them in quotes")
     limits = KeyLimits(**{field: entry[field] for field in known if field in entry})
     keys = [_make_key(name, secret, FILE_PARAMETER) for secret in secrets]
-    return [replace(key, limits=limits, is_admin=entry.get("admin", False)) for key in keys]
+    service_class, is_admin = entry.get("class", ""), entry.get("admin", False)
+    return [replace(key, limits=limits, service_class=service_class, is_admin=is_admin) for key in keys]
 
 
 def _make_key(name: str, secret: str, parameter: str) -> APIKey:

@@ -12,16 +12,18 @@ from typing import Any
 
 import msgspec
 
+from chairlift.core.orderings.base import FcfsOrdering
 from chairlift.core.orderings.fair import parse_weights
 from chairlift.errors import InvalidParameter
 from chairlift.options import parse_bytes
-from chairlift.server.access import KeySources
+from chairlift.server.access import FILE_PARAMETER, KeySources
 from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.http.listener import Certificate
 from chairlift.server.options import STANDARD_OUTPUT, ServerOptions
 from chairlift.server.process.engine_client import Supervision
 from chairlift.server.process.this_process import ENGINE_MODULE
 from chairlift.server.stored.store import ResponseStore
+from chairlift.server.wire.classes import ServiceClasses
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.unknown_fields import UnknownFieldsRule
 
@@ -42,6 +44,7 @@ class ServerConfig:
     engine_log_level: str | None = None  # None: as `log_level`
     request_log: bool = False  # whether standard error gets a line per request
     keys: KeySources = field(default_factory=KeySources)
+    classes: ServiceClasses = field(default_factory=ServiceClasses)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # A server without keys answers to these host names, too.
@@ -77,7 +80,9 @@ def server_config(
     server: ServerOptions, model: str, engine: dict[str, Any], *, quiet: bool = False, verbose: bool = False
 ) -> ServerConfig:
     """Return the configuration of a server; `engine` are the options of `EngineConfig`."""
-    keys = _key_sources(server)
+    order = engine.get("order") or FcfsOrdering.name
+    classes = ServiceClasses.of(server.classes or (), order, engine.get("budget"))
+    keys = _key_sources(server, classes)
     files_quota = parse_bytes("files_quota", server.files_quota)
     if server.isolate_keys and not keys:
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
@@ -90,7 +95,7 @@ def server_config(
         raise InvalidParameter("access_log_salt", "goes with --access-log, whose hashes it is for")
     names = {option.name for option in fields(ServerOptions)} & {one.name for one in fields(ServerConfig)}
     shared = {name: getattr(server, name) for name in names}  # options that the configuration has under the same name
-    shared |= {"files_quota": files_quota, "responses_quota": responses_quota}
+    shared |= {"classes": classes, "files_quota": files_quota, "responses_quota": responses_quota}
     shared |= {"log_level": server.log_level or ("error" if quiet else "info")}
     shared["access_log_salt"] = server.access_log_salt or secrets.token_hex(16)
     shared["request_log"] = _logs_requests(server, quiet=quiet)
@@ -132,12 +137,13 @@ def _certificate(server: ServerOptions) -> Certificate | None:
     return None
 
 
-def _key_sources(server: ServerOptions) -> KeySources:
+def _key_sources(server: ServerOptions, classes: ServiceClasses) -> KeySources:
     texts = [*(server.api_key or ())]
     if "CHAIRLIFT_API_KEY" in os.environ:  # an empty key is an error and must not open the server
         texts.append(os.environ["CHAIRLIFT_API_KEY"])
     sources = KeySources(texts, server.api_key_file)
-    sources.read()  # raises for what is wrong with them, before anything is loaded
+    for key in sources.read():  # raises for what is wrong with them, before anything is loaded
+        classes.check_key_class(FILE_PARAMETER, key.service_class)
     return sources
 
 

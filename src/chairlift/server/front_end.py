@@ -121,6 +121,7 @@ def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, c
         metrics,
         config.limits,
         isolate_keys=config.isolate_keys,
+        classes=config.classes,
         policy_switch=config.may_switch_policy(),
     )
 

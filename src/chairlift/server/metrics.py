@@ -69,6 +69,9 @@ class Metrics:
         self.requests = counter("requests", "Completions, by finish reason", ("reason",))
         self.refused = counter("requests_refused", "Requests refused temporarily, by status", ("status",))
         self.rate_limited = counter("requests_rate_limited", "Requests refused for a key's limit", ("key", "limit"))
+        self.targets = counter(
+            "request_targets", "Completions with targets, by class, target and result", ("class", "target", "result")
+        )
         self.start_seconds = gauge("engine_start_seconds", "Time of the engine's last start, by phase", ("phase",))
         self.restarts = counter("engine_restarts", "Restarts of the engine process")
         self.worker_restarts = counter("worker_restarts", "Restarts of HTTP processes")
@@ -118,6 +121,11 @@ class Metrics:
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
+
+    def record_targets(self, service_class: str, met: Mapping[str, bool]) -> None:
+        """Count a completion by whether it met each of its targets, and all of them."""
+        for target, is_met in {**met, "all": all(met.values())}.items():
+            self.targets.labels(service_class, target, "in_time" if is_met else "late").inc()
 
     @staticmethod
     def value(gauge: Gauge) -> int:

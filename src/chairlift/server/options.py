@@ -47,6 +47,15 @@ class ServerOptions:
     request_timeout: float | None = server_option(
         None, help="Seconds after which a request is cancelled.", check=at_least(0.001), default_text="never"
     )
+    classes: Sequence[str] | None = server_option(
+        None,
+        help="Targets in milliseconds (ttft, tpot, e2e) of requests that name this class in service_tier or in the "
+        "header x-chairlift-class, or whose API key has it; may be repeated. Needs --order slack or edf, or --budget "
+        "slack.",
+        metavar="NAME=TARGETS",
+        flag="--class",
+        default_text="no classes",
+    )
     tool_format: str | None = server_option(
         None,
         help="Format of the model's tool calls.",

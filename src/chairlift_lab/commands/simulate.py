@@ -21,7 +21,7 @@ from chairlift.progress import watch
 from chairlift.terminal.options import given, refuse_given
 from chairlift.terminal.tables import Line, comparison_table, recording_table, show_table
 from chairlift_lab.planning.machine import MachineOptions
-from chairlift_lab.planning.options import ClassOptions, FleetOptions, ReplicaOptions, TargetOptions, TrafficOptions
+from chairlift_lab.planning.options import ClassOptions, FleetOptions, ReplicaOptions, TrafficOptions
 from chairlift_lab.report.options import ReportOptions
 
 if TYPE_CHECKING:
@@ -276,13 +276,14 @@ def _show_figures(row: dict[str, Any], goal: Targets) -> None:
     group=UNDERSTAND,
     examples=[
         "chairlift plan --model llama3-8b --device h200 --rate 50 --target-ttft-ms 500 --target-tpot-ms 30",
+        "chairlift plan --model llama3-8b --class interactive=ttft:500,tpot:50 --class batch=e2e:60000,share:2",
         "chairlift plan --model path/to/config.json --device l4 --dtype int8 --plot plan.png",
         "chairlift plan --device custom --bandwidth 900 --tflops 180 --memory 48",
     ],
 )
 def plan(
     machine: MachineOptions,
-    targets: TargetOptions,
+    targets: ClassOptions,
     report: ReportOptions,
     rate: Annotated[float | None, _traffic(help="Requests per second to serve.")] = None,
     prompt_len: Annotated[str, _traffic(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.")] = "128:2048",
@@ -301,7 +302,7 @@ def plan(
         above(0)("rate", rate)
     report.check()
     model, device, memory = machine.resolve()
-    goal, cost = targets.resolve(), Roofline(model, device)
+    goal, named, cost = targets.resolve(), targets.named(), Roofline(model, device)
     n_in, n_out = LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len)
     longest = n_in.high + n_out.high
     middle = round(math.sqrt(n_in.low * n_in.high) + math.sqrt(n_out.low * n_out.high) / 2)
@@ -309,8 +310,9 @@ def plan(
     curve = decode_curve(cost, middle, largest)
     with watch(enabled=not quiet) as note:
         note("searching for the highest rate")
-        settings = ReplicaSettings(num_blocks=memory.num_blocks, slots=min(largest, 1024))
-        best = highest_rate(settings, cost, n_in, n_out, goal)
+        order = "slack" if named else "fcfs"
+        settings = ReplicaSettings(num_blocks=memory.num_blocks, slots=min(largest, 1024), order=order)
+        best = highest_rate(settings, cost, n_in, n_out, goal, named)
     fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
     rows = [
         ["Weights", f"{model.weight_bytes / 1e9:.2f} GB, {model.num_parameters:,} of them"],
@@ -327,7 +329,7 @@ def plan(
     if goal.tpot is not None:
         most = fitting[-1].batch if fitting else 0
         rows.append([f"Requests inside {goal.tpot * 1e3:g} ms per token", f"{most:,}"])
-    label = "Highest rate inside the targets" if goal.given else "Highest rate"
+    label = "Highest rate inside the targets" if goal.given or named else "Highest rate"
     rows.append([label, f"{_rounded(best)} requests/s" if best else "none: not even one request"])
     replicas = None
     if rate is not None:
@@ -342,6 +344,7 @@ def plan(
         "prompt_len": str(n_in),
         "output_len": str(n_out),
         "rate": rate,
+        "classes": [each.name for each in named],
     }
     row = {
         "name": machine.model,

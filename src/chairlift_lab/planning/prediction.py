@@ -26,7 +26,7 @@ from chairlift_lab.load.trace_files import TraceEntry
 from chairlift_lab.load.traces import Arrivals
 from chairlift_lab.planning.machine import BLOCK_SIZE
 from chairlift_lab.report.options import save_panels
-from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, percentile
+from chairlift_lab.simulator.outcome import Arrival, RequestRecord, SimulationOutcome, attainment, percentile
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedKVCache, SimulatedScheduler
 from chairlift_lab.simulator.simulation import simulate
@@ -186,18 +186,24 @@ def highest_rate(
     n_in: LengthRange,
     n_out: LengthRange,
     targets: Targets,
+    classes: Sequence[ServiceClass] = (),
     *,
     count: int = 400,
     seed: int = 0,
 ) -> float:
-    """Highest rate that one replica sustains and at which 95% of requests meet each target; 0 if there is none."""
+    """Highest rate that one replica sustains and at which 95% of requests meet each target, or 95% of each class all of
+    its own; 0 if there is none."""
     ceiling = saturated_rate(settings, cost, n_in, n_out, seed=seed)
-    if not targets.given:
+    if not targets.given and not classes:
         return ceiling
 
     def keeps(rate: float) -> bool:
         arrivals = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
+        if classes:
+            arrivals = assign_classes(arrivals, classes, seed)
         records = simulate_alone(arrivals, settings.make(cost)).records
+        if any(each["good_share"] < 0.95 for each in attainment(records).values()):
+            return False
         for name in ("ttft", "tpot", "e2e"):
             limit = getattr(targets, name)
             values = [value for record in records if (value := getattr(record, name)) is not None]

@@ -107,6 +107,19 @@ def test_the_highest_rate_of_a_plan_is_one_that_a_replica_sustains(tmp_path: Pat
     assert json.loads(files[2].read_text())["rows"][0]["highest_rate"] == rate
 
 
+def test_a_plan_keeps_each_class_inside_its_targets(tmp_path: Path) -> None:
+    traffic = ["--model", "qwen3-0.6b", "--device", "l4", "--prompt-len", "64:512", "--output-len", "32"]
+    rates = []
+    for ttft in ("3000", "150"):
+        classes = ["--class", f"interactive=ttft:{ttft}", "--class", "batch=e2e:60000"]
+        text = run("plan", *traffic, *classes, "--json", str(tmp_path / "plan.json"))
+        assert "Highest rate inside the targets" in text
+        rates.append(json.loads((tmp_path / "plan.json").read_text())["rows"][0]["highest_rate"])
+    assert rates[0] > rates[1] > 0
+    outcome = CliRunner().invoke(app, ["plan", *traffic, *classes, "--target-ttft-ms", "5"])
+    assert "classes: have targets of their own" in outcome.output.replace("--class", "classes")
+
+
 def test_simulate_hints_at_the_option_for_a_file() -> None:
     outcome = CliRunner().invoke(app, ["simulate", "traffic.csv"])
     assert outcome.exit_code == 2

@@ -37,7 +37,7 @@ from chairlift.server.generation.usage import (
     read_header,
     take_comments,
 )
-from chairlift.server.http.guards import CLIENT_KEY_HEADER, CLIENT_NAME_HEADER, client_headers
+from chairlift.server.http.guards import CLIENT_CLASS_HEADER, CLIENT_KEY_HEADER, CLIENT_NAME_HEADER, client_headers
 from chairlift.server.process.streams import Quarantine
 from chairlift.server.wire.errors import APIError, as_api_error, unavailable
 
@@ -58,7 +58,7 @@ _OWN_HEADERS = frozenset(
         b"host connection keep-alive transfer-encoding te trailer upgrade proxy-connection proxy-authorization expect "
         b"content-length accept-encoding authorization x-api-key x-request-id"
     ).split()
-) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, REPORT_HEADER}
+) | {CLIENT_NAME_HEADER, CLIENT_KEY_HEADER, CLIENT_CLASS_HEADER, REPORT_HEADER}
 _OWN_RESPONSE_HEADERS = frozenset(b"connection keep-alive transfer-encoding x-request-id date".split()) | {USAGE_HEADER}
 Connect = Callable[[], Awaitable[None]]
 

@@ -29,7 +29,7 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 # Fields that differ between equal requests of different clients; the engine does not see them.
 _OF_THE_CLIENT = frozenset(
-    ("user", "stream", "stream_options", "cache_salt", "priority", "targets", "timeout", "metadata")
+    ("user", "stream", "stream_options", "cache_salt", "priority", "targets", "service_tier", "timeout", "metadata")
 )
 
 

@@ -77,10 +77,6 @@ class SlackOrdering(Ordering):
             return math.inf
         return due(request, self._work.decode) - self._work.token * request.num_known
 
-    def can_meet(self, request: Request) -> bool:
-        """Whether a request was expected to meet its targets when the last step was planned."""
-        return request.order not in self._late
-
     def _hopeless(self, outlook: Outlook) -> set[int]:
         """The requests that will miss their targets even if all the others among them are left out."""
         jobs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ class WaitReason(StrEnum):
 
     NEXT_STEP = "it has not been considered yet"
     SLOTS = "all slots are taken (max_batch_requests)"
+    LATE = "it can no longer meet its targets, so those that can come first (order slack)"
     TARGET = "with one more running, the others' tokens would come later than target_tpot_ms"
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
@@ -34,6 +36,9 @@ class WaitReason(StrEnum):
     def label(self) -> str:
         """Its label in metrics and on the dashboard."""
         return self.name.lower()
+
+
+_SHORTAGES = (WaitReason.SLOTS, WaitReason.TARGET, WaitReason.BUDGET, WaitReason.MEMORY)
 
 
 class WaitingQueue(Sequence[Request]):
@@ -159,6 +164,8 @@ class WaitingQueue(Sequence[Request]):
     def reasons(self) -> Counter[WaitReason]:
         """Count the waiting requests by reason, as of the last admission. Requests with the default reason are not
         iterated over, since the queue may be long and this runs in every step."""
+        if self.ordering.uses_targets:
+            return Counter(map(self.last_reason, self._requests))
         tried = bisect_left(self._requests, self._num_tried, key=_order)
         others = [request for request in self._requests[:tried] if not request.ready] + self._requests[tried:]
         counts = Counter([*self._reasons.values(), *map(self.last_reason, others)])
@@ -171,7 +178,12 @@ class WaitingQueue(Sequence[Request]):
             return WaitReason.GRAMMAR
         if request.order >= self._num_tried:
             return WaitReason.NEXT_STEP
-        return self._reasons.get(request.id, self._default_reason)
+        reason = self._reasons.get(request.id, self._default_reason)
+        if reason not in _SHORTAGES or not self.ordering.uses_targets or request.starved:
+            return reason
+        # What can be in time has a finite claim.
+        is_late = request.targets.given and self.ordering.claim(request) == math.inf
+        return WaitReason.LATE if is_late else reason
 
 
 def _order(request: Request) -> int:

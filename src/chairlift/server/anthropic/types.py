@@ -10,7 +10,7 @@ from pydantic import Field
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.errors import THREAD_UNSUPPORTED
-from chairlift.server.generation.endpoint import Entries, Integer, StrictModel, parse_at
+from chairlift.server.generation.endpoint import Entries, Integer, StrictModel, Tier, parse_at
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Tools
 
 MAX_STOP_SEQUENCES = 64
@@ -330,7 +330,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)]  # 0: compute the prompt, so that it is cached
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
     metadata: MessagesMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Tier = None
 
     def as_chat(self, *, reasons: bool, **more: Any) -> ChatRequest:
         return super().as_chat(

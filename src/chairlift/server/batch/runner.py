@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import itertools
 import logging
 import shutil
@@ -196,6 +197,9 @@ class BatchRunner:
         key = None if batch.key is None else self._keys.get(batch.key)
         if batch.key is not None and key is None:
             raise ChairliftError("the API key of this batch is no longer valid")
+        if key is not None:
+            # A batch can wait: its lines have the class that they name, if any, and not that of the key.
+            key = dataclasses.replace(key, service_class="")
         given = {"api_key": key, "key": batch.key, "tenant": batch.tenant, "allowance": None}
         self._num_sent += 1
         try:

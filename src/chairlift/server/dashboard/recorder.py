@@ -125,7 +125,7 @@ class StepRecorder:
         if self._get_known(request_id) is None:  # cancelled before the next step
             self._cancelled[request_id] = self._num_handles
             self._lists["new"].append(
-                [self._num_handles, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0]
+                [self._num_handles, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0, ""]
             )
             self._num_handles += 1
 
@@ -146,7 +146,7 @@ class StepRecorder:
                 return None
             known = self._known[request_id] = _Known(self._num_handles, request, request.status is Status.FINISHED)
             self._num_handles += 1
-            self._lists["new"].append(self._description(known))
+            self._lists["new"].append([*self._description(known), request.service_class])
         return known
 
     def _description(self, known: _Known) -> list[Any]:
@@ -273,7 +273,8 @@ class StepRecorder:
         request, table = known.request, list(snapshot.tables[known.request.id])
         known.num_sent = len(table)
         state = {Status.WAITING: "waiting", Status.RUNNING: "running"}.get(request.status, "idle")
-        return [*self._description(known), state, request.num_computed, request.num_output, table]
+        described = [*self._description(known), state, request.num_computed, request.num_output, table]
+        return [*described, request.service_class]
 
     def _queue_state(self, snapshot: SchedulerSnapshot) -> FrameData:
         state: FrameData = {

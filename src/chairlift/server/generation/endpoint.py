@@ -186,6 +186,9 @@ class LatencyTargets(StrictModel):
         return Targets.of_milliseconds(self.model_dump(exclude_none=True))
 
 
+Tier = Annotated[str | None, Field(max_length=64)]
+
+
 class EngineBody(RequestBody):
     """Parameters of every endpoint that uses the engine."""
 
@@ -196,6 +199,7 @@ class EngineBody(RequestBody):
     targets: LatencyTargets | None = None
     # Does not change the output; with fair scheduling it is the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
+    service_tier: Tier = None  # Once it is parsed, the class that the request has, for its response.
 
 
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.

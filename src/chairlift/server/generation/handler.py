@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from chairlift.core.events import completion_ids
 from chairlift.core.request import RequestLimits
-from chairlift.core.targets import NO_TARGETS
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.admission import Admission
-from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
+from chairlift.server.generation.endpoint import EngineBody, GenerationRequest, Tokenized
 from chairlift.server.generation.reply import EventStream, collect, encoded_body, first_updates, response_events
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import RequestTexts, StreamMetrics, Usage
@@ -31,6 +31,7 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EnginePort
 from chairlift.server.process.streams import UpdateStream
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.classes import CLASS_HEADER, DEFAULT_CLASS, OWN_TARGETS, ServiceClasses
 from chairlift.server.wire.errors import ENGINE_DIED, APIError, as_api_error, timed_out
 from chairlift.server.wire.limits import Limits
 from chairlift.server.wire.messages import Submit
@@ -49,6 +50,8 @@ class Parsed:
     cache_salt: str  # requests with equal salts share cached prefixes
     num_sequences: int  # Each prompt has as many.
     timeout: float | None
+    targets: Targets
+    service_class: str  # empty without a class, and with targets of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class GenerationHandler:
     limits: Limits
     admission: Admission
     isolate_keys: bool = field(default=False, kw_only=True)  # whether only administrators see what concerns all keys
+    classes: ServiceClasses = field(default_factory=ServiceClasses, kw_only=True)
 
     def __post_init__(self) -> None:
         self.tokenizer_pool = TokenizerPool(self.limits.tenant_weights)
@@ -104,7 +108,21 @@ class GenerationHandler:
         if self.isolate_keys and key is not None:
             salt = hashlib.sha256(key + salt.encode("utf-8", "surrogatepass")).hexdigest()
         timeout = self.limits.default_timeout if body.timeout is None else body.timeout
-        return Parsed(request, http, tenant, salt, request.params.num_sequences, timeout)
+        targets = self._targets(body, http)
+        return Parsed(request, http, tenant, salt, request.params.num_sequences, timeout, *targets)
+
+    def _targets(self, body: EngineBody, http: HTTPRequest) -> tuple[Targets, str]:
+        """The targets of a request, and the name of the class that has them."""
+        key_class = None if http.state.api_key is None else http.state.api_key.service_class or None
+        # A background response has no headers of its own; its state has the class that its request named in one.
+        header = http.headers.get(CLASS_HEADER, http.scope["state"].get("class"))
+        names, chosen = (header, body.service_tier, key_class), None
+        if self.classes.by_name or any(name is not None for name in names):
+            chosen = self.classes.choose(*names)
+            body.service_tier = chosen.name if chosen else DEFAULT_CLASS
+        if body.targets is not None:
+            return body.targets.targets, ""
+        return (chosen.targets, chosen.name) if chosen else (NO_TARGETS, "")
 
     @asynccontextmanager
     async def _admit(self, parsed: Parsed) -> AsyncIterator[Admitted]:
@@ -143,7 +161,6 @@ class GenerationHandler:
     ) -> UpdateStream:
         """Submit `count` prompts, beginning with the prompt `first`."""
         parsed, params = admitted.parsed, tokenized.params
-        wanted = parsed.request.body.targets
         messages = [
             Submit(
                 request_id=f"{response_id}-{index}",
@@ -153,7 +170,8 @@ class GenerationHandler:
                 cache_salt=parsed.cache_salt,
                 priority=parsed.request.body.priority or 0,
                 tenant=parsed.tenant,
-                targets=wanted.targets if wanted is not None else NO_TARGETS,
+                targets=parsed.targets,
+                service_class=parsed.service_class,
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]
@@ -162,7 +180,9 @@ class GenerationHandler:
             traffic.add(messages)
         for message in messages:
             self.metrics.request_prompt_tokens.observe(len(message.prompt))
-        updates = self.engine.submit(messages, StreamMetrics(self.metrics, state.arrived, state.timelines, texts))
+        expected = parsed.targets, parsed.service_class or OWN_TARGETS
+        observer = StreamMetrics(self.metrics, state.arrived, state.timelines, texts, *expected)
+        updates = self.engine.submit(messages, observer)
         if texts is not None:
             for message in messages:
                 texts.open(completion_ids(message.request_id, params.n), message.prompt, state.key)

@@ -8,6 +8,7 @@ stream, a comment in front of each piece has the tokens so far. After a response
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from starlette.responses import JSONResponse
 from starlette.types import Message, Send
 
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.server.metrics import Metrics
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
@@ -80,6 +82,14 @@ class Usage:
         }
 
 
+class Latencies(NamedTuple):
+    """The times of a completion that targets are about, in seconds."""
+
+    ttft: float
+    tpot: float | None
+    e2e: float
+
+
 @dataclass(slots=True)
 class Timeline:
     """When one completion passed its phases, on the monotonic clock. The first admission counts."""
@@ -96,6 +106,16 @@ class Timeline:
         """Return how long a phase took; 0 if it has not ended."""
         start, end = self.phases().get(phase, (0.0, 0.0))
         return end - start
+
+    def latencies(self, now: float) -> Latencies:
+        """Return its times once it has ended; those of what it did not come to are infinite."""
+        complete = self.finish_reason in ("stop", "length")
+        first = self.first_token
+        if first is None:  # A request about its prompt alone has its answer at its end.
+            first = now if complete else math.inf
+        later = self.num_tokens - 1
+        tpot = (self.last_token - first) / later if later > 0 else None
+        return Latencies(first - self.arrived, tpot, now - self.arrived if complete else math.inf)
 
     def phases(self) -> dict[str, tuple[float, float]]:
         """Return the start and the end of each phase that has ended."""
@@ -117,6 +137,8 @@ class StreamMetrics:
     _arrived: float
     _timelines: dict[str, Timeline]  # The key is the completion.
     _texts: RequestTexts | None  # None while no dashboard page is open
+    _targets: Targets = NO_TARGETS
+    _class: str = ""  # The name under which it counts whether the targets were met.
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
@@ -139,6 +161,8 @@ class StreamMetrics:
             self._metrics.request_output_tokens.observe(line.num_tokens)
             for phase, (start, end) in line.phases().items():
                 self._metrics.phases[phase].observe(end - start)
+            if self._targets.given and line.finish_reason != "cancelled":
+                self._metrics.record_targets(self._class, self._targets.judge(line.latencies(now)))
 
     def _count_tokens(self, line: Timeline, count: int, now: float) -> None:
         if line.first_token is None:

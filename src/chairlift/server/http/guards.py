@@ -36,8 +36,9 @@ PROBE_PATHS = frozenset({"/health", "/ready", "/ping"})  # They reveal nothing, 
 METRICS_PATH = "/metrics"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 UPLOAD_PATH = "/v1/files"
-# Sent by a proxy that authenticates clients itself: the name of the client's key, quoted, and its digest.
+# Sent by a proxy that authenticates clients itself: the name of the client's key, quoted, its digest and its class.
 CLIENT_NAME_HEADER, CLIENT_KEY_HEADER = b"x-chairlift-client", b"x-chairlift-client-key"
+CLIENT_CLASS_HEADER = b"x-chairlift-client-class"
 CLOSE = {"Connection": "close"}  # Where a request ends is not certain.
 
 
@@ -184,7 +185,10 @@ class RequestGuard(RequestMeter):
         scope["state"]["is_proxied"] = True
         # The key that the proxy has authenticated, or its own, which names no tenant.
         name, digest = headers.get(CLIENT_NAME_HEADER, b""), headers.get(CLIENT_KEY_HEADER, b"")
-        return APIKey(unquote(name.decode("ascii")), digest) if name else key
+        if not name:
+            return key
+        service_class = headers.get(CLIENT_CLASS_HEADER, b"").decode("latin-1")
+        return APIKey(unquote(name.decode("ascii")), digest, service_class=service_class)
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
         return (
@@ -242,7 +246,8 @@ def check_sees_all(state: State) -> None:
 
 def client_headers(key: APIKey) -> dict[str, str]:
     """Return the headers with which a proxy sends a client's key."""
-    return {CLIENT_NAME_HEADER.decode(): quote(key.name), CLIENT_KEY_HEADER.decode(): key.digest.hex()}
+    headers = {CLIENT_NAME_HEADER.decode(): quote(key.name), CLIENT_KEY_HEADER.decode(): key.digest.hex()}
+    return headers | ({CLIENT_CLASS_HEADER.decode(): key.service_class} if key.service_class else {})
 
 
 def _bad_target(scope: Scope) -> APIError | None:

@@ -276,7 +276,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "system_fingerprint": model.fingerprint,
         }
         if isinstance(body, ChatRequest) and body.service_tier is not None:
-            self._head["service_tier"] = "default"
+            self._head["service_tier"] = body.service_tier
 
     def add(self, update: Update) -> None:
         self._choices[update.request_id].add(update)

@@ -338,7 +338,6 @@ class WithLabels(StrictModel):
 
     store: bool | None = None  # nothing is stored
     metadata: Annotated[dict[str, str] | None, Field(max_length=16), max_entries(16)] = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None  # there is one tier
     safety_identifier: Label = None
     # Prefixes are shared by content and kept as long as there is room.
     prompt_cache_key: Label = None

@@ -204,6 +204,7 @@ class EngineProcess:
                 priority=request.priority,
                 tenant=request.tenant,
                 targets=request.targets,
+                service_class=request.service_class,
             )
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))

@@ -213,7 +213,7 @@ MAX_SUSPECTS = 10_000
 def fingerprint(request: Submit) -> bytes:
     """Return what equal requests have in common, whichever client sends them and however often."""
     client = {"timeout": None, "cache_salt": "", "priority": 0, "tenant": "", "targets": NO_TARGETS}
-    same = msgspec.structs.replace(request, request_id="", **client)
+    same = msgspec.structs.replace(request, request_id="", service_class="", **client)
     return hashlib.blake2b(encode(same), digest_size=16).digest()
 
 

@@ -21,6 +21,7 @@ from chairlift.server.responses.input import InputMessages, Item
 from chairlift.server.responses.tools import InputReader, check_encodable
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.classes import DEFAULT_CLASS
 from chairlift.server.wire.errors import APIError
 from chairlift.server.wire.messages import Update
 from chairlift.server.wire.unknown_fields import say_ignored
@@ -438,5 +439,5 @@ def _settings(request: ResponsesRequest, params: SamplingParams, model: ServedMo
         "previous_response_id": request.previous_response_id,
         **({} if request.conversation_id is None else {"conversation": {"id": request.conversation_id}}),
         "truncation": request.truncation or "disabled",
-        "service_tier": "default",
+        "service_tier": request.service_tier or DEFAULT_CLASS,
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.endpoint import Entries, RequestBody, StrictModel, max_entries
+from chairlift.server.generation.endpoint import Entries, RequestBody, StrictModel, Tier, max_entries
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Label, Tools
 from chairlift.server.responses.input import NOTHING, Earlier
 from chairlift.server.responses.tools import (
@@ -62,7 +62,6 @@ Included = Literal[
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
 StoredId = Annotated[str | None, Field(max_length=MAX_ID)]
 
 
@@ -86,7 +85,6 @@ class ResponsesRequest(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     store: bool | None = None  # The response says whether it is stored.
-    service_tier: ServiceTier = None
     # Limits only the calls of tools that a server runs, of which there are none.
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
     # Labels that the response repeats. Prefixes are shared by content, so those about caching have no effect.
@@ -197,7 +195,7 @@ class CompactRequest(RequestBody):
     prompt_cache_key: Label = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    service_tier: ServiceTier = None
+    service_tier: Tier = None
     tools: Tools | None = None  # Codex CLI sends what it sends with a response.
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

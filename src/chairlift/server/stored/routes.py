@@ -25,6 +25,7 @@ from chairlift.server.responses.input import VALID_ID, Item, checked_items
 from chairlift.server.responses.types import MAX_METADATA, CompactRequest, Metadata, ResponsesRequest
 from chairlift.server.stored.background import BackgroundResponses, RunningResponse
 from chairlift.server.stored.store import PUBLIC, Continued, Page, ResponseStore
+from chairlift.server.wire.classes import CLASS_HEADER
 from chairlift.server.wire.errors import APIError
 
 log = logging.getLogger("chairlift.server")
@@ -216,7 +217,8 @@ async def _start(
         await service.tokenizer_pool.run_text_job(http.state.tenant or "", len(data), request.read_input)
     except InvalidParameter as error:
         raise request.rename_error(error) from None
-    response, state = request.queued(), {"key": http.state.key, "tenant": http.state.tenant}
+    response = request.queued()
+    state = {"key": http.state.key, "tenant": http.state.tenant, "class": http.headers.get(CLASS_HEADER)}
     running = RunningResponse(run, data, state, request.kept_items, created_at, streams=bool(body.stream))
     await asyncio.shield(background.start(running, response, continued))  # The client may leave meanwhile.
     if body.stream:

@@ -26,6 +26,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     tenant: str = ""
     targets: Targets = NO_TARGETS
+    service_class: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

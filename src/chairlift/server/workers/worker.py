@@ -192,6 +192,7 @@ class Worker(ForWorker):
             self._admission,
             rate_limits=grants,
             isolate_keys=settings.isolate_keys,
+            classes=settings.classes,
             policy_switch=settings.may_switch_policy(),
         )
         self._pages = service.subscribers

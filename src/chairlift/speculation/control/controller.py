@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from chairlift.core.orderings.slack import due
 from chairlift.core.plan import Chunk, PlanBuilder, StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
@@ -152,10 +153,13 @@ class SpeculationController:
         ]
         limits = (plan.room, self.max_drafts, None if state.kv.states is None else state.kv.states.draft_room)
         room = min(limit for limit in limits if limit is not None)
-        # Without room for all, each gets a share: else the first request would take it all, and in every step.
         share = room
         if sum(len(draft.tokens) for _, draft in drafts) > room:
-            share = max(1, room // sum(bool(draft.tokens) for _, draft in drafts))
+            if any(request.targets.given for request, _ in drafts):
+                drafts.sort(key=lambda item: due(item[0]))  # The later a request is, the sooner it gets what it can.
+            else:
+                # Each gets a share: else the first request would take it all, and in every step.
+                share = max(1, room // sum(bool(draft.tokens) for _, draft in drafts))
         levels: dict[str, Sequence[int]] = {}
         for request, draft in drafts:
             tokens = draft.tokens[: min(share, room)]

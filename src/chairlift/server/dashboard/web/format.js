@@ -35,6 +35,7 @@ const WAIT_WORDS = {
   next_step: "not offered a slot yet",
   slots: "all slots are taken",
   isolation: "its tenant has many requests",
+  late: "it can no longer be in time; others can",
   target: "one more would break the latency target",
   budget: "the step's token budget is used up",
   memory: "not enough free KV blocks",

@@ -138,10 +138,10 @@ export class Model {
   }
 
   restoreRequest(given) {
-    const [, id, , , , , , state, computed, outputs, table] = given;
+    const [, id, , , , , , state, computed, outputs, table, serviceClass] = given;
     let request = this.requests.get(id);
     if (!request) {
-      request = this.addRequest(given);
+      request = this.addRequest(given, serviceClass);
       request.isKnownWhole = state === "waiting" && computed === 0;
     }
     request.handle = given[0];
@@ -154,8 +154,8 @@ export class Model {
   }
 
   // Keep the tenant's name, because the number may be forgotten, or reused by a restarted engine.
-  addRequest(given) {
-    const request = new LiftRequest(given);
+  addRequest(given, serviceClass) {
+    const request = new LiftRequest(given, serviceClass);
     const name = this.tenants.get(request.tenant);
     if (name !== undefined) this.rememberTenant(request.tenant, name);
     request.tenantName = name;
@@ -170,7 +170,7 @@ export class Model {
     const steps = frame.steps || [];
     const base = this.nextCol;
     for (const given of frame.new || []) {
-      const request = this.addRequest(given);
+      const request = this.addRequest(given, given[7]);
       this.handles.set(request.handle, request);
       this.tokens.prompt += request.prompt;
     }

@@ -3,8 +3,8 @@
 import { upperBound } from "./stats.js";
 
 export class LiftRequest {
-  constructor([handle, id, arrival, prompt, maxNew, tenant, priority]) {
-    Object.assign(this, { handle, id, arrival, prompt, maxNew, tenant, priority });
+  constructor([handle, id, arrival, prompt, maxNew, tenant, priority], serviceClass) {
+    Object.assign(this, { handle, id, arrival, prompt, maxNew, tenant, priority, serviceClass });
     this.state = "waiting"; // waiting, running, idle (finished, in a batch that is not) or done
     this.slot = -1;
     this.admissions = []; // {time, col, cached, miss, swapped}

@@ -102,11 +102,31 @@ export class ServicePanel {
     fillRows(byId("tenant-rows"), rows, ([name, row]) => [name, String(row.running), String(row.waiting), formatCount(row.tokens)]);
   }
 
+  // Completions of each class that met all their targets, and those that did not, since the server started.
+  showClasses(metrics) {
+    const found = new Map();
+    for (const [name, count] of Object.entries(metrics)) {
+      const [counter, service, target, result] = name.split(" ");
+      if (counter !== "request_targets_total") continue;
+      if (!found.has(service)) found.set(service, {});
+      found.get(service)[`${target} ${result}`] = count;
+    }
+    const rows = [...found].sort();
+    byId("classes").hidden = !rows.length;
+    fillRows(byId("class-rows"), rows, ([service, counts]) => {
+      const of = (target, result) => counts[`${target} ${result}`] || 0;
+      const [good, late] = [of("all", "in_time"), of("all", "late")];
+      const parts = ["ttft", "tpot", "e2e"].map((target) => formatCount(of(target, "late"))).join(", ");
+      return [service, `${formatCount(good)} (${formatPercent(good / (good + late))})`, formatCount(late), parts];
+    });
+  }
+
   // Counters since the server started, as in /metrics.
   showTotals(model) {
     byId("totals").hidden = !model.service;
     if (!model.service) return;
     const { metrics } = model.service;
+    this.showClasses(metrics);
     const of = (name) => metrics[name] || 0;
     const ended = Object.entries(metrics).filter(([name]) => name.startsWith("requests_total "));
     const refused = Object.entries(metrics).filter(([name]) => name.startsWith("requests_refused_total "));

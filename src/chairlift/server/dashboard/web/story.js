@@ -125,6 +125,7 @@ function factsOf(model, request) {
     ["Tenant", model.tenantName(request)],
     ["Blocks", formatCount(request.table.length)],
   ];
+  if (request.serviceClass) facts.push(["Class", request.serviceClass, "story-class"]);
   if (request.preempts.length) facts.push(["Preempted", `${request.preempts.length} times`]);
   if (request.proposed) facts.push(["Drafts accepted", `${request.accepted} of ${request.proposed}`]);
   return facts;

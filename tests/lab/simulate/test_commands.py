@@ -9,8 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
+from chairlift.core.targets import NO_TARGETS, parse_classes
 from chairlift_lab.commands.simulate import _rounded
+from chairlift_lab.common.workload import LengthRange
+from chairlift_lab.planning.prediction import ReplicaSettings, highest_rate
 from tests.kernels.tiny_config import CONFIG
+from tests.lab.simulate.speed import COST
 
 HYBRID = {
     "model_type": "qwen3_5_text",
@@ -107,17 +111,19 @@ def test_the_highest_rate_of_a_plan_is_one_that_a_replica_sustains(tmp_path: Pat
     assert json.loads(files[2].read_text())["rows"][0]["highest_rate"] == rate
 
 
-def test_a_plan_keeps_each_class_inside_its_targets(tmp_path: Path) -> None:
-    traffic = ["--model", "qwen3-0.6b", "--device", "l4", "--prompt-len", "64:512", "--output-len", "32"]
-    rates = []
-    for ttft in ("3000", "150"):
-        classes = ["--class", f"interactive=ttft:{ttft}", "--class", "batch=e2e:60000"]
-        text = run("plan", *traffic, *classes, "--json", str(tmp_path / "plan.json"))
-        assert "Highest rate inside the targets" in text
-        rates.append(json.loads((tmp_path / "plan.json").read_text())["rows"][0]["highest_rate"])
-    assert rates[0] > rates[1] > 0
-    outcome = CliRunner().invoke(app, ["plan", *traffic, *classes, "--target-ttft-ms", "5"])
-    assert "classes: have targets of their own" in outcome.output.replace("--class", "classes")
+def test_a_plan_keeps_each_class_inside_its_targets() -> None:
+    lengths = LengthRange(64, 512), LengthRange(32, 32)
+    settings = ReplicaSettings(num_blocks=2000, slots=16, order="slack")
+
+    def best(ttft: int) -> float:
+        classes = parse_classes([f"interactive=ttft:{ttft}", "batch=e2e:60000"]).values()
+        return highest_rate(settings, COST, *lengths, NO_TARGETS, [*classes], count=100)
+
+    assert best(3000) > best(30) > 0
+    both = ["plan", "--class", "interactive=ttft:5", "--target-ttft-ms", "5"]
+    outcome = CliRunner().invoke(app, both)
+    assert outcome.exit_code == 2
+    assert "have targets of their own" in outcome.output
 
 
 def test_simulate_hints_at_the_option_for_a_file() -> None:

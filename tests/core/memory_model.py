@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from chairlift.core.kv.windowed_cache import FULL, Reach
 from chairlift.core.plan import StepPlan
 
 Content = tuple[str, tuple[int, ...]]
@@ -11,10 +14,12 @@ Content = tuple[str, tuple[int, ...]]
 class MemoryModel:
     """Runs plans like an executor (swap-outs, swap-ins, copies, then chunks) and checks what each chunk reads."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, reaches: Sequence[Reach] = (FULL,)) -> None:
+        """`reaches`: those of the block tables."""
         self.block_size = block_size
-        self._device: dict[int, dict[int, Content]] = {}
-        self._host: dict[int, dict[int, Content]] = {}
+        self.reaches = reaches
+        self._device: dict[int, dict[int, tuple[int, Content]]] = {}  # by offset: the table's number, and the content
+        self._host: dict[int, dict[int, tuple[int, Content]]] = {}
         self._states: dict[int, Content] = {}  # by slot: the state after all tokens up to some position
 
     def run(self, plan: StepPlan) -> None:
@@ -28,14 +33,15 @@ class MemoryModel:
         self.run_states(plan)
         for chunk in plan.chunks:
             tokens = (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
-            for position in range(chunk.end):
-                block, offset = chunk.table[position // self.block_size], position % self.block_size
-                content = (chunk.request.salt, tokens[: position + 1])
-                if position >= chunk.start:
-                    self._device.setdefault(block, {})[offset] = content
-                else:
-                    found = self._device.get(block, {}).get(offset)
-                    assert found == content, f"{chunk.request.id} reads something else at position {position}"
+            for number, (table, reach) in enumerate(zip((chunk.table, *chunk.beside), self.reaches, strict=True)):
+                for position in range(reach.first_seen(chunk.start), chunk.end):
+                    block, offset = table[position // self.block_size], position % self.block_size
+                    content = number, (chunk.request.salt, tokens[: position + 1])
+                    if position >= chunk.start:
+                        self._device.setdefault(block, {})[offset] = content
+                    else:
+                        found = self._device.get(block, {}).get(offset)
+                        assert found == content, f"{chunk.request.id} reads something else at position {position}"
 
     def run_states(self, plan: StepPlan) -> None:
         """Check the states that chunks continue from, then write those after their rows."""

@@ -117,8 +117,8 @@ def test_a_slot_read_by_a_step_is_not_written_by_the_same_step() -> None:
     swap = SwapSpace(3)
     scheduler, (_, b), memory = tight()
     run_until_swap_out(scheduler, memory)
-    swap._free, swap._slots = [], {"b": [0, 1, 2]}
-    assert [pair.slot for pair in swap.swap_in(b, [7, 8])] == [1, 2]
+    swap._free, swap._slots = [], {"b": {(0, 0): 0, (0, 1): 1, (0, 2): 2}}
+    assert [pair.slot for pair in swap.swap_in(b, {(0, 1): 7, (0, 2): 8})] == [1, 2]
     other = make_request("c", 4)
     other.start_from(4)
     scheduler.kv.attach(other, scheduler.kv.match(other))

@@ -6,10 +6,12 @@ Tests check them after every step of random workloads. They also document what a
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
+from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.plan import NO_SLOT, StepPlan
-from chairlift.core.request import Status
+from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.scheduler import Scheduler
 
 
@@ -17,7 +19,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     """Check that no block is lost, that reference counts match the tables, and that only running requests hold
     blocks."""
     kv, pool = scheduler.kv, scheduler.kv.pool
-    tables = kv.tables()
+    tables = kv.all_held()
     holders = Counter(block for table in tables.values() for block in table)
     free = pool.free_blocks()
     listed = set(free)
@@ -34,9 +36,17 @@ def check_accounting(scheduler: Scheduler) -> None:
         assert request is not None, f"{request_id} is gone but holds blocks"
         may_hold = request.status is Status.RUNNING or request in scheduler.idle
         assert may_hold or request.steps_in_flight, f"{request_id} waits but holds blocks"
-        assert len(table) >= kv.blocks_for(request.num_planned), f"{request_id} lacks blocks for planned tokens"
+        for cache in kv.caches:
+            check_table(cache, request)
     for request in scheduler.running:
         assert request.id in tables, f"{request.id} is running without a table"
+    for cache in kv.caches:
+        assert cache.tables().keys() == tables.keys(), "a request lacks one of the tables"
+        assert all(map(pool.is_cached, cache.index.blocks())), "an indexed block is not marked as cached"
+    indexed = Counter(block for cache in kv.caches for block in cache.index.blocks())
+    assert sorted(indexed.elements()) == sorted(filter(pool.is_cached, range(pool.num_blocks))), (
+        "a cached block is in no index, or in two"
+    )
     for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
@@ -50,6 +60,13 @@ def check_accounting(scheduler: Scheduler) -> None:
     assert scheduler.running or not scheduler.idle, "a batch has ended, but its slots are not free"
 
 
+def check_table(cache: KVCache, request: Request) -> None:
+    """Check that a request holds all blocks that its further tokens write or see."""
+    assert len(cache.table(request)) >= cache.blocks_for(request.num_planned), f"{request.id} lacks blocks"
+    needed = cache.needed(request)
+    assert not needed or cache.first_held(request) <= needed.start, f"{request.id} has released what it still sees"
+
+
 def check_swap(scheduler: Scheduler) -> None:
     """Check that every host slot is free or holds one block of a waiting request with computed tokens."""
     swap, slots = scheduler.swap, scheduler.swap.slots()
@@ -60,7 +77,8 @@ def check_swap(scheduler: Scheduler) -> None:
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds host slots"
         assert request.status is Status.WAITING, f"{request_id} holds host slots while running"
-        assert len(own) == scheduler.kv.blocks_for(request.num_computed)
+        needed = sum(len(cache.needed(request)) for cache in scheduler.kv.caches)
+        assert len(own) == needed, f"{request_id} lacks blocks on the host"
     for request in scheduler.waiting:
         assert request.id in slots or request.num_computed == 0, (
             f"{request.id} has computed tokens, but no blocks or host slots"
@@ -110,7 +128,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         assert not chunk.read or chunk.start <= chunk.read.start < chunk.read.stop <= chunk.end
         assert not (chunk.samples and chunk.known_end - 1 in chunk.read), "a row is both sampled and read"
         first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size
-        for block in chunk.table[first : last + 1]:
+        for block in (block for table in (chunk.table, *chunk.beside) for block in table[first : last + 1]):
             assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which is shared"
             assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
             assert block not in written
@@ -151,9 +169,9 @@ def check_planned_states(plan: StepPlan) -> None:
 
 def check_shared_prefixes(scheduler: Scheduler) -> None:
     """Check that every indexed block in a table has the tokens, prefix and salt of the request."""
-    kv = scheduler.kv
-    for request in scheduler.running:
-        for position, block in enumerate(kv.table(request)):
+    for kv, request in product(scheduler.kv.caches, scheduler.running):
+        first = kv.first_held(request)
+        for position, block in enumerate(kv.table(request)[first:], first):
             if kv.pool.is_cached(block):
                 parent, tokens = kv.index.prefix_of(block)
                 start = position * kv.block_size

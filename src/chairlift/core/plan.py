@@ -94,6 +94,7 @@ class Chunk:
     generation: int = 0  # The request's generation at planning time.
     drafts: tuple[int, ...] = ()
     read: range = NO_POSITIONS  # prompt positions whose hidden states are needed, in addition to the sampled ones
+    beside: tuple[Sequence[int], ...] = ()  # the request's other block tables, where layers have different ones
 
     @property
     def end(self) -> int:

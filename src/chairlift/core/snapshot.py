@@ -27,7 +27,7 @@ class SchedulerSnapshot:
     waiting: Sequence[tuple[str, WaitReason]]  # the front of the queue
     wait_reasons: Mapping[WaitReason, int]  # Counts over the whole queue.
     evictions: int  # It counts since the start.
-    tables: Mapping[str, Sequence[int]]  # the block table of each observed request
+    tables: Mapping[str, Sequence[int]]  # the blocks of each observed request, in the order of its tables
     rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
     blocks: Sequence[BlockState]  # blocks that may have changed since the last snapshot
     states: StateUsage | None  # The slots of recurrent layers, if there are any.
@@ -79,7 +79,7 @@ class SchedulerObserver:
             waiting=[(request.id, waiting.last_reason(request)) for request in waiting[: self.max_waiting]],
             wait_reasons=waiting.reasons(),
             evictions=kv.pool.num_evictions,
-            tables={request.id: kv.table(request) for request in requests},
+            tables={request.id: kv.held(request) for request in requests},
             rewritten=changes.rewritten,
             blocks=[self._block_state(block) for block in changes.blocks],
             states=None if kv.states is None else kv.states.usage,

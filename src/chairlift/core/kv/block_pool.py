@@ -71,14 +71,15 @@ class BlockPool:
         self._references: list[int] = []  # One for each block that was ever used; these are the first ones.
         self._empty: list[int] = []  # used before; allocated from the end
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._cached_free = EvictionQueue() if queue is None else queue  # the free blocks among the cached ones
+        self._cached_free = EvictionQueue() if queue is None else queue  # the free blocks among the cached ones ...
+        self._spent: OrderedDict[int, None] = OrderedDict()  # ... but for these, which are evicted before them
         self._on_evict = on_evict
         self._changed: set[int] | None = None  # while changes are tracked: blocks whose state may have changed
         self.num_evictions = 0
 
     @property
     def num_free(self) -> int:
-        return self.num_empty + len(self._cached_free)
+        return self.num_empty + len(self._spent) + len(self._cached_free)
 
     @property
     def num_empty(self) -> int:
@@ -96,7 +97,8 @@ class BlockPool:
 
     def free_blocks(self) -> list[int]:
         """The free blocks in the order of allocation."""
-        return [*reversed(self._empty), *range(len(self._references), self.num_blocks), *self._cached_free]
+        never_used = range(len(self._references), self.num_blocks)
+        return [*reversed(self._empty), *never_used, *self._spent, *self._cached_free]
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached
@@ -117,8 +119,15 @@ class BlockPool:
         for block in blocks:
             self._cached.remove(block)
             if self._references[block] == 0:
-                self._cached_free.remove(block)
+                self._remove_free(block)
                 self._empty.append(block)
+
+    def _remove_free(self, block: int) -> None:
+        """Remove a free cached block from the order of eviction."""
+        if block in self._spent:
+            del self._spent[block]
+        else:
+            self._cached_free.remove(block)
 
     def take(self, count: int) -> list[int] | None:
         """Allocate `count` blocks for one owner; return None (and change nothing) if fewer are free."""
@@ -145,7 +154,8 @@ class BlockPool:
         return blocks
 
     def _evict(self, count: int) -> list[int]:
-        blocks = self._cached_free.evict(count)
+        spent = [self._spent.popitem(last=False)[0] for _ in range(min(count, len(self._spent)))]
+        blocks = spent + self._cached_free.evict(count - len(spent))
         if blocks:
             self._cached.difference_update(blocks)
             self._on_evict(blocks)
@@ -157,7 +167,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._cached, f"block {block} is shared but its contents are not cached"
-                self._cached_free.remove(block)
+                self._remove_free(block)
             self._references[block] += 1
             if self._changed is not None:
                 self._changed.add(block)
@@ -176,6 +186,14 @@ class BlockPool:
                     self._cached_free.append(block)
                 else:
                     self._empty.append(block)
+
+    def release_spent(self, blocks: Iterable[int]) -> None:
+        """The same for blocks that are less likely to be shared than all others: they are evicted first."""
+        for block in blocks:
+            self.release((block,))
+            if self._references[block] == 0 and block in self._cached:
+                self._cached_free.remove(block)
+                self._spent[block] = None
 
     def track_changes(self, on: bool) -> None:
         """Start (with no changes) or stop to record changed blocks."""

@@ -19,6 +19,9 @@ from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request
 
+Place = tuple[int, int]
+"""Which table a block is in, and its position there."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVChanges:
@@ -33,11 +36,14 @@ class KVCache(Resource):
 
     states: StateSlots | None = None  # Only a `HybridCache` has them.
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True, pool: BlockPool | None = None
+    ) -> None:
+        """`pool`: one that other caches share, in place of `num_blocks` of its own."""
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex(block_size)
-        self.pool = BlockPool(num_blocks, on_evict=self._evicted)
+        self.pool = BlockPool(num_blocks, on_evict=self._evicted) if pool is None else pool
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # number of a table's first blocks that are indexed
         self._rewritten: set[str] | None = None  # see `KVChanges`; None while changes are not tracked
@@ -67,6 +73,36 @@ class KVCache(Resource):
     def tables(self) -> dict[str, tuple[int, ...]]:
         return {request_id: tuple(table) for request_id, table in self._tables.items()}
 
+    def tables_beside(self, request: Request) -> tuple[Sequence[int], ...]:
+        """The block tables of `request` for layers that have another one; see `GroupedCache`."""
+        return ()
+
+    @property
+    def caches(self) -> tuple[KVCache, ...]:
+        """The tables of one request: that of each is kept by one of these."""
+        return (self,)
+
+    def first_held(self, request: Request) -> int:
+        """The position in the table from which on `request` holds the blocks."""
+        return 0
+
+    def held(self, request: Request) -> Sequence[int]:
+        """The blocks that `request` holds a reference to."""
+        return self.table(request)
+
+    def all_held(self) -> dict[str, tuple[int, ...]]:
+        """The same of all requests."""
+        return self.tables()
+
+    def most_held(self, num_shared: int, num_own: int, beams: int = 1) -> int:
+        """The most blocks that `beams` sequences hold together, of which each has `num_own` blocks of tokens of its own
+        behind `num_shared` that they share."""
+        return num_shared + beams * num_own
+
+    def room_behind(self, num_shared: int, beams: int = 1) -> int:
+        """The most blocks of its own that each of `beams` sequences can have behind `num_shared` that they share."""
+        return (self.num_blocks - num_shared) // beams
+
     def match(self, request: Request) -> PrefixMatch:
         """Find the cached blocks that `request` can start with."""
         if not self.prefix_caching:
@@ -94,6 +130,10 @@ class KVCache(Resource):
         if self.prefix_caching:
             self.index.claim(request)
 
+    def can_fork(self, parent: Request, num_tokens: int) -> bool:
+        """Whether `parent` still holds what a request that starts after its first `num_tokens` tokens needs."""
+        return True
+
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`. The last one may be
         partly filled: the first write into a shared block copies it (see `reserve`)."""
@@ -107,13 +147,31 @@ class KVCache(Resource):
         if self._rewritten is not None:
             self._rewritten.add(child.id)  # A beam may have had a different table before.
 
-    def restore(self, request: Request) -> list[int] | None:
-        """Allocate the blocks of computed tokens that are in host memory; None (and no change) if memory is short."""
+    def needed(self, request: Request) -> range:
+        """The positions in the table of the computed blocks that further tokens of `request` see."""
+        return range(self.blocks_for(request.num_computed))
+
+    def computed(self, request: Request) -> dict[Place, int]:
+        """The computed blocks that further tokens of `request` see."""
         table = self._tables[request.id]
-        blocks = self.pool.take(self.blocks_for(request.num_computed) - len(table))
-        if blocks is not None:
-            table.extend(blocks)
-        return blocks
+        return {(0, position): table[position] for position in self.needed(request)}
+
+    def restore(self, request: Request) -> dict[Place, int] | None:
+        """Allocate the blocks of computed tokens that are in host memory; None (and no change) if memory is short."""
+        missing = self._missing(request)
+        blocks = self.pool.take(len(missing))
+        if blocks is None:
+            return None
+        self._tables[request.id] += blocks
+        return {(0, position): block for position, block in zip(missing, blocks, strict=True)}
+
+    def num_to_restore(self, request: Request) -> int:
+        """The blocks that `restore` would allocate."""
+        return len(self._missing(request))
+
+    def _missing(self, request: Request) -> range:
+        """The needed positions that are behind the table of `request`."""
+        return range(len(self._tables[request.id]), self.needed(request).stop)
 
     def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
         """Allocate blocks for the next `count` tokens of `request`, which it alone may write to.
@@ -124,9 +182,7 @@ class KVCache(Resource):
         planned, room = request.num_planned, len(table) * self.block_size
         if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
             return ()  # Most decodes: the last block has room.
-        # The table positions, from the next write on, whose block is shared or indexed.
-        writable = range(planned // self.block_size, len(table))
-        frozen = [position for position in writable if not self.pool.is_private(table[position])]
+        frozen = self._frozen(request)
         num_new = self.blocks_for(planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
         if blocks is None:
@@ -142,6 +198,17 @@ class KVCache(Resource):
             self._rewritten.add(request.id)
         return tuple(copies)
 
+    def _frozen(self, request: Request) -> list[int]:
+        """The table positions, from the next write on, whose block is shared or indexed."""
+        table, pool = self._tables[request.id], self.pool
+        writable = range(request.num_planned // self.block_size, len(table))
+        return [position for position in writable if not pool.is_private(table[position])]
+
+    def num_to_take(self, request: Request, count: int) -> int:
+        """The blocks that `reserve` would allocate."""
+        num_new = self.blocks_for(request.num_planned + count) - len(self._tables[request.id])
+        return len(self._frozen(request)) + max(num_new, 0)
+
     def need(self, request: Request) -> int:
         missing = max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
         return missing if request.group is None else missing + request.group.blocks_to_join(self.block_size)
@@ -150,7 +217,7 @@ class KVCache(Resource):
         return self.need(request) + request.num_slots
 
     def num_own(self, requests: Sequence[Request]) -> int:
-        held = Counter(block for request in requests for block in self.table(request))
+        held = Counter(block for request in requests for block in self.held(request))
         return sum(self.pool.references(block) == count for block, count in held.items())
 
     def commit(self, request: Request) -> None:

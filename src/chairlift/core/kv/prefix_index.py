@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -37,13 +37,15 @@ class Miss(StrEnum):
     NEVER_SEEN = "these tokens were not computed before (or under another salt)"
     EVICTED = "the block was computed before but has been evicted since"
     NO_STATE = "the tokens are cached, but no state of the recurrent layers is kept at a later block boundary"
+    NO_WINDOW = "the tokens are cached, but not what layers with a window need of them at a later block boundary"
 
 
 class PrefixMatch(NamedTuple):
     blocks: tuple[int, ...]
     miss: Miss | None  # None: all blocks that can be shared were found
     in_progress: bool = False  # a running request is computing the next block
-    num_without_state: int = 0  # further cached blocks, which are not shared because no state is kept after them
+    # Further cached blocks, which are not shared: no state, or too little for layers with a window, is kept after them.
+    num_without_state: int = 0
 
 
 class TokenHolder(Protocol):
@@ -97,11 +99,19 @@ class PrefixIndex:
                 if entry.tokens != block_tokens or entry.parent != parent:
                     block = None
             if block is None:
-                miss = Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN
-                return PrefixMatch(tuple(blocks), miss, in_progress=digest in self._claims)
+                return PrefixMatch(tuple(blocks), *self.why_missing(request, position))
             blocks.append(block)
             parent = digest
         return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
+
+    def why_missing(self, request: TokenHolder, position: int) -> tuple[Miss, bool]:
+        """Why a full block of `request` is not indexed, and whether a running request computes it."""
+        digest = self.digest(request, position)
+        return Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN, digest in self._claims
+
+    def blocks(self) -> Collection[int]:
+        """The blocks that are indexed."""
+        return self._entry_of.keys()
 
     def num_cached(self, request: TokenHolder) -> int:
         """About how many of its first blocks are cached: found by bisection and not compared token by token, for many

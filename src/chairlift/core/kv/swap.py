@@ -9,10 +9,10 @@ This module assigns host slots to requests; the executor copies the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import KVCache, Place
 from chairlift.core.plan import BlockSwap
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
@@ -40,7 +40,7 @@ class SwapSpace:
         self.num_slots = num_slots
         self.cost = cost  # None: swap whenever there are slots
         self._free = list(range(num_slots))
-        self._slots: dict[str, list[int]] = {}  # The keys are request ids; slots are in the order of the blocks.
+        self._slots: dict[str, dict[Place, int]] = {}  # by request id: the slot of each block
         self._freed: list[int] = []  # read by the step being planned, which must not write to them
 
     @property
@@ -48,7 +48,7 @@ class SwapSpace:
         return len(self._free) + len(self._freed)
 
     def slots(self) -> dict[str, tuple[int, ...]]:
-        return {request_id: tuple(slots) for request_id, slots in self._slots.items()}
+        return {request_id: tuple(slots.values()) for request_id, slots in self._slots.items()}
 
     def holds(self, request: Request) -> bool:
         return request.id in self._slots
@@ -61,26 +61,24 @@ class SwapSpace:
     def swap_out(self, request: Request, kv: KVCache) -> list[BlockSwap] | None:
         """Plan copies of the computed blocks of `request` to host slots; None (and no change) if it should
         recompute."""
-        blocks = kv.table(request)[: kv.blocks_for(request.num_computed)]
+        blocks = kv.computed(request)
         if not blocks or len(blocks) > len(self._free):
             return None
         if self.cost is not None and not self.cost.swap_is_cheaper(len(blocks), request.num_computed):
             return None
-        slots = [self._free.pop() for _ in blocks]
-        self._slots[request.id] = slots
-        return [BlockSwap(request, block, slot) for block, slot in zip(blocks, slots, strict=True)]
+        slots = self._slots[request.id] = {place: self._free.pop() for place in blocks}
+        return [BlockSwap(request, block, slots[place]) for place, block in blocks.items()]
 
-    def swap_in(self, request: Request, blocks: Sequence[int]) -> list[BlockSwap]:
-        """Plan copies into `blocks`, the last blocks of the table of `request`; those before came from the prefix
-        cache. All its slots are free from the next step on."""
+    def swap_in(self, request: Request, blocks: Mapping[Place, int]) -> list[BlockSwap]:
+        """Plan copies into `blocks`; others came from the prefix cache. All slots of `request` are free from the next
+        step on."""
         slots = self._slots.pop(request.id)
-        self._freed += slots
-        wanted = slots[len(slots) - len(blocks) :]
-        return [BlockSwap(request, block, slot) for block, slot in zip(blocks, wanted, strict=True)]
+        self._freed += slots.values()
+        return [BlockSwap(request, block, slots[place]) for place, block in blocks.items()]
 
     def release(self, request: Request) -> None:
         """Free the slots of `request`."""
-        self._freed += self._slots.pop(request.id, [])
+        self._freed += self._slots.pop(request.id, {}).values()
 
 
 def check_mode(mode: str, swap_memory: object) -> None:

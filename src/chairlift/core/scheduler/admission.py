@@ -105,6 +105,8 @@ class _StepAdmission:
         sibling = None if swapped else sibling_to_fork(request, running)
         if not swapped and waits_for_sibling(request, running):
             return WaitReason.SIBLING
+        if sibling is not None and not self.kv.can_fork(sibling, request.num_prompt - 1):
+            sibling = None
         if sibling is not None:
             self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
         elif match.in_progress and not swapped:

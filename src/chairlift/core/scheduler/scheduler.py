@@ -147,14 +147,13 @@ class Scheduler:
     def most_new_tokens(self, num_prompt: int, beams: int = 1) -> int:
         """The tokens that fit after a prompt of this length if beams share only the prompt."""
         shared = num_prompt // self.kv.block_size
-        blocks_each = max(0, self.kv.num_blocks - shared) // beams
         # The last token is sampled but never computed, so it needs no block.
-        return min(shared + blocks_each, self.kv.num_blocks) * self.kv.block_size + 1 - num_prompt
+        return (shared + self.kv.room_behind(shared, beams)) * self.kv.block_size + 1 - num_prompt
 
     @property
     def capacity(self) -> int:
-        """The size of the KV cache in tokens."""
-        return self.kv.num_blocks * self.kv.block_size
+        """The longest sequence that the KV cache has room for, in tokens."""
+        return self.kv.room_behind(0) * self.kv.block_size
 
     def finish(self, request_id: str, ending: Ending, now: float) -> bool:
         """End a request (cancel, deadline, error); return False if it is unknown or has ended already."""
@@ -278,6 +277,7 @@ class Scheduler:
             builder.swap_outs.clear()
         for chunk in chunks:
             request = chunk.request
+            chunk.beside = self.kv.tables_beside(request)
             request.steps_in_flight += 1
             request.num_planned = chunk.start + chunk.count
             request.num_unread += chunk.samples

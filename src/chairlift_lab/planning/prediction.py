@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
@@ -238,9 +238,11 @@ def saturated_rate(
     return 2 * quarter / (ends[3 * quarter] - ends[quarter])
 
 
-def simulate_alone(arrivals: Iterable[Arrival], replica: Replica) -> SimulationOutcome:
+def simulate_alone(
+    arrivals: Iterable[Arrival], replica: Replica, on_end: Callable[[RequestRecord], object] = lambda record: None
+) -> SimulationOutcome:
     """Simulate one replica without a choice of the router."""
-    return simulate(arrivals, [replica], Router("round-robin"))
+    return simulate(arrivals, [replica], Router("round-robin"), on_end=on_end)
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

@@ -209,18 +209,19 @@ def _simulate_recording(context: typer.Context, folder: Path, machine: MachineOp
     refuse_given(context, others, "does not go with --recording: it determines what is simulated")
     report.check()
     run = ServedRecording.load(folder, machine.model if given(context, "model") else None)
-    measured, rows = latencies(run.measured), list[dict[str, Any]]()
     outcomes, walls = {}, {}
     for scheduler in ("vllm", "chairlift"):
         start = time.perf_counter()
         outcomes[scheduler] = run.simulated(scheduler)
         walls[scheduler] = time.perf_counter() - start
     learned = run.simulated("chairlift", learn_lengths=True)
+    measured = latencies(run.measured) if run.measured else {}
     predicted = {name: latencies(outcome.records) for name, outcome in outcomes.items()}
-    for name, value in measured.items():
-        theirs, ours = predicted["vllm"][name], predicted["chairlift"][name]
+    rows = []
+    for name, theirs in predicted["vllm"].items():
+        value, ours = measured.get(name), predicted["chairlift"][name]
         rows.append(
-            {"name": name, "measured": value, "vllm": theirs, "error": theirs / value - 1}
+            {"name": name, "measured": value, "vllm": theirs, "error": theirs / value - 1 if value else None}
             | {"chairlift": ours, "change": ours / theirs - 1}
         )
     recording_table(rows).show()

@@ -15,11 +15,13 @@ from chairlift.cli.main import app
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepResult
+from chairlift_lab.planning.prediction import trace_arrivals
 from chairlift_lab.planning.served_recording import ServedRecording
-from chairlift_lab.simulator.kernel_times import Curve, Experts, KernelTimes
+from chairlift_lab.simulator.kernel_times import Curve, Experts, Grid, KernelTimes
 from chairlift_lab.simulator.outcome import RequestRecord, latencies
 from chairlift_lab.simulator.replica import Replica
 from chairlift_lab.simulator.scheduler import SimulatedRequest, token_of
+from chairlift_lab.simulator.together import simulate_together
 from tests.lab.simulate.test_simulation import make_replica
 
 LAYERS = 32  # those of the published shape that the recording names
@@ -220,8 +222,120 @@ def test_several_devices_exchange_their_results(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(machine))
     shared = ServedRecording.load(tmp_path).cost
     shape = StepShape(decode_tokens=4, decode_kv=64, requests=4)
-    per_sum = 2 * 1000e-9 + 4 * 4096 * 2 / 16e9
-    assert shared.predict(shape) - alone.predict(shape) == pytest.approx(2 * LAYERS * per_sum)
+    per_sum = 2 * 1000e-9 + 4 * 4096 * 2 / (16 * 2**30)
+    assert shared.predict(shape) - alone.predict(shape) == pytest.approx((2 * LAYERS + 1) * per_sum)
+
+
+def change(folder: Path, file: str, **values: Any) -> None:
+    """Replace parts of a file; None removes them."""
+    content = json.loads((folder / file).read_text()) | values
+    (folder / file).write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def change_instance(folder: Path, count: int = 1, **values: Any) -> None:
+    machine = json.loads((folder / "config.json").read_text())
+    node = machine["nodes"][0]
+    node["instances"] = [node["instances"][0] | values] * count
+    (folder / "config.json").write_text(json.dumps(machine))
+
+
+def test_a_recording_without_measured_times_is_predicted(tmp_path: Path) -> None:
+    write_recording(tmp_path)
+    (tmp_path / "requests.jsonl").unlink()
+    result = run("--recording", str(tmp_path), "--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 0, result.output
+    assert {row["measured"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]} == {None}
+
+
+def test_a_request_that_was_not_answered_is_left_out(tmp_path: Path) -> None:
+    write_recording(tmp_path)
+    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+    failed = json.dumps(json.loads(lines[0]) | {"last_token_ts": None})
+    (tmp_path / "requests.jsonl").write_text("\n".join([failed, *lines[1:]]))
+    assert len(ServedRecording.load(tmp_path).measured) == len(lines) - 1
+
+
+def test_settings_are_found_wherever_a_version_writes_them(tmp_path: Path) -> None:
+    write_recording(tmp_path)
+    change(tmp_path, "meta.json", scheduler_config=None, engine_kwargs=None, model=None)
+    change(tmp_path, "meta.json", kv_cache={"num_kv_tokens": 640, "block_size": 32})
+    change_instance(tmp_path, max_num_seqs=5, max_num_batched_tokens=48, model_name="Qwen/Qwen3-32B")
+    loaded = ServedRecording.load(tmp_path)
+    assert (loaded.settings.slots, loaded.settings.max_batch_tokens) == (5, 48)
+    assert (loaded.settings.num_blocks, loaded.settings.block_size) == (19, 32)
+    assert loaded.cost.num_layers == 64
+
+
+def test_the_share_of_weights_and_blocks_gives_the_blocks_of_the_real_recording(tmp_path: Path) -> None:
+    write_recording(tmp_path)
+    change(tmp_path, "meta.json", kv_cache=None)
+    change_instance(tmp_path, npu_mem={"mem_size": 24, "mem_util": 0.833919})
+    assert ServedRecording.load(tmp_path).settings.num_blocks == 2588 - 1
+
+
+def test_newer_tables_of_attention_say_the_same(tmp_path: Path, cost: KernelTimes) -> None:
+    rows = list(csv.DictReader((tmp_path / "attention.csv").open(newline="")))
+    newer = [
+        {"layer": "attention", "prefill_chunk": row["prefill_chunk"], "decode_q_len": 1}
+        | {"prefill_key": int(row["kv_prefill"]) + int(row["prefill_chunk"]) / 2}
+        | {name: row[name] for name in ("n_decode", "kv_decode", "time_us")}
+        for row in rows
+    ]
+    drafted = [row | {"decode_q_len": 4, "time_us": 1e9} for row in newer]
+    write_rows(tmp_path / "attention.csv", newer + drafted)
+    again = KernelTimes.load(tmp_path, LAYERS)
+    for shape in (StepShape(4, 16, 100, 300, 5), StepShape(9, 0, 900, 0, 9), StepShape(0, 40, 0, 3000, 1)):
+        assert again.predict(shape) == cost.predict(shape)
+
+
+def test_what_is_larger_than_the_grid_goes_on_as_before(cost: KernelTimes) -> None:
+    """A server with larger steps, more slots or longer contexts than were measured is predicted, not capped."""
+    chunk, context, decodes, kv = 128, 512, 32, 500
+    shape = StepShape(decodes, chunk, decodes * kv, chunk_kv(context, chunk), decodes + 1)
+    expected = by_hand(chunk + decodes, decodes + 1, attention(chunk, context, decodes, kv))
+    assert cost.predict(shape) == pytest.approx(expected)
+
+
+def test_a_grid_with_gaps_takes_what_was_measured_closest() -> None:
+    grid = Grid({(1, 1): 1.0, (2, 1): 2.0, (2, 2): 4.0, (8, 8): 64.0})
+    assert grid.at(1.5, 1) == 1.5
+    assert grid.at(1.5, 1.5) == pytest.approx((0.25 * 1 + 0.25 * 2 + 0.25 * 4) / 0.75)
+    assert grid.at(7, 100) == 64.0
+
+
+def write_mixture(folder: Path) -> None:
+    """The recording of a mixture."""
+    rows = [
+        {"ep": ep, "tokens": tokens, "activated_experts": experts, "time_us": 10 * ep + experts + tokens}
+        for ep, tokens, experts in product((1, 2), (1, 64, 256), (1, 32, 64))
+    ]
+    write_rows(folder / "moe.csv", rows)
+    write_recording(folder, model="Qwen/Qwen3-30B-A3B-Instruct-2507")
+
+
+def test_engines_that_share_experts_compute_each_step_together(tmp_path: Path) -> None:
+    write_mixture(tmp_path)
+    change_instance(tmp_path, 2, dp_group="A", ep_size=2)
+    loaded = ServedRecording.load(tmp_path)
+    assert (loaded.together, loaded.replicas) == (True, 2)
+    small, large = StepShape(2, 0, 64, 0, 2), StepShape(4, 64, 300, 2080, 5)
+    both, alone = loaded.cost.predict_together([small, large]), loaded.cost.predict_together([large])
+    assert both > alone > 0
+    outcome = loaded.simulated("vllm")
+    assert sorted(record.n_in for record in outcome.records) == sorted(entry.n_in for entry in loaded.entries)
+    assert {record.replica for record in outcome.records} == {0, 1}
+    assert all(record.arrival < record.first_token <= record.end for record in outcome.records)
+
+
+def test_one_engine_alone_is_the_same_step_by_step(tmp_path: Path) -> None:
+    write_recording(tmp_path)
+    loaded = ServedRecording.load(tmp_path)
+    scheduler = loaded.settings.make(loaded.cost).scheduler
+    again = simulate_together(trace_arrivals(list(loaded.entries)), [scheduler], loaded.cost.predict_together)
+    ours = loaded.simulated("chairlift")
+    times = [[(each.first_token, each.end) for each in outcome.records] for outcome in (again, ours)]
+    assert [pytest.approx(each) for each in times[0]] == times[1]
+    check_quiescent(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +349,7 @@ def test_several_devices_exchange_their_results(tmp_path: Path) -> None:
         ("requests.jsonl", '{"queued_ts": 1}', "recording: line 1"),
         ("requests.jsonl", "", "has no requests"),
         ("workload.jsonl", '{"timestamp": 1}', "has no 'input_length'"),
+        ("meta.json", json.dumps(META | {"scheduler_config": {"long_prefill_token_threshold": 4}}), "is simulated"),
         ("attention.csv", "prefill_chunk,time_us\n1,2\n", "recording: cannot read"),
         ("dense.csv", "layer,tokens,time_us\na,b,c\n", "recording: cannot read"),
     ],

@@ -48,6 +48,8 @@ class AttentionLayer:
     sinks: bool = False  # every head has a learned logit that takes part in the softmax and has no value
     # Latent attention: values are the first `latent_dim` numbers of the keys, and not stored on their own.
     latent_dim: int | None = None
+    # Of sparse attention: it does not attend, but chooses this many positions for tokens of layers that do.
+    chooses: int | None = None
 
     @property
     def value_dim(self) -> int:
@@ -89,6 +91,7 @@ class LatentProjection:
     cos: Tensor | None  # [T, 1, rope_dim // 2]; None: nothing is rotated
     sin: Tensor | None
     up: UpProjection
+    chosen: Tensor | None = None  # [T, n]: only these positions are attended to, -1 is none; None: all
 
     def ready(self) -> tuple[Tensor, Tensor]:
         """q and latent, normalised and rotated."""
@@ -166,21 +169,40 @@ class StepAttention(ABC):
     def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
         """Latent attention, in the absorbed form unless the backend chooses: [T, heads, value_dim]."""
         q, latent = projection.ready()
-        return projection.up.values(self.attend_to_latents(layer, projection.up, q, latent))
+        if projection.chosen is None:
+            return projection.up.values(self.attend_to_latents(layer, projection.up, q, latent))
+        absorbed = absorbed_queries(layer, projection.up, q)
+        return projection.up.values(self.attend_to_chosen(layer, absorbed, latent[:, None], projection.chosen))
 
     def attend_to_latents(self, layer: AttentionLayer, up: UpProjection, q: Tensor, latent: Tensor) -> Tensor:
         """Sums of latents [T, heads, rank], from normalised and rotated q and latent."""
-        assert layer.latent_dim is not None
-        absorbed = q.new_empty(len(q), layer.num_heads, layer.head_dim)
-        absorbed[..., : layer.latent_dim] = up.absorb(q[..., : up.nope_dim])
-        absorbed[..., layer.latent_dim :] = q[..., up.nope_dim :]
         row = latent[:, None]
-        return self.attend(layer, absorbed, row, row[..., : layer.latent_dim])
+        return self.attend(layer, absorbed_queries(layer, up, q), row, row[..., : layer.latent_dim])
+
+    def choose(self, layer: AttentionLayer, q: Tensor, k: Tensor, weights: Tensor) -> Tensor | None:
+        """Store the keys of an index and choose positions [T, n] for each token; None: all that it sees.
+
+        Only with `Capabilities.chooses`. q [T, heads, head_dim], k [T, 1, head_dim], weights [T, heads].
+        """
+        raise NotImplementedError
+
+    def attend_to_chosen(self, layer: AttentionLayer, q: Tensor, latent: Tensor, chosen: Tensor) -> Tensor:
+        """Sums of the latents at chosen positions [T, heads, rank], from absorbed queries [T, heads, head_dim]."""
+        raise NotImplementedError
 
     def work(self, layer: AttentionLayer) -> HostWork | None:
         """What a CPU kernel that runs all layers in one call needs of the attention, the same for all layers of one
         shape; None if the attention cannot be a part of one."""
         return None
+
+
+def absorbed_queries(layer: AttentionLayer, up: UpProjection, q: Tensor) -> Tensor:
+    """Queries of keys as queries of latents: [T, heads, head_dim]."""
+    assert layer.latent_dim is not None
+    absorbed = q.new_empty(len(q), layer.num_heads, layer.head_dim)
+    absorbed[..., : layer.latent_dim] = up.absorb(q[..., : up.nope_dim])
+    absorbed[..., layer.latent_dim :] = q[..., up.nope_dim :]
+    return absorbed
 
 
 def visible_mask(layer: AttentionLayer, start: int, end: int, device: torch.device) -> Tensor:

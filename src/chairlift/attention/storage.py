@@ -67,6 +67,12 @@ class KVStorage:
         ]
         return read[0], read[-1]
 
+    def select(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """The keys [n, kv_heads, head_dim] in these slots (block * block_size + offset) of one layer."""
+        side = self.keys[layer]
+        rows = as_plain(side.view(-1, *side.shape[2:])).index_select(0, slots)
+        return widened(rows.view(side.dtype), dtype)
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in all layers. All sources are read before any target is written, so they may overlap."""
         device = self.keys[0].device

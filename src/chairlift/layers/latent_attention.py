@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import AttentionLayer, LatentProjection, StepAttention
+from chairlift.layers.indexer import Choice, Indexer, IndexShape
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.norm import RMSNorm
-from chairlift.layers.parts import Part, PermutedHeads, Target, Targets, present
+from chairlift.layers.parts import Part, PermutedHeads, Target, Targets, add_prefix, present
 from chairlift.layers.rope import Rotation
 from chairlift.layers.rows import in_tiles
 
@@ -77,8 +78,19 @@ class HeadUpProjection(Part):
 class LatentAttention(Part):
     """Projects to queries and one latent per token, and attends from them; the caller applies the output projection."""
 
-    def __init__(self, hidden_size: int, layer: AttentionLayer, shape: LatentShape, build: Build) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        layer: AttentionLayer,
+        shape: LatentShape,
+        build: Build,
+        *,
+        index: IndexShape | None = None,
+        shares_choice: bool = False,
+    ) -> None:
+        """`index`: attention is sparse; `shares_choice`: and so it is where an earlier layer has chosen."""
         self.layer = layer
+        self.shares_choice = shares_choice
         self.shape = shape
         self._head_dim = shape.nope_dim + shape.rope_dim
         queries = layer.num_heads * self._head_dim
@@ -94,6 +106,10 @@ class LatentAttention(Part):
         self.kv_norm = RMSNorm(shape.rank, shape.eps, build)
         self.up = HeadUpProjection(layer.num_heads, shape, build)
         self.output = build.linear(layer.num_heads * shape.value_dim, hidden_size, bias=shape.bias)
+        self.indexer: Indexer | None = None
+        if index is not None:
+            assert shape.q_rank is not None
+            self.indexer = Indexer(hidden_size, shape.q_rank, index, build)
 
     def targets(self) -> Targets:
         direct, shape = self.q_up is None, self.shape
@@ -112,6 +128,8 @@ class LatentAttention(Part):
         yield from self.kv_norm.targets("kv_a_layernorm")
         yield from self.up.targets("kv_b_proj")
         yield from self.output.targets(["o_proj"])
+        if self.indexer is not None:
+            yield from add_prefix("indexer", self.indexer.targets())
 
     def _unpair(self, target: Target, unrotated: int) -> Target:
         """Reorder the rotated dimensions, behind `unrotated` ones, so that rotated pairs are in separate halves."""
@@ -121,12 +139,20 @@ class LatentAttention(Part):
         return PermutedHeads(target, torch.cat((torch.arange(unrotated), unrotated + rotated)), axis=0)
 
     def parts(self) -> tuple[Part, ...]:
-        return present(self.down, self.q_up, self.output, self.kv_norm, self.up, self.q_norm)
+        return present(self.down, self.q_up, self.output, self.kv_norm, self.up, self.q_norm, self.indexer)
 
-    def __call__(self, x: Tensor, rotation: Rotation | None, attention: StepAttention) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotation: Rotation | None, attention: StepAttention, choice: Choice | None = None
+    ) -> Tensor:
+        """`choice`: what the layers of a sparse model share in a step."""
         q, latent = self.down(x).split(self._sizes, dim=1)
         if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q.contiguous()))
+            q_latent = self.q_norm(q.contiguous())
+            q = self.q_up(q_latent)
+            if self.indexer is not None:
+                assert choice is not None
+                choice.positions = self.indexer(x, q_latent, rotation, attention)
+        is_sparse = self.indexer is not None or self.shares_choice
         projection = LatentProjection(
             q=q.unflatten(1, (-1, self._head_dim)),
             latent=latent,
@@ -135,5 +161,6 @@ class LatentAttention(Part):
             cos=None if rotation is None else rotation.cos,
             sin=None if rotation is None else rotation.sin,
             up=self.up,
+            chosen=choice.positions if choice is not None and is_sparse else None,
         )
         return attention.from_latent(self.layer, projection).flatten(1)

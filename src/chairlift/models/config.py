@@ -7,6 +7,7 @@ from typing import Literal
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.recurrent import RecurrentLayer
+from chairlift.layers.indexer import IndexShape
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.recurrent.base import RecurrentShape
 from chairlift.layers.rope import Rope
@@ -59,6 +60,8 @@ class LayerConfig:
     recurrent: RecurrentLayer | None = None  # the states of `mixer`
     mixer: RecurrentShape | None = None
     latent: LatentShape | None = None  # `attention` is latent attention
+    index: IndexShape | None = None  # and sparse: this chooses positions
+    shares_choice: bool = False  # it attends to the positions that an earlier layer has chosen
     shares_kv: bool = False  # it reads the keys and values of the earlier layer that its attention's index names
     keeps_kv: bool = False  # a later layer reads its keys and values
     values_are_keys: bool = False  # values are the keys before their norm and rotation
@@ -131,8 +134,9 @@ class DecoderConfig(DecoderTraits):
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """Those that store keys and values."""
-        return tuple(layer.attention for layer in self.layers if layer.attention is not None and not layer.shares_kv)
+        """Those that store keys and values, and then the indexes of sparse attention, which store keys."""
+        own = (layer.attention for layer in self.layers if layer.attention is not None and not layer.shares_kv)
+        return (*own, *(layer.index.layer for layer in self.layers if layer.index is not None))
 
     @property
     def has_usual_layers(self) -> bool:
@@ -146,9 +150,12 @@ class DecoderConfig(DecoderTraits):
 
     @property
     def unused_prefixes(self) -> list[str]:
-        """Of tensors in the checkpoint: layers behind the last, and projections of layers that share their result."""
+        """Of tensors in the checkpoint: layers behind the last, projections of layers that share their result, and
+        indexes that no sequence is long enough for."""
         shared = [index for index, layer in enumerate(self.layers) if layer.shares_kv]
-        unused = [f"layers.{index}.{self.names.attention}.{name}" for index in shared for name in ("k_", "v_")]
+        dense = [index for index, layer in enumerate(self.layers) if layer.latent is not None and layer.index is None]
+        unused = [f"layers.{index}.{self.names.attention}.indexer." for index in dense]
+        unused += [f"layers.{index}.{self.names.attention}.{name}" for index in shared for name in ("k_", "v_")]
         return unused + [f"layers.{len(self.layers) + index}." for index in range(self.num_mtp_layers)]
 
     @property
@@ -165,6 +172,9 @@ class DecoderConfig(DecoderTraits):
         count = hidden * len(set(self.layer_norms(layer)) - {None}) * (1 + self.norm_bias)
         if layer.attention is not None and layer.latent is not None:
             count += layer.latent.num_parameters(hidden, layer.attention.num_heads)
+            if layer.index is not None:
+                assert layer.latent.q_rank is not None
+                count += layer.index.num_parameters(hidden, layer.latent.q_rank)
         elif layer.attention is not None:
             count += self._attention_parameters(layer, layer.attention)
         if layer.mixer is not None:

@@ -12,6 +12,7 @@ from chairlift.attention.interface import StepAttention
 from chairlift.attention.recurrent import RecurrentStep
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import count_formats
+from chairlift.layers.indexer import Choice
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
@@ -36,6 +37,7 @@ class LayerStep:
     all_inputs: Tensor | None = None  # [T, layers, size]: those of single layers
     inputs: Tensor | None = None  # [T, size]: those of the layer that is running
     kept: KeptKV = field(default_factory=dict)
+    choice: Choice = field(default_factory=Choice)
     mixed: Sequence[Tensor] = ()  # [T, ...] each: what the mixers of the layer made of the residual stream
     beside: Tensor | None = None  # [T, hidden]: what a feed-forward block beside the mixers reads
 
@@ -63,7 +65,8 @@ class DecoderLayer(Part):
         self.self_attention: SelfAttention | None = None
         self.latent: LatentAttention | None = None
         if layer.attention is not None and layer.latent is not None:
-            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, build)
+            sparse: dict[str, Any] = {"index": layer.index, "shares_choice": layer.shares_choice}
+            self.latent = LatentAttention(config.hidden_size, layer.attention, layer.latent, build, **sparse)
         elif layer.attention is not None:
             self.self_attention = SelfAttention(config, layer, build)
         self.recurrent = None
@@ -122,7 +125,7 @@ class DecoderLayer(Part):
         if self.self_attention is not None:
             mixed.append(self.self_attention(normed, rotation, step.attention, step.kept))
         if self.latent is not None:
-            mixed.append(self.latent(normed, rotation, step.attention))
+            mixed.append(self.latent(normed, rotation, step.attention, step.choice))
         if self.recurrent is not None:
             assert step.recurrent is not None, "the model has recurrent layers"
             assert self._states is not None

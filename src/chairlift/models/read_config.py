@@ -12,6 +12,7 @@ from typing import Any
 from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
+from chairlift.layers.indexer import IndexShape
 from chairlift.layers.latent_attention import LatentShape
 from chairlift.layers.mlp import ACTIVATIONS
 from chairlift.layers.rope import Rope
@@ -108,6 +109,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
     shape = None if family.recurrent is None else family.recurrent.shape(fields)
     sources = _kv_sources(fields, types)
     stored: dict[int, int] = {}  # layers with attention -> their index in the storage of keys and values
+    indexes = count(len(types))  # Indexes of sparse attention are stored behind all layers.
     recurrents = count()  # indices in the storage of states
     layers = []
     for index, (layer_type, block) in enumerate(zip(types, blocks, strict=True)):
@@ -117,11 +119,14 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
         attention = _attention(family, own, latent, storage_index, layer_type) if block.attention else None
         if block.attention and source is None:
             stored[index] = storage_index
+        chooses = _chooses(family, fields, index, len(types), max_len) if latent is not None else None
         rotated = attention is not None and family.rotated(fields, index, layer_type)
         layers.append(
             LayerConfig(
                 attention=attention,
                 latent=latent if block.attention else None,
+                index=_index(fields, next(indexes)) if chooses else None,
+                shares_choice=chooses is False,
                 rope=_rope(family, fields, layer_type, attention, max_len, rotated=rotated) if attention else None,
                 recurrent=RecurrentLayer(next(recurrents), shape.states()) if shape and block.recurrent else None,
                 mixer=shape if block.recurrent else None,
@@ -258,10 +263,45 @@ def _feed_forward(
 MAX_DIM = 2**14
 
 
+def _chooses(family: Family, fields: Fields, index: int, num_layers: int, max_len: int) -> bool | None:
+    """Whether a layer chooses the positions that it attends to, or uses those of an earlier one; None: its attention is
+    dense, as it also is where no sequence has more tokens than are chosen."""
+    if not family.sparse:
+        if "index_topk" in fields:
+            raise UnsupportedModel("index_topk: it chooses keys by sparse attention, which this family does not have")
+        return None
+    if max_len <= fields.integer("index_topk"):
+        return None
+    if "indexer_types" in fields:
+        types = fields.items("indexer_types", str, length=num_layers)
+    elif "index_topk_pattern" in fields:
+        named = {"F": "full", "S": "shared"}
+        types = [named.get(each, each) for each in map(str, fields.raw("index_topk_pattern"))]
+    else:
+        every = max(1, fields.optional_integer("index_topk_freq", low=0) or 1)
+        offset = 2 if "index_skip_topk_offset" not in fields else fields.integer("index_skip_topk_offset", low=0)
+        types = ["shared" if max(each - offset + 1, 0) % every else "full" for each in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= {"full", "shared"} or types[0] != "full":
+        raise CorruptCheckpoint(
+            f"config.json: the {num_layers} layers must be full or shared, and the first full, in indexer_types or "
+            "index_topk_pattern"
+        )
+    return bool(types[index] == "full")
+
+
+def _index(fields: Fields, storage_index: int) -> IndexShape:
+    size, rope_dim = fields.integer("index_head_dim", high=MAX_DIM), fields.integer("qk_rope_head_dim", high=MAX_DIM)
+    if rope_dim > size:
+        raise CorruptCheckpoint(f"config.json: index_head_dim ({size}) must have room for the {rope_dim} of rotation")
+    if "q_lora_rank" not in fields:
+        raise UnsupportedModel("index_topk without q_lora_rank: an index reads the latents of queries")
+    heads, count = fields.integer("index_n_heads", high=MAX_DIM), fields.integer("index_topk")
+    layer = AttentionLayer(storage_index, heads, 1, size, 1.0, latent_dim=size, chooses=count)
+    return IndexShape(layer, rope_dim, fields.flag("indexer_rope_interleave"))
+
+
 def read_latent(fields: Fields) -> LatentShape:
     """The sizes of latent attention, under DeepSeek's names."""
-    if "index_topk" in fields:
-        raise UnsupportedModel("index_topk: sparse attention, in which a small network chooses keys, is not supported")
     if fields.raw("use_mla") is False:
         raise UnsupportedModel("use_mla is false: in this family attention without latents is not supported")
     sizes = {

@@ -25,6 +25,7 @@ class Capabilities:
     has_work: bool = False  # its steps have `work`: a compiled kernel can run all layers in one call
     sinks: bool = False  # it can run layers with sinks
     chunks: bool = False  # it can run layers whose attention stays within chunks
+    chooses: bool = False  # it can run sparse attention, in which an index chooses positions
     captures: bool = False  # it has `batch_spec`, and can begin a step that only reads device memory, for a graph
 
 
@@ -123,4 +124,8 @@ def _lacks(backend: type[AttentionBackend], layers: Sequence[AttentionLayer]) ->
         reasons.append(f"{backend.name} attention has no sinks")
     if any(layer.chunk is not None for layer in layers) and not backend.capabilities.chunks:
         reasons.append(f"{backend.name} attention cannot stay within chunks")
+    chosen = next((layer.chooses for layer in layers if layer.chooses is not None), None)
+    if chosen is not None and not backend.capabilities.chooses:
+        hint = f"up to {chosen:,} tokens all are chosen: --max-model-len {chosen} needs no index"
+        reasons.append(f"{backend.name} attention cannot choose positions on this device (index_topk); {hint}")
     return reasons

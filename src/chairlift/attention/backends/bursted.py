@@ -11,13 +11,14 @@ from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention, visible_mask
+from chairlift.attention.sparse import choose_positions
 from chairlift.attention.storage import KVStorage
 
 
 @BACKENDS.register("bursted")
 class BurstedAttention(AttentionBackend):
     name = "bursted"
-    capabilities = Capabilities(sinks=True, chunks=True)
+    capabilities = Capabilities(sinks=True, chunks=True, chooses=True)
     preference = 1
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
@@ -30,6 +31,24 @@ class _BurstedStep(StepAttention):
     storage: KVStorage
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, sinks)
+
+    def choose(self, layer: AttentionLayer, q: Tensor, k: Tensor, weights: Tensor) -> Tensor | None:
+        return choose_positions(layer, self.layout, self.storage, q, k, weights)
+
+    def attend_to_chosen(self, layer: AttentionLayer, q: Tensor, latent: Tensor, chosen: Tensor) -> Tensor:
+        """All positions are read, and a mask hides those that are not chosen."""
+        return self._attend(layer, q, latent, latent, chosen=chosen)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
         layout = self.layout
         self.storage.write(layer.index, layout.slot_mapping, k, v)
         out = q.new_empty(*q.shape[:2], layer.value_dim)
@@ -37,6 +56,8 @@ class _BurstedStep(StepAttention):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
             keys, values = self.storage.read(layer.index, layout.tables[i], end, q.dtype)
             mask = visible_mask(layer, start, end, q.device)
+            if chosen is not None:
+                mask = mask & (chosen[rows, :, None] == torch.arange(end, device=q.device)).any(dim=1)
             out[rows] = attention_by_formula(layer, q[rows], keys, values[..., : layer.value_dim], mask, sinks)
         return out
 

@@ -17,13 +17,14 @@ from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
 from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer, StepAttention, visible_positions
+from chairlift.attention.sparse import attend_to_chosen, choose_positions
 from chairlift.attention.storage import KVStorage, as_plain, widened
 
 
 @BACKENDS.register("padded")
 class PaddedAttention(AttentionBackend):
     name = "padded"
-    capabilities = Capabilities(rectangular=True, sinks=True, chunks=True)
+    capabilities = Capabilities(rectangular=True, sinks=True, chunks=True, chooses=True)
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
         layout = batch.layout
@@ -82,6 +83,12 @@ class _PaddedStep(StepAttention):
             enable_gqa=layer.num_heads != layer.num_kv_heads,
         )
         return attended.transpose(1, 2).flatten(0, 1)
+
+    def choose(self, layer: AttentionLayer, q: Tensor, k: Tensor, weights: Tensor) -> Tensor | None:
+        return choose_positions(layer, self.layout, self.storage, q, k, weights)
+
+    def attend_to_chosen(self, layer: AttentionLayer, q: Tensor, latent: Tensor, chosen: Tensor) -> Tensor:
+        return attend_to_chosen(layer, self.layout, self.storage, q, latent, chosen)
 
     def _mask(self, layer: AttentionLayer) -> Tensor:
         key = (layer.window, layer.chunk)

@@ -16,6 +16,7 @@ from torch import Tensor
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import AttentionLayer, HostWork, LatentProjection, StepAttention, UpProjection
+from chairlift.attention.sparse import attend_to_chosen, choose_positions
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention import Cache, Score
 from chairlift.kernels.cpu.attention_work import FEW, FEW_PIECES, PIECE, AttentionWork, split_work, work_by_rows
@@ -25,7 +26,7 @@ from chairlift.kernels.cpu.threads import the_team
 
 class PagedCPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, has_work=True, sinks=True, chunks=True)
+    capabilities = Capabilities(batch_invariant=True, has_work=True, sinks=True, chunks=True, chooses=True)
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -81,6 +82,8 @@ class PagedCPUStep(StepAttention):
         return out
 
     def from_latent(self, layer: AttentionLayer, projection: LatentProjection) -> Tensor:
+        if projection.chosen is not None:
+            return super(PagedCPUStep, self).from_latent(layer, projection)
         q, latent = projection.ready()
         up = projection.up
         split, absorbing = self._split(layer, up)
@@ -97,6 +100,12 @@ class PagedCPUStep(StepAttention):
                 layer, up, q[own], self.storage, layout.tables[i], layout.starts[i], layout.ends[i]
             )
         return out
+
+    def choose(self, layer: AttentionLayer, q: Tensor, k: Tensor, weights: Tensor) -> Tensor | None:
+        return choose_positions(layer, self.layout, self.storage, q, k, weights, alone=self.invariant)
+
+    def attend_to_chosen(self, layer: AttentionLayer, q: Tensor, latent: Tensor, chosen: Tensor) -> Tensor:
+        return attend_to_chosen(layer, self.layout, self.storage, q, latent, chosen, alone=self.invariant)
 
     def _split(self, layer: AttentionLayer, up: UpProjection) -> tuple[LatentSplit, PagedCPUStep | None]:
         if self._by_form is None:

@@ -46,6 +46,7 @@ class Family(DecoderTraits):
     rotated: Callable[[Fields, int, str], bool] = rules.rotated_by_list
     scales_local_rope: bool = True  # rope_scaling also counts in layers with a sliding window
     latent: bool = False  # latent attention
+    sparse: bool = False  # and a small attention chooses the positions that it reads
     sinks: bool = False  # attention has learned sinks
     chunked: bool = False  # the attention of layers with rotation stays within chunks of attention_chunk_size
     # Layers without rotation have it.

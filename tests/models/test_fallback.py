@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({}, "recurrent state"),
     "recurrent_gemma": ({}, "recurrent state"),
     "minimax": ({"num_hidden_layers": 2}, "recurrent state"),
-    "deepseek_v32": ({"num_hidden_layers": 1}, "sparse attention"),
+    "axk2": ({"num_hidden_layers": 1}, "sparse attention"),
     "doge": ({"num_hidden_layers": 1}, "mask from values"),
     "diffllama": ({"num_hidden_layers": 1}, "attends twice"),
     "bert": ({"num_hidden_layers": 1}, "neither causal nor"),

@@ -24,7 +24,7 @@ NONE = -1  # fills the rows of tokens that see fewer positions than others choos
 READ_NUMBERS = 2**23  # numbers of chosen latents that are in memory at a time
 
 
-class Rows(NamedTuple):
+class SequenceRows(NamedTuple):
     """Some rows of one sequence."""
 
     sequence: int
@@ -33,13 +33,13 @@ class Rows(NamedTuple):
     end: int  # the length of the sequence behind the last; padding of a rectangle sees what the last token sees
 
 
-def rows_of(layout: RaggedLayout, most: int) -> Iterator[Rows]:
+def rows_of(layout: RaggedLayout, most: int) -> Iterator[SequenceRows]:
     """The rows of a batch, at most `most` of one sequence at a time."""
     for index, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
         first, last = layout.offsets[index], layout.offsets[index + 1]
         for row in range(first, last, most):
             behind = min(row + most, last)
-            yield Rows(index, slice(row, behind), start + row - first, min(start + behind - first, end))
+            yield SequenceRows(index, slice(row, behind), start + row - first, min(start + behind - first, end))
 
 
 def choose_positions(

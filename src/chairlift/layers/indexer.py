@@ -30,7 +30,7 @@ class IndexShape:
 
 
 @dataclass(slots=True)
-class Choice:
+class IndexChoice:
     """The positions that the last layer with an index chose in a step; layers without one use them, too."""
 
     positions: Tensor | None = None  # [T, n], -1 for none; None: every token attends to all that it sees

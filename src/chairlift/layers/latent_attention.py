@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import AttentionLayer, LatentProjection, StepAttention
-from chairlift.layers.indexer import Choice, Indexer, IndexShape
+from chairlift.layers.indexer import IndexChoice, Indexer, IndexShape
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.parts import Part, PermutedHeads, Target, Targets, add_prefix, present
@@ -142,7 +142,7 @@ class LatentAttention(Part):
         return present(self.down, self.q_up, self.output, self.kv_norm, self.up, self.q_norm, self.indexer)
 
     def __call__(
-        self, x: Tensor, rotation: Rotation | None, attention: StepAttention, choice: Choice | None = None
+        self, x: Tensor, rotation: Rotation | None, attention: StepAttention, choice: IndexChoice | None = None
     ) -> Tensor:
         """`choice`: what the layers of a sparse model share in a step."""
         q, latent = self.down(x).split(self._sizes, dim=1)

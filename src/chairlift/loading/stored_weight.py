@@ -47,12 +47,12 @@ class StoredWeight(ABC):
         """The kind of blocks in which a CPU may multiply the weight; None if it has to be rounded for that."""
         return None
 
-    def block_rows(self) -> BlockRows:
+    def block_rows(self) -> StoredBlocks:
         """The weight in blocks of its `block_kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no blocks")
 
 
-class BlockRows(NamedTuple):
+class StoredBlocks(NamedTuple):
     """Rows of blocks, as files of that kind have them."""
 
     rows: np.ndarray  # [stored rows, bytes]
@@ -193,7 +193,7 @@ class MicroscaledFloats(StoredWeight):
             return None
         return "E2M1_32"
 
-    def block_rows(self) -> BlockRows:
+    def block_rows(self) -> StoredBlocks:
         return _blocks_of(
             self.codes, torch.ldexp(torch.ones(self.exponents.shape), self.exponents.int() - 127)[..., None]
         )
@@ -237,7 +237,7 @@ class GroupedFloats(StoredWeight):
     def block_kind(self) -> str | None:
         return f"E2M1_{self.group_size}"
 
-    def block_rows(self) -> BlockRows:
+    def block_rows(self) -> StoredBlocks:
         return _blocks_of(self.codes.unflatten(1, (-1, GROUP // 2)), self.scales.unflatten(1, (-1, self._per_block)))
 
     @property
@@ -256,13 +256,13 @@ def e2m1_values(codes: Tensor) -> Tensor:
     return pairs.flatten(-2)
 
 
-def _blocks_of(codes: Tensor, scales: Tensor) -> BlockRows:
+def _blocks_of(codes: Tensor, scales: Tensor) -> StoredBlocks:
     """codes [rows, blocks, 16], scales [rows, blocks, 1 or 2] -> blocks of 32 columns: the halves of their scales in
     float16, then 16 bytes, each with the numbers i and i + 16."""
     numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [rows, blocks, 32]
     packed = numbers[..., :16] | numbers[..., 16:] << 4
     halves = (scales.float() / 2).half().numpy().view(np.uint8)
-    return BlockRows(np.concatenate([halves, packed.numpy()], axis=-1).reshape(len(codes), -1))
+    return StoredBlocks(np.concatenate([halves, packed.numpy()], axis=-1).reshape(len(codes), -1))
 
 
 @dataclass(frozen=True, slots=True)

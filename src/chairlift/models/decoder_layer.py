@@ -12,7 +12,7 @@ from chairlift.attention.interface import StepAttention
 from chairlift.attention.recurrent import RecurrentStep
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import count_formats
-from chairlift.layers.indexer import Choice
+from chairlift.layers.indexer import IndexChoice
 from chairlift.layers.latent_attention import LatentAttention
 from chairlift.layers.linear import Build, Linear
 from chairlift.layers.mlp import DenseMLP, GatedMLP, UngatedMLP
@@ -37,7 +37,7 @@ class LayerStep:
     all_inputs: Tensor | None = None  # [T, layers, size]: those of single layers
     inputs: Tensor | None = None  # [T, size]: those of the layer that is running
     kept: KeptKV = field(default_factory=dict)
-    choice: Choice = field(default_factory=Choice)
+    choice: IndexChoice = field(default_factory=IndexChoice)
     mixed: Sequence[Tensor] = ()  # [T, ...] each: what the mixers of the layer made of the residual stream
     beside: Tensor | None = None  # [T, hidden]: what a feed-forward block beside the mixers reads
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.loading.gguf.checkpoint import Source
 from chairlift.loading.gguf.file import GGUFFile
-from chairlift.loading.stored_weight import BlockRows, GroupedIntegers, MicroscaledFloats, StoredWeight
+from chairlift.loading.stored_weight import GroupedIntegers, MicroscaledFloats, StoredBlocks, StoredWeight
 
 GROUP = 32  # columns with a scale of their own, in all three kinds
 
@@ -50,10 +50,10 @@ class GGUFWeight(StoredWeight):
     def block_kind(self) -> str:
         return self.kind
 
-    def block_rows(self) -> BlockRows:
+    def block_rows(self) -> StoredBlocks:
         """All rows of the matrix, in the order of the file."""
         rows = self.file.blocks(self.source.tensor, self.source.expert).reshape(self._whole_shape[0], -1)
-        return BlockRows(rows, self._row_order())
+        return StoredBlocks(rows, self._row_order())
 
     def _row_order(self) -> np.ndarray:
         """The stored row of each row."""

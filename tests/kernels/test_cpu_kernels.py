@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,6 @@ from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
 from chairlift.kernels.cpu.threads import Team, barrier, claim, the_team
 from chairlift.kernels.cpu.weights import multiplied
-from chairlift.speculation.proposers.ngram import NgramProposer
 
 torch = pytest.importorskip("torch")
 
@@ -256,17 +257,17 @@ from numba import njit
 from chairlift.kernels.cpu import simd as cpu_simd
 
 isa = cpu_simd.find_instruction_set()
-tile, dots = cpu_simd.int8_tile(isa, 1), cpu_simd.dots_tile(1)
+tile, keys_tile = cpu_simd.int8_tile(isa, 1), cpu_simd.keys_tile(1)
 
 @njit
 def run(sums, left, right, products, numbers, ones, nothing, weight):
-    dots(sums.ctypes.data, 64, left.ctypes.data, 64, right.ctypes.data, 64, 64, 0, np.float32(0))
+    keys_tile(sums.ctypes.data, 64, left.ctypes.data, 64, right.ctypes.data, 64, 64, 0, np.float32(0))
     sides = numbers.ctypes.data, 64, ones.ctypes.data, nothing.ctypes.data, 1
     tile(products.ctypes.data, *sides, weight.ctypes.data, 1024)
 
-sums, left, ones = np.zeros(cpu_simd.LANES, np.float32), np.ones(64, np.float32), np.ones(1, np.float32)
+sums, left, ones = np.zeros(cpu_simd.KEY_TILE, np.float32), np.ones(64, np.float32), np.ones(1, np.float32)
 products, numbers = np.zeros(isa.panels * 16, np.float32), np.ones(64, np.int16 if isa.wide_rows else np.int8)
-right, weight = np.ones((cpu_simd.LANES, 64), np.float32), np.full(1024 * isa.panels, 3, np.uint8)
+right, weight = np.ones((cpu_simd.KEY_TILE, 64), np.float32), np.full(1024 * isa.panels, 3, np.uint8)
 run(sums, left, right, products, numbers, ones, np.zeros(1, np.int32), weight)
 assert (sums == 64).all() and (products == 192).all(), (sums, products)
 text = "".join(run.inspect_asm().values())
@@ -306,28 +307,49 @@ def test_a_square_of_either_type_is_transposed(kind: Any) -> None:
     assert (target[:, 16:] == 0).all()
 
 
-def test_a_token_and_its_drafts_equal_single_token_steps() -> None:
-    """Otherwise a draft token would change the tokens after it."""
-    assert 1 + NgramProposer.max_length <= FEW
-    random = np.random.default_rng(3)
-    heads, kv_heads, head_dim, before = 6, 2, 16, 250  # some rows have two pieces, some one
-    keys, values = random.normal(size=(2, 20, 16, kv_heads, head_dim)).astype(np.float32)
-    cache = Cache(keys, values, random.permutation(20).astype(np.int32)[None])
-    q = random.normal(size=(FEW, heads, head_dim)).astype(np.float32)
-    k, v = random.normal(size=(2, FEW, kv_heads, head_dim)).astype(np.float32)
-    positions = before + np.arange(FEW)
-    slots = cache.tables[0, positions // 16].astype(np.int64) * 16 + positions % 16
+SHAPES: dict[
+    str, tuple[int, int, int, int, dict[str, Any]]
+] = {  # heads, KV heads, numbers of a head, tokens of a block
+    "whole tiles": (6, 2, 64, 16, {}),
+    "eight heads share keys": (16, 2, 64, 16, {"window": 90, "sinks": True}),
+    "small blocks": (7, 1, 64, 4, {"chunk": 150, "softcap": 20.0}),
+    "small heads": (4, 4, 20, 8, {"window": 300}),
+}
 
-    def attend(rows: slice) -> np.ndarray:
-        out = np.empty_like(q[rows])
-        first, last = positions[rows][0], positions[rows][-1] + 1
-        work = split_work(np.array([0, len(out)]), np.array([first]), np.array([last]), heads, head_dim)
-        how = Score(np.float32(0.25), 0, np.float32(0.0), 0, np.empty(0, np.float32))
-        the_team().run(attend_layer, q[rows], k[rows], v[rows], slots[rows], cache, work, how, out)
-        return out
 
-    together = attend(slice(0, FEW))
-    assert np.array_equal(together, np.concatenate([attend(slice(row, row + 1)) for row in range(FEW)]))
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_however_a_prompt_is_cut(shape: str, kind: Any) -> None:
+    """Token by token, with drafts, in chunks and at once. The cuts are at every place of a block and a tile."""
+    heads, kv_heads, head_dim, block_size, own = SHAPES[shape]
+    random, count = np.random.default_rng(3), 330
+    tables = random.permutation(-(-count // block_size)).astype(np.int32)[None]
+    empty = torch.zeros(tables.size, block_size, kv_heads, head_dim)
+    cache = Cache(*(as_array(narrowed(empty, kind)) for _ in range(2)), tables)
+    q = random.normal(size=(count, heads, head_dim)).astype(np.float32)
+    k, v = random.normal(size=(2, count, kv_heads, head_dim)).astype(np.float32)
+    positions = np.arange(count)
+    slots = tables[0, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    sinks = random.normal(size=heads if own.get("sinks") else 0).astype(np.float32)
+    softcap = np.float32(own.get("softcap", 0.0))
+    how = Score(np.float32(0.25), own.get("window", 0), softcap, own.get("chunk", 0), sinks)
+
+    def attend(cuts: Sequence[int], few: int = FEW) -> np.ndarray:
+        parts = []
+        for first, last in itertools.pairwise(cuts):
+            rows = slice(first, last)
+            parts.append(np.empty_like(q[rows]))
+            spans = np.array([0, last - first]), np.array([first]), np.array([last])
+            work = split_work(*spans, heads, head_dim, few=few)
+            the_team().run(attend_layer, q[rows], k[rows], v[rows], slots[rows], cache, work, how, parts[-1])
+        return np.concatenate(parts)
+
+    whole = attend([0, count])
+    assert np.isfinite(whole).all()
+    assert np.array_equal(attend([0, count], few=count), whole), "row by row"
+    assert np.array_equal(attend([0, count], few=0), whole), "tiles"
+    assert np.array_equal(attend(range(count + 1)), whole), "single tokens"
+    assert np.array_equal(attend([0, 17, 64, 65, 70, 130, 255, 257, 275, 299, count]), whole), "chunks and drafts"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)

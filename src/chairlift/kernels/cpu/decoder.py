@@ -136,7 +136,7 @@ def decode_layer(
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
     barrier(shared, members)
-    _merge_and_round(shared, step, buffers, picks)
+    _merge_and_round(shared, step, how.sinks, buffers, picks)
     barrier(shared, members)
     if net.parallel:
         _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
@@ -283,17 +283,18 @@ def _rotate(values: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled(FAST)
-def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> None:
+def _merge_and_round(shared: Any, step: Step, sinks: Any, buffers: Buffers, picks: bool) -> None:
     """Merge the pieces of attention rows and quantize them. With `picks`, only the picked rows, moved to the front
     together with their residuals."""
     flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
     count = step.rows.shape[0] if picks else step.x.shape[0]
+    merged = np.empty((1, buffers.attended.shape[2]), dtype=np.float32)
     while True:
         place = claim(shared, 1)
         if place >= count:
             return
         row = step.rows[place] if picks else place
-        merge(row, step.work, buffers.attended)
+        merge(row, step.work, sinks, merged, buffers.attended)
         round_into(flat[row], buffers.attended_rows, place)
         if picks:
             step.out[place] = step.x[row]
@@ -334,9 +335,10 @@ def attend_layer(
     barrier(shared, members)
     attend(shared, members, q, cache, work, how, out)
     barrier(shared, members)
+    merged = np.empty((1, out.shape[2]), dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= q.shape[0]:
             break
-        merge(row, work, out)
+        merge(row, work, how.sinks, merged, out)
     barrier(shared, members)

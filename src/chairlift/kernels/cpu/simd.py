@@ -22,6 +22,8 @@ GROUP = 4  # adjacent elements of one column: as many as one dot-product instruc
 SPAN = 64  # activations of a row that share a scale
 OFFSET = 128  # weights are stored unsigned, as the dot-product instructions require
 F32_ROWS, F32_COLUMNS = 6, 64  # A float32 tile has this many.
+F32_LANES = 16  # numbers of a sum that are kept apart until its end
+KEY_TILE = 16  # keys that are multiplied with queries at a time
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 # CPU features of the compilation target: this machine, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or
@@ -357,66 +359,66 @@ def _add_products(b: ir.IRBuilder, rows: int, size: int, args: Sequence[ir.Value
                 store(b, b.load(one), place, 4)
 
 
-def dots_tile(rows: int) -> Any:
-    """Build a function for sums [rows, LANES]: the dot products of `rows` rows of float32 with LANES others of the type
-    of `like` (float32, bfloat16 or int8), each of which is loaded and widened once. Prefetches what lies `ahead` bytes
-    behind them. Strides count elements, `depth` is a multiple of LANES."""
-    # As many rows of the right side at a time as leave half of the registers to other numbers than sums.
-    limit = 16 if _FEATURES.get("avx512f") else 8
-    at_once = next(count for count in (16, 8, 4, 2, 1) if count * rows <= limit and count <= LANES)
-    numbers = ir.VectorType(F32, LANES)
+def keys_tile(rows: int) -> Any:
+    """Build a function for scores [rows, KEY_TILE] = queries [rows, depth] float32 times KEY_TILE keys, rows of the
+    type of `like` (float32, bfloat16 or int8), each of which is loaded and widened once. Prefetches what lies `ahead`
+    bytes behind them. Strides count elements, `depth` is a multiple of KEY_TILE.
+
+    Keys are transposed in registers, and a score is summed in the order of the depth, so that it has the bits that
+    `f32_tile` computes."""
+    numbers = ir.VectorType(F32, KEY_TILE)
 
     @intrinsic
     def tile(
         _: Any,
-        sums: Any,
-        sums_stride: Any,
-        left: Any,
-        left_stride: Any,
-        right: Any,
-        right_stride: Any,
+        scores: Any,
+        scores_stride: Any,
+        queries: Any,
+        query_stride: Any,
+        keys: Any,
+        key_stride: Any,
         depth: Any,
         ahead: Any,
         like: Any,
     ) -> Any:
         size = like.bitwidth // 8
-        line = max(LANES, 64 // size)  # numbers in a cache line, or in a register if that is longer
+        at_once = KEY_TILE * (4 // size)  # as many numbers of a key are a register
 
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-            sums, sums_stride, left, left_stride, right, right_stride, depth, ahead, _like = args
-            fused, nothing = multiply_add(b, LANES), ir.Constant(numbers, None)
-            lefts = [b.add(left, b.mul(left_stride, I64(4 * row))) for row in range(rows)]
-            stride = b.mul(right_stride, I64(size))
-            whole = b.udiv(depth, I64(line))
-            rest = b.udiv(b.urem(depth, I64(line)), I64(LANES))
-            found: list[list[ir.Value]] = [[] for _ in range(rows)]
+            scores, scores_stride, queries, query_stride, keys, key_stride, depth, ahead, _like = args
+            fused, nothing = multiply_add(b, KEY_TILE), ir.Constant(numbers, None)
+            starts = [b.add(queries, b.mul(query_stride, I64(4 * row))) for row in range(rows)]
+            stride = b.mul(key_stride, I64(size))
+            totals = [cgutils.alloca_once_value(b, nothing) for _ in range(rows)]
+            for total in totals:
+                b.store(nothing, total)
 
-            def add(totals: list[list[ir.Value]], starts: list[ir.Value], place: ir.Value) -> None:
-                """Add the products of LANES numbers from `place` on."""
-                right_numbers = [_load_numbers(b, b.add(y, b.mul(place, I64(size))), size, LANES) for y in starts]
-                for address, row_totals in zip(lefts, totals, strict=True):
-                    x = load(b, b.add(address, b.mul(place, I64(4))), numbers, 4)
-                    for y, total in zip(right_numbers, row_totals, strict=True):
-                        b.store(b.call(fused, [x, y, b.load(total)]), total)
+            def add(place: ir.Value, columns: list[ir.Value]) -> None:
+                """Add the products with the numbers of all keys from `place` on."""
+                for index, column in enumerate(columns):
+                    at = b.mul(b.add(place, I64(index)), I64(4))
+                    for start, total in zip(starts, totals, strict=True):
+                        number = splat(b, load(b, b.add(start, at), F32, 4), KEY_TILE)
+                        b.store(b.call(fused, [number, column, b.load(total)]), total)
 
-            for first in range(0, LANES, at_once):
-                starts = [b.add(right, b.mul(stride, I64(first + place))) for place in range(at_once)]
-                totals = [[cgutils.alloca_once_value(b, nothing) for _ in starts] for _ in range(rows)]
-                for total in (total for row_totals in totals for total in row_totals):
-                    b.store(nothing, total)
-                with cgutils.for_range(b, whole) as loop:
-                    place = b.mul(loop.index, I64(line))
-                    for start in starts:
-                        prefetch_line(b, b.add(b.add(start, ahead), b.mul(place, I64(size))))
-                    for part in range(0, line, LANES):
-                        add(totals, starts, b.add(place, I64(part)))
-                with cgutils.for_range(b, rest) as loop:
-                    add(totals, starts, b.add(b.mul(whole, I64(line)), b.mul(loop.index, I64(LANES))))
-                for row, row_totals in enumerate(totals):
-                    found[row] += _add_pairwise(b, [b.load(total) for total in row_totals], LANES // 2)
-            for row, vectors in enumerate(found):
-                (total,) = _add_pairwise(b, vectors, LANES // 2 // at_once)
-                store(b, total, b.add(sums, b.mul(sums_stride, I64(4 * row))), 4)
+            def addresses(place: ir.Value) -> list[ir.Value]:
+                first = b.add(keys, b.mul(place, I64(size)))
+                return [b.add(first, b.mul(stride, I64(key))) for key in range(KEY_TILE)]
+
+            with cgutils.for_range(b, b.udiv(depth, I64(at_once))) as loop:
+                place = b.mul(loop.index, I64(at_once))
+                own = addresses(place)
+                words = [load(b, address, numbers, 1) for address in own]
+                for address in own:
+                    prefetch_line(b, b.add(address, ahead))
+                add(place, [number for word in transposed(b, words) for number in _numbers_of_word(b, word, size)])
+            if at_once > KEY_TILE:
+                whole = b.mul(b.udiv(depth, I64(at_once)), I64(at_once))
+                with cgutils.for_range(b, b.udiv(b.urem(depth, I64(at_once)), I64(KEY_TILE))) as loop:
+                    place = b.add(whole, b.mul(loop.index, I64(KEY_TILE)))
+                    add(place, transposed(b, [_load_numbers(b, address, size) for address in addresses(place)]))
+            for row, total in enumerate(totals):
+                store(b, b.load(total), b.add(scores, b.mul(scores_stride, I64(4 * row))), 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 8, like), generate
@@ -424,18 +426,49 @@ def dots_tile(rows: int) -> Any:
     return tile
 
 
-def _add_pairwise(b: ir.IRBuilder, vectors: list[ir.Value], width: int) -> list[ir.Value]:
-    """Add halves of `width` lanes within pairs of vectors, then with half that width, until one vector is left. From n
-    vectors of n lanes, that makes one with the sum of each."""
-    while len(vectors) > 1:
-        lanes = vectors[0].type.count
-        low = [lane for first in range(0, 2 * lanes, 2 * width) for lane in range(first, first + width)]
-        high = [lane + width for lane in low]
-        vectors = [
-            b.fadd(pick(b, x, y, low), pick(b, x, y, high)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-        width //= 2
-    return vectors
+def _numbers_of_word(b: ir.IRBuilder, word: ir.Value, size: int) -> list[ir.Value]:
+    """The numbers of `size` bytes that are in each word of 32 bits, as float32."""
+    if size == 4:
+        return [word]
+    words, numbers = ir.VectorType(I32, KEY_TILE), ir.VectorType(F32, KEY_TILE)
+    both = b.bitcast(word, words)
+    if size == 2:
+        low = b.shl(both, ir.Constant(words, [16] * KEY_TILE))
+        high = b.and_(both, ir.Constant(words, [0xFFFF0000] * KEY_TILE))
+        return [b.bitcast(half, numbers) for half in (low, high)]
+    shifts = [b.shl(both, ir.Constant(words, [24 - 8 * byte] * KEY_TILE)) for byte in range(4)]
+    return [b.sitofp(b.ashr(shifted, ir.Constant(words, [24] * KEY_TILE)), numbers) for shifted in shifts]
+
+
+@intrinsic
+def add_to_lanes(_: Any, totals: Any, factor: Any, numbers: Any) -> Any:
+    """totals [F32_LANES] = totals * factor + numbers [F32_COLUMNS], added up in lanes."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        totals, factor, numbers = args
+        kind = ir.VectorType(F32, F32_LANES)
+        parts = [load(b, b.add(numbers, I64(4 * place)), kind, 4) for place in range(0, F32_COLUMNS, F32_LANES)]
+        while len(parts) > 1:
+            parts = [b.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        before = b.fmul(load(b, totals, kind, 4), splat(b, factor, F32_LANES))
+        store(b, b.fadd(before, parts[0]), totals, 4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32, types.intp), generate
+
+
+@intrinsic
+def sum_of_lanes(_: Any, address: Any) -> Any:
+    """The sum of F32_LANES float32 numbers, always in the same order."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        total = load(b, args[0], ir.VectorType(F32, F32_LANES), 4)
+        while total.type.count > 1:
+            half = total.type.count // 2
+            total = b.fadd(pick(b, total, total, range(half)), pick(b, total, total, range(half, 2 * half)))
+        return b.extract_element(total, I32(0))
+
+    return types.float32(types.intp), generate
 
 
 @intrinsic

@@ -35,7 +35,7 @@ from chairlift.kernels.cpu.attention_loads import (
     store_row,
 )
 from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
-from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, exp, from_sortable, sortable, widen
+from chairlift.kernels.cpu.compiling import FAST, borrowed, compiled, exp, from_sortable, sortable
 from chairlift.kernels.cpu.simd import (
     F32_COLUMNS,
     F32_LANES,
@@ -79,7 +79,7 @@ class Cache(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Scratch memory of one thread, float32 where nothing else is said. R: rows of a query tile, one per token and query head."""
+    """Scratch memory of one thread, float32 if nothing else is said. R: rows of a tile, one per token and head."""
 
     queries: np.ndarray  # [R, head_dim], scaled
     sums: np.ndarray  # [R, padded value_dim], of one span

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from chairlift.core.sampling.structure import Structure
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
+    from chairlift.lora import LoRARequest
     from chairlift.outputs import CompletionOutput, RequestOutput, StreamedText
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "EngineDead",
     "EngineDied",
     "InvalidParameter",
+    "LoRARequest",
     "ModelNotFound",
     "RequestOutput",
     "SamplingParams",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "LLM": "chairlift.llm",
     "AsyncLLM": "chairlift.async_llm",
+    "LoRARequest": "chairlift.lora",
     "SamplingParams": "chairlift.core.sampling.params",
     "Structure": "chairlift.core.sampling.structure",
     "Engine": "chairlift.engine.engine",

@@ -15,6 +15,7 @@ from chairlift.core.events import Event, RequestFinished
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.llm import capacity, described, embedding_params, free_memory_of_engine, make_config
+from chairlift.lora import LoRARequest
 from chairlift.options import at_least
 from chairlift.outputs import (
     ChatFormat,
@@ -31,6 +32,7 @@ from chairlift.outputs import (
 )
 
 if TYPE_CHECKING:
+    from chairlift.engine.adapters import EngineAdapters
     from chairlift.engine.engine import Engine
     from chairlift.engine_keywords import EngineKeywords
     from chairlift.text.tokenizer import Tokenizer
@@ -101,11 +103,12 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> RequestOutput:
         """Complete a prompt, in any form that `LLM.generate` accepts."""
         check_preset(preset, sampling_params)
         (params,) = params_of([prompt], sampling_params, self.get_default_sampling_params(preset))
-        async with self._submitted(prompt, params, timeout) as request:
+        async with self._submitted(prompt, params, timeout, lora) as request:
             return await request.finished()
 
     async def stream(
@@ -115,12 +118,13 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> AsyncIterator[StreamedText]:
         """Yield pieces of text as they are generated."""
         check_preset(preset, sampling_params)
         (params,) = params_of([prompt], sampling_params, self.get_default_sampling_params(preset))
         params.check_streamable()
-        async with self._submitted(prompt, params, timeout) as request:
+        async with self._submitted(prompt, params, timeout, lora) as request:
             async for piece in request:
                 yield piece
 
@@ -131,11 +135,12 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
         **options: Any,
     ) -> RequestOutput:
         """Answer a conversation. `options` are those of the chat template, `tools` and `add_generation_prompt`."""
         prompt, params = self._chat(messages, sampling_params, preset, options)
-        return await self.generate(prompt, params, timeout=timeout)
+        return await self.generate(prompt, params, timeout=timeout, lora=lora)
 
     async def stream_chat(
         self,
@@ -144,11 +149,12 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
         **options: Any,
     ) -> AsyncIterator[StreamedText]:
         """`stream` for a conversation."""
         prompt, params = self._chat(messages, sampling_params, preset, options)
-        async for piece in self.stream(prompt, params, timeout=timeout):
+        async for piece in self.stream(prompt, params, timeout=timeout, lora=lora):
             yield piece
 
     async def embed(
@@ -181,10 +187,12 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _submitted(
-        self, prompt: Prompt, params: SamplingParams, timeout: float | None
+        self, prompt: Prompt, params: SamplingParams, timeout: float | None, lora: Any = None
     ) -> AsyncIterator[_OpenRequest]:
         """Submit a prompt once there is room; cancel it on exit if it is not finished."""
         parsed = await self._parse(prompt)
+        if lora is not None:
+            parsed.options = {**parsed.options, "lora": lora}
         async with self._room:
             request_id = f"async-{next(self._numbers)}"
             request = _OpenRequest(request_id, parsed, params, self._tokenizer)
@@ -201,6 +209,19 @@ class AsyncLLM:
         if isinstance(text, str) and len(text) > LONG_TEXT:
             return await asyncio.to_thread(PromptInput.parse, prompt, self._tokenizer)
         return PromptInput.parse(prompt, self._tokenizer)
+
+    # ---- adapters -----------------------------------------------------------------------------------------------
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """As `LLM.load_lora`."""
+        adapters = self._router.adapters
+        adapter = await asyncio.to_thread(adapters.read, name, path)
+        await asyncio.wrap_future(self._thread.call(lambda: adapters.register(adapter)))
+
+    async def unload_lora(self, name: str) -> None:
+        """As `LLM.unload_lora`."""
+        pool = self._router.adapters.pool
+        await asyncio.wrap_future(self._thread.call(lambda: pool.unregister(pool.find(name).name)))
 
     # ---- end ----------------------------------------------------------------------------------------------------
 
@@ -290,11 +311,20 @@ class _Router:
 
     def submit(self, request: _OpenRequest, timeout: float | None) -> None:
         prompt = request.prompt
+        named = prompt.options.get("lora")
+        if isinstance(named, LoRARequest) and self._engine.adapters is not None:
+            named.register(self._engine.adapters)
         ids = self._engine.submit(
             prompt.token_ids, request.params, request_id=request.id, timeout=timeout, **prompt.options
         )
         request.collector.add(ids, prompt, request.params, self._engine.now())
         self._open.update(dict.fromkeys(ids, request))
+
+    @property
+    def adapters(self) -> EngineAdapters:
+        if self._engine.adapters is None:
+            raise InvalidParameter("lora", "this engine has no adapters; start it with lora or max_loras")
+        return self._engine.adapters
 
     def cancel(self, request: _OpenRequest) -> None:
         for request_id in request.collector.open_ids():

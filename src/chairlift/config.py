@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ batching_option = partial(option, group="Batching")
 scheduling_option = partial(option, group="Scheduling")
 cache_option = partial(option, group="KV cache")
 speculation_option = partial(option, group="Speculative decoding")
+adapter_option = partial(option, group="Adapters")
 
 
 def _check_device(parameter: str, value: str) -> None:
@@ -55,6 +57,25 @@ def _check_template(parameter: str, value: str | Path) -> None:
 
 def _check_weights(parameter: str, value: Mapping[str, float] | Sequence[str]) -> None:
     parse_weights(value)
+
+
+def parse_adapters(value: Mapping[str, Any] | Sequence[str]) -> dict[str, str]:
+    """The paths of adapters by name, from a mapping or from texts such as "name=path"."""
+    if isinstance(value, str) or not isinstance(value, (Mapping, Sequence)):
+        raise InvalidParameter("lora", f"must be a mapping of names to paths, got {value!r:.100}")
+    if not isinstance(value, Mapping):
+        pairs = [str(each).partition("=")[::2] for each in value]
+        if repeated := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise InvalidParameter("lora", f"{repeated[0]!r:.100} is given more than once")
+        value = dict(pairs)
+    for name, path in value.items():
+        if not isinstance(name, str) or not isinstance(path, (str, Path)) or not name.strip() or not str(path):
+            raise InvalidParameter("lora", f"must be NAME=PATH, got {name!r:.100} and {path!r:.100}")
+    return {name: str(path) for name, path in value.items()}
+
+
+def _check_adapters(parameter: str, value: Mapping[str, Any] | Sequence[str]) -> None:
+    parse_adapters(value)
 
 
 def _check_speculate(parameter: str, value: str) -> None:
@@ -318,6 +339,28 @@ class EngineConfig:
     draft_graphs: bool = speculation_option(
         False, help="On a GPU, capture the passes of a draft model or head as CUDA graphs, and draft by one replay."
     )
+    lora: Mapping[str, Any] | Sequence[str] | None = adapter_option(
+        None,
+        common=True,
+        help="A LoRA adapter that requests may name: a folder of PEFT or a GGUF file; may be repeated.",
+        check=_check_adapters,
+        metavar="NAME=PATH",
+        default_text="none",
+    )
+    max_loras: int | None = adapter_option(
+        None,
+        help="Adapters in memory at the same time; others are loaded when they are needed. Alone it leaves room for "
+        "adapters that are added later.",
+        check=at_least(1),
+        default_text="64 if there are any",
+    )
+    lora_memory: int | str | None = adapter_option(
+        None,
+        help="Memory for adapters, such as 1GiB.",
+        check=parse_bytes,
+        metavar="SIZE",
+        default_text="a sixteenth of the free memory",
+    )
     seed: int | None = model_option(
         None,
         help="Seed for requests that have none.",
@@ -342,6 +385,8 @@ class EngineConfig:
         self.make_ordering()
         if self.weight_cache == "":
             raise InvalidParameter("weight_cache", "must be a folder, or off")
+        if self.lora_memory is not None and not self.lora and self.max_loras is None:
+            raise InvalidParameter("lora_memory", "needs lora or max_loras")
         if self.memory_share is not None and self.kv_memory is not None:
             raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         if self.max_batch_requests is not None and self.max_batch_tokens is not None:

@@ -143,6 +143,13 @@ class EngineKeywords(TypedDict, total=False):
     """vLLM's name for `draft_length`."""
     draft_graphs: bool
     """On a GPU, capture the passes of a draft model or head as CUDA graphs, and draft by one replay. Default: off."""
+    lora: Mapping[str, Any] | Sequence[str] | None
+    """A LoRA adapter that requests may name: a folder of PEFT or a GGUF file; may be repeated. Default: none."""
+    max_loras: int | None
+    """Adapters in memory at the same time; others are loaded when they are needed. Alone it leaves room for adapters
+    that are added later. Default: 64 if there are any."""
+    lora_memory: int | str | None
+    """Memory for adapters, such as 1GiB. Default: a sixteenth of the free memory."""
     seed: int | None
     """Seed for requests that have none. Default: random."""
     trust_remote_code: bool

@@ -15,6 +15,7 @@ from chairlift.core.events import Event
 from chairlift.core.sampling.params import Pooling, PoolingKind, SamplingParams
 from chairlift.core.targets import NO_TARGETS
 from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.lora import LoRARequest, lora_of_each
 from chairlift.options import options_of, translate_options
 from chairlift.outputs import (
     ChatFormat,
@@ -36,6 +37,7 @@ from chairlift.outputs import (
 from chairlift.text.relevance import make_pair_scoring, pair_up
 
 if TYPE_CHECKING:
+    from chairlift.engine.adapters import EngineAdapters
     from chairlift.engine.engine import Engine
     from chairlift.engine.memory_plan import MemoryPlan
     from chairlift.engine.startup import StartedEngine
@@ -142,16 +144,18 @@ class LLM:
         use_tqdm: bool = True,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
         "cache_salt", "priority" (lower is sooner), "targets" and "tenant". `use_tqdm` shows a progress bar. `timeout`
-        (seconds) ends requests that are not finished by then. `preset` names the parameters to use.
+        (seconds) ends requests that are not finished by then. `preset` names the parameters to use. `lora` names the
+        adapter, or is a mapping of adapters to weights; a list has one for each prompt, None for the base model.
         """
         from chairlift.progress import generation_progress
 
-        inputs = parse_prompts(prompts, self.get_tokenizer())
+        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer()), lora)
         with (
             self._submitted(inputs, self._params_of(inputs, sampling_params, preset), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
@@ -173,6 +177,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}.
 
@@ -188,7 +193,7 @@ class LLM:
         ]
         given = params_of(prompts, sampling_params, format_.params(preset, chat=True))
         params = [format_.after_reasoning(prompt, each) for prompt, each in zip(prompts, given, strict=True)]
-        return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout, lora=lora)
 
     def stream(
         self,
@@ -197,13 +202,14 @@ class LLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> Iterator[StreamedText]:
         """Yield pieces of text as they are generated.
 
         Bad input raises at once. The requests are queued when the first piece is requested. Closing the iterator
         cancels those that are still running.
         """
-        inputs = parse_prompts(prompts, self.get_tokenizer())
+        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer()), lora)
         params = self._params_of(inputs, sampling_params, preset)
         for each in params:
             each.check_streamable()
@@ -217,12 +223,45 @@ class LLM:
         *,
         timeout: float | None = None,
         preset: str | None = None,
+        lora: Any = None,
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
         format_ = self.chat_format
         prompt = format_.prompt(messages, preset=preset)
         (params,) = params_of([prompt], sampling_params, format_.params(preset, chat=True))
-        return self.stream(prompt, format_.after_reasoning(prompt, params), timeout=timeout)
+        return self.stream(prompt, format_.after_reasoning(prompt, params), timeout=timeout, lora=lora)
+
+    # ---- adapters -----------------------------------------------------------------------------------------------
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Register an adapter, or replace the one of this name; requests that run go on with theirs."""
+        self._adapters.load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Remove an adapter; requests that run go on with it."""
+        self._adapters.pool.find(name)
+        self._adapters.pool.unregister(name)
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of all adapters."""
+        return [] if self.engine.adapters is None else self.engine.adapters.pool.names
+
+    @property
+    def _adapters(self) -> EngineAdapters:
+        if self.engine.adapters is None:
+            raise InvalidParameter("lora", "this engine has no adapters; start it with lora or max_loras")
+        return self.engine.adapters
+
+    def _with_lora(self, inputs: list[PromptInput], lora: Any) -> list[PromptInput]:
+        """The prompts with their adapters; those of `LoRARequest`s are registered if they are not yet."""
+        for prompt, each in zip(inputs, lora_of_each(lora, len(inputs)), strict=True):
+            if each is not None:
+                prompt.options = {**prompt.options, "lora": each}
+            named = prompt.options.get("lora")
+            if isinstance(named, LoRARequest):
+                named.register(self._adapters)
+        return inputs
 
     def _params_of(
         self, inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None, preset: str | None
@@ -285,13 +324,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         timeout: float | None = None,
+        lora: Any = None,
         **params: Any,
     ) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first; `params` are those of SamplingParams."""
         search = SamplingParams(
             **{"n": beam_width, "temperature": 0.0, **params}, beam_width=beam_width, max_tokens=max_tokens
         )
-        return self.generate(prompts, search, use_tqdm=use_tqdm, timeout=timeout)
+        return self.generate(prompts, search, use_tqdm=use_tqdm, timeout=timeout, lora=lora)
 
     # ---- driving the engine -------------------------------------------------------------------------------------
 
@@ -304,6 +344,7 @@ class LLM:
                 prompt.options.get("priority", 0),
                 prompt.options.get("targets", NO_TARGETS),
             )
+            self.engine.find_adapters(prompt.options.get("lora"))
             if each.structure is not None:
                 self.engine.compile(each.structure)  # raises before anything is queued
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant", "targets")  # optional keys of a prompt
+_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant", "targets", "lora")  # optional keys of a prompt
 
 
 class PromptInput:

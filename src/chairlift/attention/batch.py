@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import StepPlan
+from chairlift.core.request import Request
 
 PADDING_TOKEN = 0  # any token will do: its results are not read
 
@@ -70,6 +72,30 @@ class Embeddings:
         return x.index_copy_(0, self.rows, self.vectors.to(x.dtype))
 
 
+@dataclass(slots=True)
+class AdapterRows:
+    """The adapters of each of T rows, at most K: those of a row come first."""
+
+    slots: Tensor  # [T, K] int32, -1: none
+    weights: Tensor  # [T, K] float32
+    host: Any = None  # the same for compiled kernels of a CPU, made when it is first needed
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], rows: Sequence[range], num_rows: int) -> AdapterRows | None:
+        """Those of `requests`, each with its rows; None if no request has any."""
+        most = max((len(request.adapters) for request in requests), default=0)
+        if not most:
+            return None
+        slots, weights = np.full((num_rows, most), -1, np.int32), np.zeros((num_rows, most), np.float32)
+        for request, own in zip(requests, rows, strict=True):
+            for k, use in enumerate(request.adapters):
+                slots[own.start : own.stop, k], weights[own.start : own.stop, k] = use.adapter.slot, use.weight
+        return cls(torch.from_numpy(slots), torch.from_numpy(weights))
+
+    def to(self, device: torch.device) -> AdapterRows:
+        return AdapterRows(self.slots.to(device), self.weights.to(device))
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """T tokens of all chunks, one after the other.
@@ -97,6 +123,7 @@ class StepBatch:
     read_rows: Tensor | None = None  # [read positions]: rows of prompts whose hidden states are needed, none sampled
     embeddings: Embeddings | None = None
     recurrent: RecurrentStep | None = None  # needed by models with recurrent layers
+    adapters: AdapterRows | None = None  # None: all rows are those of the base model
     num_padding: int = 0  # how many of the T tokens are padding, where the host knows
 
     @property
@@ -126,7 +153,19 @@ def build_batch(
     """The batch of a plan. With `states`, its sequences read and write those of recurrent layers."""
     few = not plan.idle_rows and all(chunk.count == 1 and chunk.samples for chunk in plan.chunks)
     batch = _single_tokens(plan, storage, device) if few else _all_tokens(plan, storage, device, rectangular)
+    adapters = _adapter_rows(plan, batch.layout)
+    if adapters is not None:
+        batch = replace(batch, adapters=adapters.to(device))
     return batch if states is None else replace(batch, recurrent=_recurrent_step(plan, batch.layout, states, device))
+
+
+def _adapter_rows(plan: StepPlan, layout: RaggedLayout) -> AdapterRows | None:
+    requests = [chunk.request for chunk in plan.chunks]
+    if not any(request.adapters for request in requests):
+        return None
+    starts = layout.offsets
+    rows = [range(starts[i], starts[i] + chunk.count) for i, chunk in enumerate(plan.chunks)]
+    return AdapterRows.of(requests, rows, starts[-1])
 
 
 def _recurrent_step(plan: StepPlan, layout: RaggedLayout, storage: StateStorage, device: torch.device) -> RecurrentStep:

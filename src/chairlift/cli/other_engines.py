@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 _ONE_GPU = "is not supported: a model must fit one GPU"
-_MERGE = "is not supported: merge the adapter into the model first"
 _ALWAYS = "is not needed: it is always on"
 
 ADVICE: Mapping[str, str] = {
@@ -13,7 +12,7 @@ ADVICE: Mapping[str, str] = {
     "--tensor-parallel-size": _ONE_GPU,
     "--pipeline-parallel-size": _ONE_GPU,
     "--data-parallel-size": "is `chairlift cluster serve` with --replicas here",
-    "--enable-lora": _MERGE,
+    "--enable-lora": "is not needed: name adapters with --lora NAME=PATH, or leave room with --max-loras",
     "--limit-mm-per-prompt": "is not supported: models take text only",
     "--cpu-offload-gb": "is not supported: take fewer bits (--quantization), or --device cpu",
     "--trust-remote-code": "is not supported: code of models is never run",
@@ -58,7 +57,6 @@ ADVICE: Mapping[str, str] = {
     "--grammar": "is `grammar` in a request here",
     "--json-schema": "is `json_schema` in a request here",
     "--mmproj": "is not supported: models take text only",
-    "--lora": _MERGE,
     "-sm": _ONE_GPU,
     "-ts": _ONE_GPU,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+from chairlift.core.adapters import AdapterStatus
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.state_slots import StateSlots
 from chairlift.core.plan import NO_SLOT, StepPlan
@@ -53,6 +54,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     assert scheduler.state.slots_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_slots or not scheduler.idle
     check_swap(scheduler)
+    check_adapters(scheduler)
     if kv.states is not None:
         check_states(scheduler, kv.states)
     waiting = scheduler.waiting
@@ -65,6 +67,23 @@ def check_table(cache: KVCache, request: Request) -> None:
     assert len(cache.table(request)) >= cache.blocks_for(request.num_planned), f"{request.id} lacks blocks"
     needed = cache.needed(request)
     assert not needed or cache.first_held(request) <= needed.start, f"{request.id} has released what it still sees"
+
+
+def check_adapters(scheduler: Scheduler) -> None:
+    """Check that what requests hold or steps in flight use is resident, and that no slot or byte is lost."""
+    pool = scheduler.adapters
+    in_memory = pool.in_memory
+    slots = [adapter.slot for adapter in in_memory]
+    assert len(slots) == len(set(slots)) <= pool.max_slots, "a slot has two adapters"
+    assert pool.num_bytes <= pool.max_bytes, "the adapters in memory take more than there is"
+    for adapter in {*pool.registered, *in_memory}:
+        assert (adapter.slot >= 0) == (adapter in in_memory) == (adapter.status is not AdapterStatus.REGISTERED)
+        assert adapter.is_idle or adapter.status is AdapterStatus.RESIDENT, f"{adapter.name} is used but not resident"
+        assert adapter.num_users >= 0
+        assert adapter.steps_in_flight >= 0
+    for request in scheduler.running:
+        assert pool.ready(request), f"{request.id} runs without its adapter"
+        assert all(use.adapter.num_users for use in request.adapters), f"{request.id} does not hold its adapter"
 
 
 def check_swap(scheduler: Scheduler) -> None:

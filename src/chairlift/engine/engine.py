@@ -7,7 +7,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any
 
+from chairlift.core.adapters import AdapterUse, salted
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced, completion_ids
 from chairlift.core.executor import Executor
@@ -19,6 +21,7 @@ from chairlift.core.sampling.randomness import child_seed
 from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.targets import NO_TARGETS, Targets
+from chairlift.engine.adapters import EngineAdapters
 from chairlift.engine.output import CompletionSelection, OutputText, with_logprobs
 from chairlift.engine.pipeline import Pipeline
 from chairlift.engine.validation import RequestValidator
@@ -28,6 +31,7 @@ from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 
 GRAMMAR_POLL = 0.005  # seconds that a step with nothing to compute waits for a grammar
+ADAPTER_POLL = 0.005  # the same for an adapter that is being read
 NO_STEP = StepPlan(step=0, chunks=())
 
 
@@ -52,6 +56,7 @@ class Engine:
     seed: InitVar[int | None] = None
     cost_model: CostModel = field(default_factory=CostModel)  # It learns from every step.
     structured: StructuredOutput | None = None
+    adapters: EngineAdapters | None = None
     generates: InitVar[bool] = True
     clock: Callable[[], float] = time.monotonic
     fatal: Exception | None = field(default=None, init=False)  # the error that stopped the engine for good
@@ -86,19 +91,21 @@ class Engine:
         tenant: str = "",
         targets: Targets = NO_TARGETS,
         service_class: str = "",
+        lora: Any = None,
     ) -> list[str]:
         """Queue a prompt; return one id for each of the `params.n` completions, of which the first is `request_id`.
 
         `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes. With the
         order "priority", a lower `priority` is admitted first; with "fair", tenants get equal or weighted shares; with
-        "slack" or "edf", `targets` decide. With `beam_width` or `best_of`, all events of the completions come when the
-        best are known.
+        "slack" or "edf", `targets` decide. `lora` names an adapter, or several with their weights. With `beam_width` or
+        `best_of`, all events of the completions come when the best are known.
 
         Raises InvalidParameter before anything is queued. Only a structure that cannot be compiled may show later, as
         an ending that names the parameter.
         """
         self.check_alive()
         max_new_tokens = self.check(prompt, params, timeout, priority, targets)
+        adapters = self.find_adapters(lora)
         now = self.clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
@@ -117,7 +124,8 @@ class Engine:
                 seed=child_seed(seed, index),
                 eos_ids=self.eos_ids,
                 deadline=None if timeout is None else now + timeout,
-                salt=cache_salt,
+                salt=salted(cache_salt, adapters),
+                adapters=adapters,
                 leader=requests[0] if requests else None,
                 priority=priority,
                 tenant=tenant,
@@ -157,6 +165,14 @@ class Engine:
     ) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
         return self._validator.check(prompt, params, timeout, priority, targets)
+
+    def find_adapters(self, lora: Any) -> tuple[AdapterUse, ...]:
+        """The adapters that a request names; raises if there are none such."""
+        if lora is None:
+            return ()
+        if self.adapters is None:
+            raise InvalidParameter("lora", "this engine has no adapters; start it with lora or max_loras")
+        return self.adapters.resolve(lora)
 
     def compile(self, structure: Structure) -> None:
         """Compile the grammar of a structure and wait for it; raise if that fails."""
@@ -227,6 +243,8 @@ class Engine:
         """Stop the threads and processes that compile grammars, for which an exit would wait."""
         if self.structured is not None:
             self.structured.shut_down()
+        if self.adapters is not None:
+            self.adapters.shut_down()
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +256,7 @@ class Engine:
         now, plan = self.clock(), NO_STEP
         try:
             self._admit_compiled(now)
+            self._advance_adapters(now)
             if self._pipeline.begin(now):
                 plan = self.scheduler.schedule(now)  # It chooses which tokens of which requests, and reserves blocks.
             if plan:
@@ -258,6 +277,12 @@ class Engine:
             else:
                 self.scheduler.finish(request_id, ending, now)
 
+    def _advance_adapters(self, now: float) -> None:
+        """Place adapters that have been read; end the requests that wait for one that could not be."""
+        for adapter, error in self.adapters.advance() if self.adapters else ():
+            ending = Ending(FinishReason.ERROR, f"the adapter {adapter.name!r} could not be loaded: {error}", "lora")
+            self.scheduler.finish_users(adapter, ending, now)
+
     def _launch(self, plan: StepPlan) -> None:
         scheduled = self.clock()
         self._pipeline.add(plan, self.executor.launch(plan), scheduled)
@@ -268,6 +293,8 @@ class Engine:
         if step is None:
             if self.structured is not None and not plan:
                 self.structured.wait_for_compiler(GRAMMAR_POLL)  # instead of asking it all the time
+            if self.adapters is not None and not plan:
+                self.adapters.wait(ADAPTER_POLL)
             return []
         result = step.pending.result()
         read = self.clock()

@@ -148,13 +148,15 @@ def plan_memory(
     max_model_len: int,
     max_batch_requests: int,
     step_bytes: int = 0,
+    adapter_bytes: int = 0,
     mapped_bytes: int = 0,
     recurrent: Sequence[RecurrentLayer] = (),
     state_memory: int | str | None = None,
     states_per_request: int = 1,
     free: int | None = None,
 ) -> MemoryPlan:
-    """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than a full batch can use.
+    """`kv_memory` as given, or a share of what is free beside steps and adapters, but no more than a full batch
+    can use.
 
     The states of `recurrent` layers get `state_memory` of it, or as much as there is a use for, up to half or to what
     the KV cache has no use for. `mapped_bytes` of the weights are pages of a file, which the system counts as free.
@@ -163,7 +165,7 @@ def plan_memory(
     """
     per_token = bytes_per_token(layers, dtype)
     per_block = per_token * block_size
-    free = (free_memory(device, mapped=mapped_bytes) if free is None else free) - step_bytes
+    free = (free_memory(device, mapped=mapped_bytes) if free is None else free) - step_bytes - adapter_bytes
     if kv_memory is not None:
         budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
         if budget > free:

@@ -43,6 +43,7 @@ class RunnerFactory:
     structured: StructuredOutput | None
     draft: LoadedProposer | None
     timeline: StartTimeline = field(default_factory=StartTimeline)
+    adapter_bytes: int = 0  # memory of adapters, which are loaded later
 
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
@@ -84,6 +85,7 @@ class RunnerFactory:
             max_model_len=self.settings.max_model_len,
             max_batch_requests=self.settings.max_batch_requests,
             step_bytes=step_bytes,
+            adapter_bytes=self.adapter_bytes,
             mapped_bytes=self.model.num_mapped_bytes(),
             recurrent=self.model.recurrent_layers,
             state_memory=config.state_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from chairlift.core.adapters import AdapterPool
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, WorkForecast
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
@@ -21,7 +22,11 @@ log = logging.getLogger("chairlift")
 
 
 def make_scheduler(
-    settings: EngineSettings, built: BuiltRunner, cost_model: CostModel, speculation: SpeculationController | None
+    settings: EngineSettings,
+    built: BuiltRunner,
+    cost_model: CostModel,
+    speculation: SpeculationController | None,
+    adapters: AdapterPool | None = None,
 ) -> Scheduler:
     config, prompts = settings.config, settings.max_prefill_tokens
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + settings.drafts_per_request)
@@ -46,6 +51,7 @@ def make_scheduler(
         swap=_make_swap_space(settings, built, forecast),
         speculation=speculation,
         lengths=OutputLengths() if config.learn_lengths else None,
+        adapters=adapters,
         tenant_isolation=make_tenant_isolation(ordering, cost_model.predict, prompts),
     )
 

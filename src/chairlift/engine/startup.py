@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
+from chairlift.engine.adapters import EngineAdapters, make_adapters, open_configured
 from chairlift.engine.engine import Engine
 from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
@@ -69,6 +70,7 @@ def load_engine(
     """Download `name` if it is not cached, load it, and start an engine on it."""
     timeline = timeline or StartTimeline()
     settings = resolve_machine(config)  # raises for contradictions before minutes of loading
+    open_configured(config)
     with stages_shown(enabled=progress):
         libraries = start_libraries(settings.device, settings.dtype)
         try:
@@ -90,9 +92,11 @@ def _start(
     draft = load_draft(loaded, machine.config)
     settings = resolve_engine(machine, loaded.model, draft.layers if draft else ())
     structured = _make_structured_output(loaded, machine.config)
+    adapters = make_adapters(machine.config, loaded.model)
     timeline.end("attention")
-    built = RunnerFactory(loaded.model, settings, structured, draft, timeline).build()
-    engine = _make_engine(loaded, settings, built, structured, clock)
+    reserved = adapters.pool.max_bytes if adapters else 0
+    built = RunnerFactory(loaded.model, settings, structured, draft, timeline, reserved).build()
+    engine = _make_engine(loaded, settings, built, structured, clock, adapters)
     built.runner.warm_up()
     timeline.end("warm_up")
     for line in (*built.memory.lines(), _describe_step(settings, built)):
@@ -137,6 +141,7 @@ def _make_engine(
     built: BuiltRunner,
     structured: StructuredOutput,
     clock: Callable[[], float],
+    adapters: EngineAdapters | None,
 ) -> Engine:
     cost_model, speculation = CostModel(), None
     if built.proposer is not None:
@@ -147,7 +152,7 @@ def _make_engine(
             num_allowed=structured.num_allowed,
         )
     return Engine(
-        make_scheduler(settings, built, cost_model, speculation),
+        make_scheduler(settings, built, cost_model, speculation, adapters.pool if adapters else None),
         built.runner,
         loaded.tokenizer,
         vocab_size=loaded.model.vocab_size,
@@ -157,6 +162,7 @@ def _make_engine(
         seed=settings.config.seed,
         cost_model=cost_model,
         structured=structured,
+        adapters=adapters,
         generates=loaded.embedding.generates,
         clock=clock,
     )

@@ -40,6 +40,11 @@ class PermutedHeads:
         else:
             self._target.copy_(source.index_select(self._axis, self._order.to(source.device)))
 
+    def placed(self, rows: Tensor) -> Any:
+        """As `WeightRows.placed`."""
+        place = getattr(self._target, "placed", None)
+        return None if place is None else place(rows.index_select(0, self._order))
+
 
 Targets = Iterator[tuple[str, Target]]
 """Names of tensors in a checkpoint, each with the part of the model that it is copied to."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
+from chairlift.layers.adapters import AdapterBank
 from chairlift.layers.embedding import empty_embedding
 from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
@@ -72,7 +73,8 @@ class Decoder(Part):
             self.make_batch_invariant()
         self.mapped_bytes = 0  # This many bytes of weights are mapped from a file.
         self.taps: tuple[int, ...] = ()  # layers whose input `hidden_states` returns as well
-        parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer)
+        self.adapters = AdapterBank()
+        parts = ModelParts(config, self.embedding, self.layers, self.rotary, self.norm, self.per_layer, self.adapters)
         self.program = fuse(parts, format, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
     @property

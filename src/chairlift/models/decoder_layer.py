@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class LayerStep:
     choice: IndexChoice = field(default_factory=IndexChoice)
     mixed: Sequence[Tensor] = ()  # [T, ...] each: what the mixers of the layer made of the residual stream
     beside: Tensor | None = None  # [T, hidden]: what a feed-forward block beside the mixers reads
+    pick_adapters: Callable[[Tensor], None] | None = None  # called with the only rows that are needed from now on
 
     def enter(self, layer: int) -> None:
         """Called before each layer, by its number."""
@@ -47,6 +48,8 @@ class LayerStep:
 
     def pick(self, rows: Tensor) -> None:
         """Only these rows are needed from now on."""
+        if self.pick_adapters is not None:
+            self.pick_adapters(rows)
         self.positions = pick_rows(self.positions, rows)
         self.mixed = [pick_rows(each, rows) for each in self.mixed]
         self.inputs = None if self.inputs is None else pick_rows(self.inputs, rows)

@@ -64,10 +64,10 @@ class _StepAdmission:
                     return False
                 continue
             waiting.note(request, obstacle)
-            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
+            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.ADAPTER):
                 if request.starved:
                     starved.append(request)
-                continue  # it waits for another request, so it is not passed over
+                continue  # it waits for another request, or for a disk, so it is not passed over
             passed_over.append(request)
             reason_of_rest = self._why_stop_after(request, obstacle, len(passed_over))
             if reason_of_rest is None:
@@ -89,7 +89,8 @@ class _StepAdmission:
         return WaitReason.TURN if request.starved else None
 
     def _waits_for_another(self, request: Request) -> bool:
-        return waits_for_sibling(request, self.state.running) or self.kv.match(request).in_progress
+        loads = not self.state.adapters.ready(request)
+        return loads or waits_for_sibling(request, self.state.running) or self.kv.match(request).in_progress
 
     def _admit(self, request: Request) -> WaitReason | None:
         """Admit `request` and plan its first tokens, or return the obstacle (and change nothing)."""
@@ -100,6 +101,8 @@ class _StepAdmission:
             return self._why_full(running, request.num_slots)
         if not self.builder.room_for(request):
             return WaitReason.BUDGET
+        if not self.state.adapters.ready(request):
+            return WaitReason.ADAPTER if self.state.adapters.want(request) else WaitReason.ADAPTER_MEMORY
         swapped = request.num_computed  # computed tokens of a waiting request are in host memory
         match = self.kv.match(request)
         sibling = None if swapped else sibling_to_fork(request, running)

@@ -35,7 +35,7 @@ class ResultApplier:
             accepted = result.accepted.get(request.id, 0) if chunk.drafts else 0
             sampled = range(num_read, num_read + chunk.samples + accepted)
             num_read = sampled.stop
-            request.steps_in_flight -= 1
+            self._end_step(request)
             if request.ending is not None:  # it ended while the step was in flight: release its blocks now
                 self._state.release(request)
                 continue
@@ -112,11 +112,17 @@ class ResultApplier:
             request = chunk.request
             if request.steps_in_flight == 0:  # applied already
                 continue
-            request.steps_in_flight -= 1
+            self._end_step(request)
             if request.status is Status.FINISHED:
                 self._state.release(request)
             elif request.status is Status.RUNNING:
                 self._state.preempt(request, now)
+
+    def _end_step(self, request: Request) -> None:
+        """A planned step of a request is over."""
+        request.steps_in_flight -= 1
+        if request.adapters:
+            self._state.adapters.step_ended(request)
 
     def finish(self, request: Request, ending: Ending, now: float) -> None:
         """End a request; a beam ends with its whole search."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from chairlift.core.adapters import Adapter, AdapterPool
 from chairlift.core.beam import BeamGroup
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import WorkForecast
@@ -53,6 +54,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         tenant_isolation: TenantIsolation | None = None,
         lengths: OutputLengths | None = None,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.kv = kv
         self.budget = budget
@@ -62,7 +64,10 @@ class Scheduler:
         self.speculation = speculation
         self.tenant_isolation = tenant_isolation
         max_overtakes = self.ordering.max_overtakes if max_overtakes is None else max_overtakes
-        self.state = self.state_type(kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap, lengths)
+        self.adapters = adapters or AdapterPool()
+        self.state = self.state_type(
+            kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap, lengths, adapters=self.adapters
+        )
         if lengths is not None:
             self.ordering.use_lengths(lengths.remaining)
         self.ordering.use_cache(kv.tokens_at_hand)
@@ -162,6 +167,12 @@ class Scheduler:
             return False
         self._results.finish(request, ending, now)
         return True
+
+    def finish_users(self, adapter: Adapter, ending: Ending, now: float) -> None:
+        """End the requests that wait for an adapter which could not be loaded."""
+        for request in list(self.waiting):
+            if any(use.adapter is adapter for use in request.adapters):
+                self._results.finish(request, ending, now)
 
     def make_ready(self, request_id: str) -> None:
         """Allow the admission of a request whose grammar is compiled."""
@@ -279,6 +290,8 @@ class Scheduler:
             request = chunk.request
             chunk.beside = self.kv.tables_beside(request)
             request.steps_in_flight += 1
+            if request.adapters:
+                self.adapters.step_planned(request)
             request.num_planned = chunk.start + chunk.count
             request.num_unread += chunk.samples
         self._num_steps += 1

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
+from chairlift.core.adapters import AdapterPool
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.block_pool import Resource
 from chairlift.core.kv.kv_cache import KVCache
@@ -33,6 +34,7 @@ class SchedulerState:
     max_overtakes: InitVar[int]
     swap: SwapSpace
     lengths: OutputLengths | None = None
+    adapters: AdapterPool = field(default_factory=AdapterPool)
     running: list[Request] = field(default_factory=list)  # The order is that of submission, as in `waiting`.
     idle: list[Request] = field(default_factory=list)  # finished ones that keep slot and blocks until their batch ends
     # Open requests, and finished ones that still hold blocks; the keys are ids.
@@ -62,6 +64,7 @@ class SchedulerState:
 
     def admit(self, request: Request, cached_tokens: int, miss: Miss | None, now: float) -> None:
         self.waiting.remove(request)
+        self.adapters.hold(request)
         insort(self.running, request, key=lambda request: request.order)
         request.status = Status.RUNNING
         self.ordering.admitted(request)
@@ -71,6 +74,7 @@ class SchedulerState:
     def join(self, beam: Request, now: float) -> None:
         """Run a beam in one of the slots that its search holds."""
         self.events.append(RequestAdmitted(now, beam.id, beam.num_computed, miss=None))
+        self.adapters.hold(beam)
         insort(self.running, beam, key=lambda request: request.order)
         beam.status = Status.RUNNING
 
@@ -100,6 +104,7 @@ class SchedulerState:
 
     def _stop_running(self, victim: Request, num_computed: int) -> None:
         self.kv.release(victim)
+        self.adapters.release(victim)
         self.running.remove(victim)
         victim.start_from(num_computed)
         victim.generation += 1
@@ -141,6 +146,7 @@ class SchedulerState:
         (then this is called again after that step)."""
         if request.steps_in_flight == 0 and request not in self.idle:
             self.kv.release(request)
+            self.adapters.release(request)
             self.swap.release(request)
             del self.requests[request.id]
 

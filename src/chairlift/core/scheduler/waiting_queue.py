@@ -31,6 +31,8 @@ class WaitReason(StrEnum):
     SIBLING = "its sibling (n > 1) is still computing the prompt they share"
     GRAMMAR = "the grammar of its structured output is being compiled"
     PREFIX = "a running request is computing the prefix they share"
+    ADAPTER = "its adapter is being loaded"
+    ADAPTER_MEMORY = "its adapter has no room until running requests with others end (max_loras, lora_memory)"
 
     @property
     def label(self) -> str:

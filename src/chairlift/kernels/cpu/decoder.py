@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from chairlift.kernels.cpu.adapters import NO_TERMS, Terms, expand, shrink
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
 from chairlift.kernels.cpu.attention_work import AttentionWork
@@ -70,6 +71,18 @@ class Step(NamedTuple):
     tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
     rows: np.ndarray  # [R] int64: rows whose final hidden states are needed, all different
     out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if rows are all rows in order
+    adapters: Terms = NO_TERMS
+
+
+class Site(NamedTuple):
+    """Where a phase is: which product of the model, and whether the last layer's rows are picked."""
+
+    product: int
+    picks: bool
+
+
+QKV, OUTPUT, GATE_UP, DOWN = range(4)
+PRODUCTS = 4  # products of a layer, which adapters have by this number
 
 
 class Buffers(NamedTuple):
@@ -136,25 +149,46 @@ def decode_layer(
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
     barrier(shared, members)
-    _merge_and_round(shared, step, how.sinks, buffers, picks)
+    _merge_and_round(shared, step, how.sinks, buffers, Site(layer * PRODUCTS + OUTPUT, picks))
     barrier(shared, members)
+    before = Site(layer * PRODUCTS + GATE_UP, picks)
     if net.parallel:
-        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
+        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows, step, before)
         barrier(shared, members)
-    weight = layer_of(net.output, layer)
-    _add_product(
-        shared, members, x, buffers.attended_rows, weight, net.output_bias, net, net.after_attention, layer, buffers
-    )
+    weight, site = layer_of(net.output, layer), Site(layer * PRODUCTS + OUTPUT, picks)
+    rows, after = buffers.attended_rows, net.after_attention
+    _add_product(shared, members, x, rows, weight, net.output_bias, net, after, layer, buffers, step, site)
     if not net.parallel:
-        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows)
+        _norm_and_round(shared, x, net, net.before_mlp, layer, buffers.hidden_rows, step, before)
         barrier(shared, members)
     weight = layer_of(net.gate_up, layer)
     times(shared, members, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
     barrier(shared, members)
-    _activate_and_round(shared, count, buffers, net, layer)
+    _add_terms(shared, members, step, before, count, buffers.gate_up)
+    site = Site(layer * PRODUCTS + DOWN, picks)
+    _activate_and_round(shared, count, buffers, net, layer, step, site)
     barrier(shared, members)
-    weight = layer_of(net.down, layer)
-    _add_product(shared, members, x, buffers.inner_rows, weight, net.down_bias, net, net.after_mlp, layer, buffers)
+    weight, rows = layer_of(net.down, layer), buffers.inner_rows
+    _add_product(shared, members, x, rows, weight, net.down_bias, net, net.after_mlp, layer, buffers, step, site)
+
+
+@compiled()
+def _row_of(step: Step, place: int, picks: bool) -> Any:
+    """The row of the step that is at this place."""
+    return step.rows[place] if picks else place
+
+
+@compiled(FAST)
+def _add_terms(shared: Any, members: int, step: Step, site: Site, count: int, out: Any) -> None:
+    """Add the terms of adapters to the product of `count` rows."""
+    if step.adapters.slots.shape[0] == 0:
+        return
+    while True:
+        place = claim(shared, 1)
+        if place >= count:
+            break
+        expand(step.adapters, _row_of(step, place, site.picks), site.product, out[place])
+    barrier(shared, members)
 
 
 @compiled(FAST)
@@ -169,14 +203,18 @@ def _add_product(
     norms: Norms,
     layer: int,
     buffers: Buffers,
+    step: Step,
+    site: Site,
 ) -> None:
     """Add the product of `rows` to the residual stream, normed if there is a norm behind the block."""
     if norms.weight.shape[1] == 0:
         times(shared, members, rows, x.shape[0], weight, bias[layer], True, x)
         barrier(shared, members)
+        _add_terms(shared, members, step, site, x.shape[0], x)
         return
     times(shared, members, rows, x.shape[0], weight, bias[layer], False, buffers.delta)
     barrier(shared, members)
+    _add_terms(shared, members, step, site, x.shape[0], buffers.delta)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
@@ -193,11 +231,13 @@ def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step,
     """Run the first three phases: project and rotate queries, keys and values; store keys and values."""
     flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
-    _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows)
+    site = Site(layer * PRODUCTS + QKV, False)
+    _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows, step, site)
     barrier(shared, members)
     weight = layer_of(net.qkv, layer)
     times(shared, members, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
     barrier(shared, members)
+    _add_terms(shared, members, step, site, step.x.shape[0], flat)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     barrier(shared, members)
 
@@ -225,17 +265,20 @@ def _keep(shared: Any, x: Any, kept: Any) -> None:
 
 
 @compiled(FAST)
-def _norm_and_round(shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: StepRows) -> None:
+def _norm_and_round(
+    shared: Any, x: Any, net: Network, norms: Norms, layer: int, rows: StepRows, step: Step, site: Site
+) -> None:
     normed = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             return
         if norms.weight.shape[1] == 0:
-            round_into(x[row], rows, row)
+            normed[:] = x[row]
         else:
             stream_norm_row(x[row], norms.weight[layer], norms.bias[layer], net.centers, net.eps, normed)
-            round_into(normed, rows, row)
+        round_into(normed, rows, row)
+        shrink(step.adapters, _row_of(step, row, site.picks), site.product, normed)
 
 
 @compiled(FAST)
@@ -283,25 +326,28 @@ def _rotate(values: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled(FAST)
-def _merge_and_round(shared: Any, step: Step, sinks: Any, buffers: Buffers, picks: bool) -> None:
-    """Merge the pieces of attention rows and quantize them. With `picks`, only the picked rows, moved to the front
+def _merge_and_round(shared: Any, step: Step, sinks: Any, buffers: Buffers, site: Site) -> None:
+    """Merge the pieces of attention rows and quantize them. If the site picks, only the picked rows, moved to the front
     together with their residuals."""
     flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
-    count = step.rows.shape[0] if picks else step.x.shape[0]
+    count = step.rows.shape[0] if site.picks else step.x.shape[0]
     merged = np.empty((1, buffers.attended.shape[2]), dtype=np.float32)
     while True:
         place = claim(shared, 1)
         if place >= count:
             return
-        row = step.rows[place] if picks else place
+        row = _row_of(step, place, site.picks)
         merge(row, step.work, sinks, merged, buffers.attended)
         round_into(flat[row], buffers.attended_rows, place)
-        if picks:
+        shrink(step.adapters, row, site.product, flat[row])
+        if site.picks:
             step.out[place] = step.x[row]
 
 
 @compiled(FAST)
-def _activate_and_round(shared: Any, count: int, buffers: Buffers, net: Network, layer: int) -> None:
+def _activate_and_round(
+    shared: Any, count: int, buffers: Buffers, net: Network, layer: int, step: Step, site: Site
+) -> None:
     inner = buffers.gate_up.shape[1] // 2 if net.gated else buffers.gate_up.shape[1]
     while True:
         row = claim(shared, 1)
@@ -310,6 +356,7 @@ def _activate_and_round(shared: Any, count: int, buffers: Buffers, net: Network,
         gate, up = buffers.gate_up[row, :inner], buffers.gate_up[row, inner:]
         gate_row(gate, up, net.activation, net.factors[layer])
         round_into(gate, buffers.inner_rows, row)
+        shrink(step.adapters, _row_of(step, row, site.picks), site.product, gate)
 
 
 @compiled_and_kept(FAST)

@@ -138,7 +138,9 @@ def draft(
         cos, sin = drafted.cos[place : place + 1], drafted.sin[place : place + 1]
         slots = drafted.slots[place]
         rows = every[:active]
-        later = Step(x, cos, sin, slots, step.keys, step.values, drafted.tables, work, step.tapped, rows, x)
+        later = Step(
+            x, cos, sin, slots, step.keys, step.values, drafted.tables, work, step.tapped, rows, x, step.adapters
+        )
         decode_layer(shared, members, head.net, 0, later, buffers, False)
         _choose(shared, members, head, x, rows, scratch, choices, place + 1)
         choices.passes[0] = place + 2

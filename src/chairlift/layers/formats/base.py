@@ -223,6 +223,10 @@ class WeightRows:
         if not self._weight.restored:
             self._weight.fill_rows(self._first, source)
 
+    def placed(self, rows: Tensor) -> tuple[WeightFormat, int, Tensor]:
+        """Where numbers of the checkpoint's rows belong: the weight, the first of its rows, and them in its order."""
+        return self._weight, self._first, rows
+
 
 def empty_in_place_of(weight: WeightFormat, format: type[Format]) -> Format:
     """An empty weight of another format that is used as this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import StepAttention
 from chairlift.kernels.gpu import on_gpu
+from chairlift.layers.adapters import AdapterBank
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.norm import Norm
@@ -35,13 +36,15 @@ class ModelParts:
     rotary: Mapping[Rope, RotaryEmbedding]
     norm: Norm
     per_layer: PerLayerEmbedding | None = None
+    adapters: AdapterBank = field(default_factory=AdapterBank)
 
     def first(self, count: int) -> ModelParts:
         return replace(self, layers=self.layers[:count])
 
     def step(self, batch: StepBatch, attention: StepAttention) -> LayerStep:
+        self.adapters.begin(batch.adapters)
         rotations = {rope: rotary(batch.positions) for rope, rotary in self.rotary.items()}
-        return LayerStep(attention, batch.positions, rotations, batch.recurrent)
+        return LayerStep(attention, batch.positions, rotations, batch.recurrent, pick_adapters=self.adapters.pick)
 
     def embed(self, batch: StepBatch, step: LayerStep) -> Tensor:
         """The residual stream in front of the first layer [T, hidden]; computes the layers' own inputs as well."""

@@ -13,6 +13,7 @@ from chairlift.attention.batch import StepBatch
 from chairlift.attention.interface import HostWork, StepAttention
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
+from chairlift.kernels.cpu.adapters import NO_TERMS, Terms
 from chairlift.kernels.cpu.blocks.product import PanelWeight
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.layer_math import GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU, Norms
@@ -116,7 +117,8 @@ class FusedCPUProgram(LayerProgram):
         x = self.parts.embedding(batch.tokens)
         if batch.embeddings is not None:
             x = batch.embeddings.put_into(x)
-        return HiddenStates(*self._fused(x, batch.positions, work, taps, rows))
+        self.parts.adapters.begin(batch.adapters)
+        return HiddenStates(*self._fused(x, batch.positions, work, taps, rows, self.parts.adapters.terms()))
 
 
 class LayerTiles:
@@ -248,6 +250,7 @@ class FusedCPULayers:
         work: HostWork,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
+        adapters: Terms = NO_TERMS,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Run all layers on the embedded tokens x [T, hidden], which are overwritten.
 
@@ -269,6 +272,7 @@ class FusedCPULayers:
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
             rows=np.arange(len(x)) if rows is None else _check_rows(rows.long().numpy(), len(x)),
             out=out.numpy(),
+            adapters=adapters,
         )
         if taps != self._taps:
             self._taps = taps

@@ -213,7 +213,7 @@ class GPUProgram(LayerProgram):
 
     def _stream(self, batch: StepBatch) -> Stream | None:
         """A stream whose kernels have all operations; None if there is none for this step."""
-        if batch.embeddings is not None:  # their squares are not known
+        if batch.embeddings is not None or batch.adapters is not None:  # squares are not known, or products have terms
             return None
         tokens = batch.tokens
         if len(tokens) <= self._most_fused_rows:

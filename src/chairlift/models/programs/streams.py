@@ -117,7 +117,7 @@ class Stream:
             step.pick(rows)
 
     def _pick_from_many(self, rows: Tensor, step: LayerStep) -> None:
-        """The same for kernels that read no positions behind the mixers."""
+        """The same for kernels that read no positions behind the mixers, and have no adapters."""
         if len(self.x) <= MANY_ROWS:
             self._rows = rows
             return

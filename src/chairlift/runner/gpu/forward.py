@@ -17,6 +17,7 @@ from chairlift.attention.paged.slots import Slots
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.graphs import Graphs, StepKernels, memory_taken
 from chairlift.models.base import CausalLM
+from chairlift.runner.gpu.adapters import AdapterInputs
 from chairlift.runner.gpu.shapes import CHUNK_ARRAYS, TILE_ARRAYS, BatchShape, RecurrentInputs, Shapes, fill_padding
 from chairlift.runner.gpu.step import ComputedStep, ModelOutput
 from chairlift.speculation.drafter import Drafter
@@ -37,6 +38,7 @@ class StepForward:
     inputs: Tensor
     tile_queries: int
     recurrent: RecurrentInputs | None  # the inputs of recurrent layers, if there are any
+    adapters: AdapterInputs | None = None  # which rows have which, if the model has adapters
 
     def compute(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
         """The whole step. With `all_rows`, or a draft network, the result has the hidden states of all rows."""
@@ -82,8 +84,9 @@ class StepForward:
             deep_chunks=shape.deep,
         )
         recurrent = None if self.recurrent is None else self.recurrent.step(shape)
-        rows = view["sample_row"]
-        return StepBatch(tokens, view["position"], paged=layout, sampled_rows=rows, recurrent=recurrent)
+        adapters = None if self.adapters is None else self.adapters.step(shape)
+        rows, positions = view["sample_row"], view["position"]
+        return StepBatch(tokens, positions, paged=layout, sampled_rows=rows, recurrent=recurrent, adapters=adapters)
 
     @torch.inference_mode()
     def compute_padding(self, shape: BatchShape) -> ComputedStep:
@@ -93,6 +96,8 @@ class StepForward:
         self.inputs[: len(padding)].copy_(torch.from_numpy(padding))
         if self.recurrent is not None:
             self.recurrent.fill_padding()
+        if self.adapters is not None:
+            self.adapters.fill_padding()
         return self.compute(shape)
 
 

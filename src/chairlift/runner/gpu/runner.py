@@ -25,6 +25,7 @@ from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.graphs import can_capture, has_room, kernels_for, memory_taken
 from chairlift.runner.base import ModelRunner
+from chairlift.runner.gpu.adapters import adapter_inputs
 from chairlift.runner.gpu.forward import StepForward, StepPreparation
 from chairlift.runner.gpu.shapes import RecurrentInputs, Shapes, StepSizes
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput, PackedStep, Packer, SampledTokens
@@ -69,9 +70,10 @@ class GPURunner(ModelRunner):
             rows = 1 + sizes.drafts_per_request
             self._recurrent = RecurrentInputs(self.states, largest, device, STAGING_BUFFERS, longest_decode=rows)
         inputs, queries = torch.zeros(largest.sections.size, dtype=torch.int32, device=device), spec.tile_queries
-        self._forward = StepForward(
-            model, self.attention, storage, self.slots, self.drafter, inputs, queries, self._recurrent
-        )
+        bank = getattr(model, "adapters", None)
+        self._adapters = adapter_inputs(bank, largest.tokens, device, STAGING_BUFFERS)
+        parts = model, self.attention, storage, self.slots, self.drafter, inputs, queries
+        self._forward = StepForward(*parts, self._recurrent, self._adapters)
         room = partial(has_room, device, sizes.step_bytes) if use_graphs else None
         self.preparation = StepPreparation(self._forward, self.shapes, room)
         self.drafter.attach(self.slots, sizes.drafts_per_request, room if sizes.draft_graphs else None)
@@ -104,6 +106,8 @@ class GPURunner(ModelRunner):
         self._forward.inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         if self._recurrent is not None:
             self._recurrent.send(plan, shape, packed.first_rows, buffer)
+        if self._adapters is not None:
+            self._adapters.send(plan, shape, packed.first_rows, buffer)
         staging.started.record()
         on_host = self._rows_on_host(packed)
         masks = self._begin_masks([packed.chunks[index] for index in on_host])

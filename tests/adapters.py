@@ -21,7 +21,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) ->
     """Write tensors by module and side, such as "model.layers.0.self_attn.q_proj.lora_A"."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    named = {f"{PEFT}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    named = {f"{PEFT}{name}.weight": tensor.clone() for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors")
     return folder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chairlift.kernels.adapter_table import WIDTH, entry
-from chairlift.kernels.triton.adapters import FEW_ROWS, add_terms
+from chairlift.kernels.triton.products.adapters import FEW_ROWS, add_terms
 
 DEPTH, CHANNELS = 72, 300
 # The parts of each adapter's product: first channel, channels and rank. One adapter leaves channels out.

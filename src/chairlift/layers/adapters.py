@@ -154,7 +154,7 @@ class AdapterBank:
         rows = self._rows
         assert rows is not None
         if on_gpu(x.device):
-            from chairlift.kernels.triton.adapters import add_terms
+            from chairlift.kernels.triton.products.adapters import add_terms
 
             assert self._device_table is not None
             add_terms(x, out, self._device_table, number, rows.slots, rows.weights, self._picked, self._dtype)

@@ -67,9 +67,10 @@ class AsyncLLM:
         at_least(1)("max_waiting", max_waiting)
         config = make_config(options)
         from chairlift.engine.engine_thread import EngineThread  # imported late: torch takes seconds to import
+        from chairlift.engine.settings import for_latency
         from chairlift.engine.startup import load_engine
 
-        loaded = load_engine(model, config, progress=progress)
+        loaded = load_engine(model, for_latency(config), progress=progress)
         self.model = model
         self.embedding = loaded.embedding
         self.defaults = loaded.defaults

@@ -215,10 +215,11 @@ class EngineConfig:
     )
     budget: str | None = batching_option(
         None,
-        help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), what "
-        "the latency targets leave (latency), or what the targets of requests leave (slack).",
+        help="How much of --max-batch-tokens a step uses: all of it (fixed), so much that prompts are nearly as fast "
+        "and requests that decode are not held up for long (knee), what the latency targets leave (latency), or what "
+        "the targets of requests leave (slack).",
         choices=BUDGETS.names,
-        default_text="latency if there is a target, slack with --order slack, else fixed",
+        default_text="latency if there is a target, slack with --order slack, else knee; fixed with LLM",
     )
     target_tpot_ms: float | None = batching_option(
         None, help="Target time per output token of running requests.", check=above(0), default_text="none"

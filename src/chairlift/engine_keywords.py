@@ -79,9 +79,10 @@ class EngineKeywords(TypedDict, total=False):
     max_batch_size: int | None
     """vLLM's name for `max_batch_requests`."""
     budget: str | None
-    """How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), what the latency
-    targets leave (latency), or what the targets of requests leave (slack). Default: latency if there is a target, slack
-    with --order slack, else fixed."""
+    """How much of --max-batch-tokens a step uses: all of it (fixed), so much that prompts are nearly as fast and
+    requests that decode are not held up for long (knee), what the latency targets leave (latency), or what the targets
+    of requests leave (slack). Default: latency if there is a target, slack with --order slack, else knee; fixed with
+    LLM."""
     target_tpot_ms: float | None
     """Target time per output token of running requests. Default: none."""
     target_ttft_ms: float | None

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.engine.settings import Machine, for_throughput, resolve_machine
+from chairlift.engine.settings import Machine, for_latency, for_throughput, resolve_machine
 from chairlift.engine.startup import load_engine, load_model
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint
@@ -21,6 +21,20 @@ def test_offline_steps_on_a_gpu_are_larger():
 def test_offline_steps_on_a_cpu_are_the_same():
     config = EngineConfig(device="cpu")
     assert for_throughput(config) is config
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, "knee"),
+        ({"order": "fair"}, "knee"),
+        ({"budget": "fixed"}, "fixed"),
+        ({"target_tpot_ms": 40.0}, None),  # The target chooses `latency`.
+        ({"order": "slack"}, None),  # The order brings its own.
+    ],
+)
+def test_online_prompts_leave_time_to_those_who_decode_unless_told_otherwise(options: Any, budget: str | None) -> None:
+    assert for_latency(EngineConfig(**options)).budget == budget
 
 
 def test_a_quantized_head_needs_a_format(tmp_path: Path) -> None:

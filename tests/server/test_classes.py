@@ -174,12 +174,12 @@ def test_the_metrics_say_which_targets_were_met(front: FrontEnd) -> None:
 @pytest.mark.parametrize(
     ("line", "judged"),
     [
-        (Timeline(0.0, 0.1, 1.0, 3.0, 5, "length"), {"ttft": True, "tpot": True, "e2e": True}),
-        (Timeline(0.0, 0.1, 2.5, 3.0, 5, "stop"), {"ttft": False, "tpot": True, "e2e": True}),
-        (Timeline(0.0, 0.1, 1.0, 9.0, 5, "stop"), {"ttft": True, "tpot": False, "e2e": True}),
-        (Timeline(0.0, 0.1, 1.0, 1.0, 1, "error"), {"ttft": True, "tpot": True, "e2e": False}),
-        (Timeline(0.0, None, None, 0.0, 0, "deadline"), {"ttft": False, "tpot": True, "e2e": False}),
-        (Timeline(7.0, 7.1, None, 0.0, 0, "length"), {"ttft": False, "tpot": True, "e2e": True}),
+        (Timeline(0.0, 0.1, 1.0, 3.0, 5, finish_reason="length"), {"ttft": True, "tpot": True, "e2e": True}),
+        (Timeline(0.0, 0.1, 2.5, 3.0, 5, finish_reason="stop"), {"ttft": False, "tpot": True, "e2e": True}),
+        (Timeline(0.0, 0.1, 1.0, 9.0, 5, finish_reason="stop"), {"ttft": True, "tpot": False, "e2e": True}),
+        (Timeline(0.0, 0.1, 1.0, 1.0, 1, finish_reason="error"), {"ttft": True, "tpot": True, "e2e": False}),
+        (Timeline(0.0, None, None, 0.0, 0, finish_reason="deadline"), {"ttft": False, "tpot": True, "e2e": False}),
+        (Timeline(7.0, 7.1, None, 0.0, 0, finish_reason="length"), {"ttft": False, "tpot": True, "e2e": True}),
     ],
 )
 def test_a_completion_is_judged_by_its_times(line: Timeline, judged: dict[str, bool]) -> None:

@@ -21,7 +21,8 @@ class LimitReason(StrEnum):
     TTFT = "the least that keeps requests without a first token inside target_ttft_ms"
     LATE = "a request will miss target_ttft_ms; this is what computes prompts fastest"
     SLACK = "the most with which running requests still meet their targets"
-    KNEE = "the least that comes close to the highest throughput"
+    SHORT = "the most with which a step takes no more than a few times as long as its decodes alone"
+    KNEE = "the least that comes close to the highest speed of prompts"
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,14 @@ def for_throughput(config: EngineConfig, machine: Machine | None = None) -> Engi
     return replace(config, max_batch_tokens=2 * settings.max_batch_tokens)
 
 
+def for_latency(config: EngineConfig) -> EngineConfig:
+    """The config for online use: without any target, prompts leave most of the steps' time to those who decode."""
+    has_target = config.target_tpot_ms is not None or config.target_ttft_ms is not None
+    if config.budget is not None or has_target or config.make_ordering().own_budget is not None:
+        return config
+    return replace(config, budget="knee")
+
+
 class _Reasons(dict[str, str]):
     """Why each value was chosen, by its name, which is that of an option of the config."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -93,6 +93,9 @@ def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms:
 _LEAST_CHUNK = 4  # the minimum for prompts, so that they do not starve
 _FIRST_CHUNK = 32  # It counts until something is measured; each observed step at most doubles it.
 _KNEE = 0.95  # A share of the highest throughput.
+_LEAST_SPEED = 0.7  # A share of the highest speed of prompts, which they get however long the step is.
+# A step with prompts takes up to as many times as long as its decodes alone. Prompts then get 4/5 of the time.
+_LONGEST = 5.5
 _TAIL_ALLOWANCE = 1.02  # share of the target that a late step may take; the few later ones stay within about 1.2
 _MOST_CAUTION = 0.5  # lowest share of the target to plan for, however often steps are late
 
@@ -116,6 +119,10 @@ class StepForecast:
         """The throughput of many such steps, without the KV reads within a chunk, which add up to the same for any
         chunk size."""
         return (self.decodes + chunk) / max(self._seconds(chunk, chunk * self._context), 1e-9)
+
+    def prompt_tokens_per_second(self, chunk: int) -> float:
+        """The same without the decodes, which would be computed anyway."""
+        return chunk / max(self._seconds(chunk, chunk * self._context), 1e-9)
 
     def _seconds(self, chunk: int, kv: int) -> float:
         prompts = self._num_prompts if chunk else 0
@@ -156,13 +163,12 @@ class AdaptiveBudget(TokenBudget):
         return target * max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
 
-def knee(forecast: StepForecast, sizes: Sequence[int], share: float = _KNEE) -> int:
-    """The smallest of `sizes` whose predicted throughput is close to the highest of all."""
-    # Seconds are a convex function of tokens, so throughput has one peak.
-    peak = max((*sizes[::8], sizes[-1]), key=forecast.tokens_per_second)
+def knee(speed: Callable[[int], float], sizes: Sequence[int], share: float = _KNEE) -> int:
+    """The smallest of `sizes` whose speed, such as `StepForecast.tokens_per_second`, is close to the highest of all."""
+    # Seconds are a convex function of tokens, so the speed has one peak.
+    peak = max((*sizes[::8], sizes[-1]), key=speed)
     rising = sizes[: sizes.index(peak) + 1]
-    enough = share * forecast.tokens_per_second(peak)
-    return rising[bisect_left(rising, enough, key=forecast.tokens_per_second)]
+    return rising[bisect_left(rising, share * speed(peak), key=speed)]
 
 
 def chunk_sizes(most: int) -> list[int]:
@@ -177,13 +183,20 @@ def chunk_sizes(most: int) -> list[int]:
 
 @BUDGETS.register("knee")
 class KneeBudget(AdaptiveBudget):
-    """Chooses the smallest step close to the highest throughput; larger ones add latency for little gain."""
+    """Chooses the smallest step in which prompts are nearly as fast as in the largest, since larger ones add latency
+    for little gain, and none that takes many times as long as its decodes alone.
+
+    Online, this is the default: it protects requests that decode without a configured target.
+    """
 
     def _decide(self, load: BatchLoad) -> StepLimits:
         forecast, known = StepForecast(self._cost, load), self._known_sizes()[-1]
         if not forecast.decodes:
             return self._chosen(forecast, self.most.prefill_tokens, LimitReason.ALONE)
-        chunk = knee(forecast, self._sizes)
+        speed, longest = forecast.prompt_tokens_per_second, _LONGEST * forecast.seconds(0)
+        short = self._sizes[max(1, bisect_right(self._sizes, longest, key=forecast.seconds)) - 1]
+        least, useful = knee(speed, self._sizes, _LEAST_SPEED), knee(speed, self._sizes)
+        chunk = max(least, min(short, useful))
         if chunk > known:
             return self._chosen(forecast, known, LimitReason.LEARNING)
-        return self._chosen(forecast, chunk, LimitReason.KNEE)
+        return self._chosen(forecast, chunk, LimitReason.SHORT if least < short < useful else LimitReason.KNEE)

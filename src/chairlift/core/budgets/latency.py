@@ -58,7 +58,7 @@ class LatencyBudget(AdaptiveBudget):
             return self._chosen(forecast, fits, reason)
         needed, reason_needed = self._smallest_in_time(forecast, load)
         if self._tpot is not None:
-            needed = max(needed, knee(forecast, self._sizes))
+            needed = max(needed, knee(forecast.tokens_per_second, self._sizes))
         return self._chosen(forecast, *min((needed, reason_needed), (fits, reason), key=lambda choice: choice[0]))
 
     def _largest_that_fits(self, forecast: StepForecast) -> tuple[int, LimitReason]:

@@ -25,7 +25,7 @@ class SlackBudget(AdaptiveBudget):
 
     def _decide(self, load: BatchLoad) -> StepLimits:
         forecast, known = StepForecast(self._cost, load), self._known_sizes()
-        useful = knee(forecast, self._sizes, _ENOUGH)
+        useful = knee(forecast.tokens_per_second, self._sizes, _ENOUGH)
         room = self._planned(self._room(forecast, load)) / self._cost.slowdown
         fits = known[max(1, bisect_right(known, room, key=forecast.seconds)) - 1]
         if useful <= fits:

@@ -128,12 +128,13 @@ class EngineProcess:
 
     def _load(self) -> None:
         from chairlift.config import EngineConfig
+        from chairlift.engine.settings import for_latency
         from chairlift.engine.startup import load_engine
         from chairlift.progress import StartTimeline, stages_told_to
 
         timeline = StartTimeline(self.settings.get("begun"))
         timeline.end("imports")
-        config = EngineConfig(**self.settings["engine"])
+        config = for_latency(EngineConfig(**self.settings["engine"]))
         with stages_told_to(self._report_stage):
             started = load_engine(self.settings["model"], config, progress=False, timeline=timeline)
         self.engine = started.engine

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.request import FinishReason
+from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.progress import Note
 from chairlift_lab.common.workload import BenchRequest, Workload, full_length
@@ -215,6 +216,7 @@ class Session:
     """Requests sent one after the other: each prompt is the whole conversation so far plus the turn's `prompt_ids`."""
 
     turns: tuple[BenchRequest, ...]
+    targets: Targets = NO_TARGETS  # of each request
 
     @property
     def longest(self) -> int:
@@ -297,7 +299,7 @@ def run_sessions(
 
     def submit(session: Session, index: int, said: Sequence[int], came: float) -> None:
         prompt = [*said, *session.turns[index].prompt_ids]
-        (request_id,) = engine.submit(prompt, full_length(session.turns[index].n_out))
+        (request_id,) = engine.submit(prompt, full_length(session.turns[index].n_out), targets=session.targets)
         unfinished[request_id] = _Turn(session, index, prompt, came)
         turns.append(unfinished[request_id])
 

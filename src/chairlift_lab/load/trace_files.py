@@ -57,6 +57,7 @@ class TraceEntry:
     block_tokens: int = HASHED_TOKENS  # tokens of such a block
     tenant: str = ""
     targets: Targets = NO_TARGETS
+    class_name: str = ""  # the class that they come from, if it has a name
     measured: Measured | None = None
 
     def scaled(self, lengths: float, speed: float) -> TraceEntry:
@@ -244,6 +245,7 @@ def _access_log(row: Mapping[str, Any], blocks: BlockNumbers) -> Iterator[TraceE
             block_tokens=int(row["block_tokens"]),
             tenant=row.get("tenant") or "",
             targets=targets,
+            class_name=row.get("class") or "",
             measured=Measured(*times, int(completion["tokens"])),
         )
 

@@ -165,7 +165,7 @@ def trace_arrivals(
         for block in entry.blocks:
             prompt.extend([copy * BLOCKS_PER_COPY + block] * entry.block_tokens)
         prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
-        own = ServiceClass(str(entry.targets), entry.targets) if entry.targets.given else None
+        own = ServiceClass(entry.class_name or str(entry.targets), entry.targets) if entry.targets.given else None
         yield Arrival(time, prompt[: entry.n_in], entry.n_out, entry.tenant, own)
 
 

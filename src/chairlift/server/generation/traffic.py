@@ -42,6 +42,7 @@ class Traffic:
     _prompt_of: dict[str, int] = field(default_factory=dict)  # the place of the prompt of each completion, by its id
     _priority: int = 0
     _targets: Targets | None = None
+    _class: str = ""
 
     def add(self, messages: Sequence[Submit]) -> None:
         for message in messages:
@@ -50,6 +51,7 @@ class Traffic:
                 self._prompt_of[completion] = len(self.prompts)
             self.prompts.append({"tokens": len(message.prompt), "blocks": list(hashes)})
             self._priority, self._targets = message.priority, message.targets
+            self._class = message.service_class
 
     def facts(self, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
         """The fields of the access log; none if nothing was submitted."""
@@ -59,6 +61,7 @@ class Traffic:
         targets = {f"{name}_ms": 1e3 * limit for name in NAMES if (limit := getattr(self._targets, name)) is not None}
         return {
             "priority": self._priority,
+            "class": self._class or None,
             "targets": targets or None,
             "block_tokens": BLOCK_TOKENS,
             "prompts": self.prompts,

@@ -76,7 +76,13 @@ class AsyncLLM:
         self.defaults = loaded.defaults
         self._options, self._capacity = options, capacity(loaded.engine)
         self._tokenizer = loaded.engine.tokenizer
-        self._chat_format = ChatFormat(self._tokenizer, loaded.engine.reasoning_format, self.defaults)
+        self._chat_format = ChatFormat(
+            self._tokenizer,
+            loaded.engine.reasoning_format,
+            self.defaults,
+            None if loaded.images is None else loaded.images.processor,
+        )
+        self._images = self._chat_format.images
         self._router = _Router(loaded.engine)
         self._thread = EngineThread(loaded.engine, self._router.fail_all)
         self._close = weakref.finalize(self, self._thread.stop)
@@ -208,8 +214,8 @@ class AsyncLLM:
     async def _parse(self, prompt: Prompt) -> PromptInput:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT:
-            return await asyncio.to_thread(PromptInput.parse, prompt, self._tokenizer)
-        return PromptInput.parse(prompt, self._tokenizer)
+            return await asyncio.to_thread(PromptInput.parse, prompt, self._tokenizer, self._images)
+        return PromptInput.parse(prompt, self._tokenizer, self._images)
 
     # ---- adapters -----------------------------------------------------------------------------------------------
 

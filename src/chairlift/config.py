@@ -284,6 +284,18 @@ class EngineConfig:
         "memory, or auto (whichever is measured to be cheaper).",
         choices=MODES,
     )
+    images: str = model_option(
+        "auto",
+        help="Whether a model that can reads images: auto reads them where all that it takes is there, off leaves the "
+        "memory of its vision part free.",
+        choices=("auto", "on", "off"),
+    )
+    image_memory: int | str = model_option(
+        "256MiB",
+        help="Memory for what was encoded of images, which requests share.",
+        check=parse_bytes,
+        metavar="SIZE",
+    )
     swap_memory: int | str | None = scheduling_option(
         None,
         help="Host memory for swapped blocks, such as 4GiB.",

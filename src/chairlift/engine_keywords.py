@@ -115,6 +115,11 @@ class EngineKeywords(TypedDict, total=False):
     preemption: str
     """What happens to a request's KV blocks when memory runs out: recompute them later, swap them to host memory, or
     auto (whichever is measured to be cheaper). Default: `recompute`."""
+    images: str
+    """Whether a model that can reads images: auto reads them where all that it takes is there, off leaves the memory of
+    its vision part free. Default: `auto`."""
+    image_memory: int | str
+    """Memory for what was encoded of images, which requests share. Default: `256MiB`."""
     swap_memory: int | str | None
     """Host memory for swapped blocks, such as 4GiB. Default: as much as the KV cache."""
     block_size: int

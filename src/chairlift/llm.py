@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from chairlift.engine_keywords import EngineKeywords
     from chairlift.runner.base import ModelRunner
     from chairlift.text.tokenizer import Tokenizer
+    from chairlift.vision.processor import ImageProcessor
 
 
 class LLM:
@@ -98,6 +99,11 @@ class LLM:
         return self._loaded
 
     @property
+    def _images(self) -> ImageProcessor | None:
+        """What prepares images, if the model reads them."""
+        return None if self._open.images is None else self._open.images.processor
+
+    @property
     def default_sampling(self) -> Mapping[str, Any]:
         """The sampling parameters by name that calls without any use."""
         return self.defaults.sampling
@@ -105,7 +111,7 @@ class LLM:
     @property
     def chat_format(self) -> ChatFormat:
         """How conversations become prompts."""
-        return ChatFormat(self.get_tokenizer(), self.engine.reasoning_format, self.defaults)
+        return ChatFormat(self.get_tokenizer(), self.engine.reasoning_format, self.defaults, self._images)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -155,7 +161,7 @@ class LLM:
         """
         from chairlift.progress import generation_progress
 
-        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer()), lora)
+        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer(), self._images), lora)
         with (
             self._submitted(inputs, self._params_of(inputs, sampling_params, preset), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
@@ -209,7 +215,7 @@ class LLM:
         Bad input raises at once. The requests are queued when the first piece is requested. Closing the iterator
         cancels those that are still running.
         """
-        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer()), lora)
+        inputs = self._with_lora(parse_prompts(prompts, self.get_tokenizer(), self._images), lora)
         params = self._params_of(inputs, sampling_params, preset)
         for each in params:
             each.check_streamable()
@@ -343,6 +349,7 @@ class LLM:
                 timeout,
                 prompt.options.get("priority", 0),
                 prompt.options.get("targets", NO_TARGETS),
+                prompt.options.get("images", ()),
             )
             self.engine.find_adapters(prompt.options.get("lora"))
             if each.structure is not None:

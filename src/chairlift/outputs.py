@@ -18,6 +18,7 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
+from chairlift.core.images import PromptImage
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.targets import Targets
@@ -27,6 +28,7 @@ from chairlift.loading.request_defaults import RequestDefaults
 if TYPE_CHECKING:
     from chairlift.text.reasoning_formats.base import ReasoningFormat
     from chairlift.text.tokenizer import Tokenizer
+    from chairlift.vision.processor import ImageProcessor
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -44,23 +46,35 @@ class PromptInput:
         self.options = options  # arguments of Engine.submit
 
     @classmethod
-    def parse(cls, prompt: Any, tokenizer: Tokenizer) -> PromptInput:
+    def parse(cls, prompt: Any, tokenizer: Tokenizer, images: ImageProcessor | None = None) -> PromptInput:
         fields = dict(prompt) if isinstance(prompt, Mapping) else {}
         if isinstance(prompt, str):
             fields["prompt"] = prompt
         elif not isinstance(prompt, Mapping):
             fields["prompt_token_ids"] = prompt
         text, token_ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
+        given = fields.pop("images", None)
+        placed = given if _are_placed(given) else ()
+        pictures = _pictures(None if placed else given, fields.pop("multi_modal_data", None))
         options = {name: fields.pop(name) for name in _PROMPT_OPTIONS if fields.get(name) is not None}
         if fields:
-            known = ", ".join(("prompt", "prompt_token_ids", *_PROMPT_OPTIONS))
+            known = ", ".join(("prompt", "prompt_token_ids", "images", *_PROMPT_OPTIONS))
             raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use {known}")
         for name in ("cache_salt", "tenant"):
             if not isinstance(options.get(name, ""), str):
                 raise InvalidParameter(name, f"must be a string, got {type(options[name]).__name__}")
         if "targets" in options:
             options["targets"] = Targets.of_milliseconds(options["targets"])
-        if token_ids is None:
+        if placed:
+            options["images"] = placed
+        if pictures:
+            if images is None:
+                raise InvalidParameter("images", "this model reads text only")
+            if not isinstance(text, str):
+                raise InvalidParameter("prompt", "must be a string with a marker for each image")
+            prepared = images.prepare(text, pictures)
+            token_ids, options["images"] = prepared.tokens, prepared.images
+        elif token_ids is None:
             if not isinstance(text, str):
                 raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")
             token_ids = tokenizer.encode(text)
@@ -69,7 +83,28 @@ class PromptInput:
         return cls(text, list(token_ids), options)
 
 
-def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[PromptInput]:
+def _are_placed(images: Any) -> bool:
+    """Whether these are images that a conversation's prompt has already."""
+    return isinstance(images, tuple) and bool(images) and all(isinstance(each, PromptImage) for each in images)
+
+
+def _pictures(images: Any, multi_modal: Any) -> list[Any]:
+    """The pictures of a prompt, under our name for them or under vLLM's."""
+    if isinstance(multi_modal, Mapping):
+        if images is not None or set(multi_modal) - {"image"}:
+            raise InvalidParameter("multi_modal_data", "only images are read, under the key 'image'")
+        images = multi_modal.get("image")
+    if images is None:
+        return []
+    from chairlift.vision.reading import read_image  # imported late, like the tokenizer
+
+    listed = list(images) if isinstance(images, (list, tuple)) else [images]
+    return [read_image(each, f"images[{i}]") for i, each in enumerate(listed)]
+
+
+def parse_prompts(
+    prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer, images: ImageProcessor | None = None
+) -> list[PromptInput]:
     """Parse one prompt or a list of them."""
     if not isinstance(prompts, (Sequence, Mapping)):
         raise InvalidParameter("prompts", f"must be a prompt or a list of them, got {type(prompts).__name__}")
@@ -77,7 +112,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
     many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
     if not len(many):
         raise InvalidParameter("prompts", "is empty; give at least one prompt")
-    return [PromptInput.parse(prompt, tokenizer) for prompt in many]
+    return [PromptInput.parse(prompt, tokenizer, images) for prompt in many]
 
 
 def params_of(
@@ -105,6 +140,7 @@ class ChatFormat:
     tokenizer: Tokenizer
     reasoning: ReasoningFormat | None
     defaults: RequestDefaults
+    images: ImageProcessor | None = None
 
     def prompt(
         self, conversation: Messages, *, preset: str | None = None, tools: Any = None, **options: Any
@@ -113,15 +149,33 @@ class ChatFormat:
         if not is_conversation(conversation):
             form = 'one conversation or several, each a list of {"role": …, "content": …}'
             raise InvalidParameter("messages", f"must be {form}, got {conversation!r:.100}")
-        from chairlift.text.tool_formats.base import choose_format  # imported late, like the tokenizer
+        from chairlift.text.images import ChatImages  # imported late, like the tokenizer
+        from chairlift.text.tool_formats.base import choose_format
         from chairlift.text.tools.tool_use import ToolUse
 
         format_ = choose_format(self.tokenizer.chat_template or "")
         system_prompt = self.defaults.preset(preset).system_prompt
+        pictures = ChatImages()
+        conversation, prepared = pictures.take(conversation), list[Any]()
+        if self.images is None:
+            pictures.refuse()
+        elif pictures.sources:
+            from chairlift.vision.reading import read_image
+
+            named = zip(pictures.sources, pictures.locations, strict=True)
+            prepared = self.images.prepare_chat(pictures, [read_image(source, name) for source, name in named])
         text, token_ids = ToolUse.of(format_, tools, None, None).prompt(
-            self.tokenizer, conversation, reasoning=self.reasoning, system_prompt=system_prompt, **options
+            self.tokenizer,
+            conversation,
+            reasoning=self.reasoning,
+            system_prompt=system_prompt,
+            images=pictures,
+            **options,
         )
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if self.images is not None and prepared:
+            prompt["images"] = self.images.place(token_ids, prepared, "messages")
+        return prompt
 
     def params(self, preset: str | None = None, *, chat: bool = False) -> SamplingParams:
         """The parameters of calls without any. An answer of a conversation may fill the context, as in the server."""

@@ -196,7 +196,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*QUESTION, {"role": "system", "content": "x", "clear_at": "noon"}]}, "messages[1].clear_at"),
     ({"messages": [{"role": [], "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages[0].content[0].source.type",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0].source.type"),
     ({"messages": [user(SEARCH | {"citations": {"enabled": True}})]}, "messages[0].content[0].citations.enabled"),

@@ -248,7 +248,10 @@ def test_pages_of_large_items_are_shorter(front: FrontEnd, monkeypatch: pytest.M
     [
         ([{"type": "letter"}], "items[0].type"),
         ([{"role": "user", "content": None}], "items[0].content"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}], "items[0].content[0].type"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}],
+            "items[0].content[0].image_url",
+        ),
         ([{"type": "compaction", "encrypted_content": "x"}], "items[0].encrypted_content"),
         ([3], "items[0]"),
         ("hello", "items"),

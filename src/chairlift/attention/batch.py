@@ -66,10 +66,46 @@ class Embeddings:
 
     rows: Tensor  # [n] int64
     vectors: Tensor  # [n, hidden]: inputs of the first layer
+    deep: Sequence[Tensor] = ()  # [n, hidden] each: added to the residual stream behind the first layers
 
     def put_into(self, x: Tensor) -> Tensor:
         """Overwrite these rows of the embedded tokens x [T, hidden]."""
         return x.index_copy_(0, self.rows, self.vectors.to(x.dtype))
+
+    def add_behind(self, layer: int, x: Tensor) -> None:
+        """Add what belongs behind a layer to the residual stream x [T, hidden]."""
+        if layer < len(self.deep):
+            x.index_add_(0, self.rows, self.deep[layer].to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """Where the tokens of a prompt with images stand for a rotation in three directions.
+
+    The tokens of an image have a time, a row and a column; text has the same position in all three. Behind the prompt,
+    positions go on with a distance of `behind` to a token's place.
+    """
+
+    places: np.ndarray  # [3, prompt] int64
+    behind: int
+    axes: np.ndarray  # [pairs]: the direction in which a pair of a head's dimensions is rotated
+
+    def rows(self, start: int, end: int) -> np.ndarray:
+        """[end - start, pairs]: the position of each token for each pair."""
+        prompt = self.places[:, start:end]
+        rest = np.arange(max(start, self.places.shape[1]), end) + self.behind
+        places: np.ndarray = np.concatenate([prompt.T, np.repeat(rest[:, None], 3, axis=1)])
+        return places[:, self.axes]
+
+
+@dataclass(frozen=True, slots=True)
+class MutualSpan:
+    """Rows of a batch, tokens [start, end) of one sequence, that see all tokens before `reach`, also later ones."""
+
+    sequence: int
+    start: int
+    end: int
+    reach: int
 
 
 @dataclass(slots=True)
@@ -122,6 +158,8 @@ class StepBatch:
     sampled_rows: Tensor | None = None  # [scored tokens + idle rows]: rows whose logits are computed
     read_rows: Tensor | None = None  # [read positions]: rows of prompts whose hidden states are needed, none sampled
     embeddings: Embeddings | None = None
+    rotary_positions: Tensor | None = None  # [T, pairs]: in place of `positions`, of tokens in several directions
+    mutual: Sequence[MutualSpan] = ()  # tokens of images that see each other
     recurrent: RecurrentStep | None = None  # needed by models with recurrent layers
     adapters: AdapterRows | None = None  # None: all rows are those of the base model
     num_padding: int = 0  # how many of the T tokens are padding, where the host knows

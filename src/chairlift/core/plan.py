@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from chairlift.core.encoder_cache import EncoderCache
+from chairlift.core.images import NO_ENCODING, EncodePlan
 from chairlift.core.request import NO_POSITIONS, Request
 from chairlift.errors import InvalidParameter
 
@@ -131,6 +133,7 @@ class StepPlan:
     swap_ins: tuple[BlockSwap, ...] = ()  # They come next, before the copies of the chunks.
     reads: bool = False  # whether any chunk reads prompt positions
     states: tuple[ChunkStates, ...] = ()  # one for each chunk, if the model has recurrent layers
+    encoding: EncodePlan = NO_ENCODING  # the work on images, which precedes the chunks
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +152,7 @@ class StepPlan:
         return [copy for chunk in self.chunks for copy in chunk.copies]
 
     def __bool__(self) -> bool:
-        return bool(self.chunks)
+        return bool(self.chunks or self.encoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +182,11 @@ class StepTiming:
     build: float = 0.0  # plan -> tensors
     forward: float = 0.0  # the model
     sample: float = 0.0  # logits -> tokens
+    encode: float = 0.0  # images -> embeddings
 
     @property
     def total(self) -> float:
-        return self.build + self.forward + self.sample
+        return self.build + self.forward + self.sample + self.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +214,16 @@ class StepResult:
         default_factory=dict
     )  # The keys are request ids; beams ignore the sampled token.
     prompts: PromptOutputs = NO_PROMPT_OUTPUTS
+    bad_images: Mapping[bytes, str] = field(default_factory=dict)  # why an image could not be encoded, by its key
 
 
 class PlanBuilder:
     """The chunks chosen so far for the coming step, and what is left of its budget."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, images: EncoderCache | None = None) -> None:
+        """`images`: what is encoded of the images in prompts, if the model reads any."""
+        self.images = images
+        self.encoding = NO_ENCODING
         self.chunks: dict[str, Chunk] = {}
         self.room = limits.tokens
         self.prefill_room = min(limits.prefill_tokens, self.room)
@@ -231,8 +239,18 @@ class PlanBuilder:
         """Limit the prompts of these tenants to `prefill_tokens` in total."""
         self._limited_tenants, self._limited_room = tenants, prefill_tokens
 
-    def room_for(self, request: Request) -> int:
-        """The number of additional tokens that `request` may compute in this step."""
+    def room_for(self, request: Request, most: int = NO_LIMIT) -> int:
+        """The number of additional tokens, at most about `most`, that `request` may compute in this step.
+
+        More than `most` may be needed for the tokens of an image, where these must be computed together.
+        """
+        room = min(self.budget_for(request), most)
+        if room <= 0 or self.images is None or not request.images:
+            return room
+        return self.images.limit(request, request.num_planned + self.count(request), room)
+
+    def budget_for(self, request: Request) -> int:
+        """The same by the budget alone, whatever is encoded of its images."""
         room = self.room if request.decoding else self.prefill_room
         if request.tenant in self._limited_tenants and not request.decoding:
             room = min(room, self._limited_room)
@@ -277,6 +295,11 @@ class PlanBuilder:
         if chunk is not None:
             self._spend(request, -chunk.count)
         return chunk
+
+    def spend_on_images(self, count: int) -> None:
+        """Take the price of the work on images from the budget of prompts."""
+        self.room -= count
+        self.prefill_room = min(self.prefill_room - count, self.room)
 
     def _spend(self, request: Request, count: int) -> None:
         self.room -= count

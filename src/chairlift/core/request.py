@@ -9,6 +9,7 @@ from enum import StrEnum
 from operator import countOf
 
 from chairlift.core.adapters import AdapterUse
+from chairlift.core.images import PromptImage
 from chairlift.core.sampling.params import PoolingKind, SamplingParams
 from chairlift.core.targets import NO_TARGETS, Targets
 from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
@@ -91,6 +92,8 @@ class Request:
     targets: Targets = NO_TARGETS  # counted from its arrival; missing one ends nothing, unlike a deadline
     service_class: str = ""  # the name of its targets, if they are those of a class
     adapters: tuple[AdapterUse, ...] = ()  # Its rows have these; its salt has them, too.
+    images: Sequence[PromptImage] = ()  # those of its prompt, in order
+    rotary_positions: object = None  # where its tokens stand for a model that places images in two dimensions
 
     order: int = field(default=-1, init=False)  # position in the order of submission, set by the scheduler
     group: RequestGroup | None = field(default=None, init=False)  # the beam search that it belongs to

@@ -13,6 +13,7 @@ from chairlift.core.adapters import AdapterUse, salted
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced, completion_ids
 from chairlift.core.executor import Executor
+from chairlift.core.images import PromptImage
 from chairlift.core.plan import BAD_LOGITS, StepPlan
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, RequestLimits
@@ -58,6 +59,8 @@ class Engine:
     structured: StructuredOutput | None = None
     adapters: EngineAdapters | None = None
     generates: InitVar[bool] = True
+    # Where the tokens of a prompt with images stand, for models that place images in two dimensions.
+    rotary_positions: Callable[[Sequence[int], Sequence[PromptImage]], object] | None = None
     clock: Callable[[], float] = time.monotonic
     fatal: Exception | None = field(default=None, init=False)  # the error that stopped the engine for good
 
@@ -92,6 +95,7 @@ class Engine:
         targets: Targets = NO_TARGETS,
         service_class: str = "",
         lora: Any = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[str]:
         """Queue a prompt; return one id for each of the `params.n` completions, of which the first is `request_id`.
 
@@ -104,8 +108,9 @@ class Engine:
         an ending that names the parameter.
         """
         self.check_alive()
-        max_new_tokens = self.check(prompt, params, timeout, priority, targets)
+        max_new_tokens = self.check(prompt, params, timeout, priority, targets, images)
         adapters = self.find_adapters(lora)
+        places = self.rotary_positions(prompt, images) if images and self.rotary_positions is not None else None
         now = self.clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
@@ -131,6 +136,8 @@ class Engine:
                 tenant=tenant,
                 targets=targets,
                 service_class=service_class,
+                images=images,
+                rotary_positions=places,
             )
             requests.append(request)
             self._unreported.add(one_id)
@@ -162,9 +169,10 @@ class Engine:
         timeout: float | None = None,
         priority: int = 0,
         targets: Targets = NO_TARGETS,
+        images: Sequence[PromptImage] = (),
     ) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
-        return self._validator.check(prompt, params, timeout, priority, targets)
+        return self._validator.check(prompt, params, timeout, priority, targets, images)
 
     def find_adapters(self, lora: Any) -> tuple[AdapterUse, ...]:
         """The adapters that a request names; raises if there are none such."""

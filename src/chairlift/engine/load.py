@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import EngineConfig
+from chairlift.engine.images import ModelImages, load_images
 from chairlift.engine.settings import (
     NO_FAST_INT8,
     LoadSettings,
@@ -47,6 +48,7 @@ class LoadedModel:
     defaults: RequestDefaults = field(default_factory=RequestDefaults)  # what requests leave out
     end_strings: tuple[str, ...] = ()  # They end every output, as end-of-sequence tokens do.
     described: str = ""  # the format of the weights and the device, in words
+    images: ModelImages | None = None  # how it reads images, if it does
 
 
 def load(
@@ -73,14 +75,18 @@ def load(
         _require_plausible_size(checkpoint, num_parameters)
     model = build_with_weights(checkpoint, settings, num_parameters, progress=progress)
     timeline.end("weights")
+    images = load_images(checkpoint, model, tokenizer, config)
+    timeline.end("images")
     words = _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
+    if images is None and (notice := text_part_notice(checkpoint.config)):
+        log.info(f"parts      {notice}")
     if defaults.sampling and embedding.generates:
         sources = ["the model" if config.generation_config == "auto" else config.generation_config]
         sources += ["override_generation_config"] if config.override_generation_config else []
         described = describe_sampling(defaults.sampling)
         log.info(f"sampling   {described} where requests leave it out, from {' and '.join(sources)}")
     eos_ids, ends = _eos_ids(checkpoint, generation, tokenizer), end_strings(checkpoint.path, generation)
-    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends, words)
+    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends, words, images)
 
 
 def _settle_tied_head(checkpoint: Checkpoint, config: EngineConfig, embedding: EmbeddingConfig) -> None:
@@ -105,8 +111,6 @@ def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: Loa
     quantization = settings.quantization
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {seconds:.1f} s")
-    if notice := text_part_notice(checkpoint.config):
-        log.info(f"parts      {notice}")
     if not is_native(checkpoint.config):
         from chairlift.models.fallback.model import NOTICE
 

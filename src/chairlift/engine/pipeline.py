@@ -78,8 +78,12 @@ class Pipeline:
         typical = all(other.pending.typical for other in (step, *self._steps))
         speculation = self._scheduler.speculation
         running = seconds if speculation is None else speculation.observe(result, seconds, step.waited, typical)
-        if typical:
-            cost.observe(shape, running)
+        if self._scheduler.images is not None:
+            timing = result.timing
+            tokens = shape.prefill_tokens if shape.prefill_tokens >= shape.decode_tokens else 0
+            self._scheduler.images.observe(step.plan.encoding.units, timing.encode, tokens, timing.forward)
+        if typical and step.plan.chunks:
+            cost.observe(shape, running - result.timing.encode)
         return StepDone(
             time=read,
             step=step.plan.step,

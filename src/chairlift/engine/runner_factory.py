@@ -9,6 +9,7 @@ import torch
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.kv.state_slots import MIN_SLOTS
+from chairlift.engine.images import ModelImages
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.engine.settings import EngineSettings
 from chairlift.errors import InvalidParameter
@@ -18,6 +19,7 @@ from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import StepSizes
+from chairlift.runner.images import ImageRunner
 from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storage
 from chairlift.speculation.drafter import Drafter
 from chairlift.speculation.proposers.base import LoadedProposer, Proposer
@@ -42,6 +44,7 @@ class RunnerFactory:
     settings: EngineSettings
     structured: StructuredOutput | None
     draft: LoadedProposer | None
+    images: ModelImages | None = None
     timeline: StartTimeline = field(default_factory=StartTimeline)
     adapter_bytes: int = 0  # memory of adapters, which are loaded later
 
@@ -133,7 +136,8 @@ class RunnerFactory:
         parts: dict[str, Any] = {"structured": self.structured, "drafter": drafter}
         parts |= {"host_blocks": host_blocks, "states": states}
         if not settings.attention.capabilities.captures:
-            return CPURunner(self.model, settings.attention, storage, **parts), proposer
+            images = None if self.images is None else ImageRunner(self.images.encoder)
+            return CPURunner(self.model, settings.attention, storage, images=images, **parts), proposer
         sizes = StepSizes(
             requests=max_requests,
             tokens=settings.max_batch_tokens,

@@ -7,6 +7,7 @@ import logging
 from chairlift.core.adapters import AdapterPool
 from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel, WorkForecast
+from chairlift.core.encoder_cache import EncoderCache
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
 from chairlift.core.lengths import OutputLengths
@@ -27,6 +28,7 @@ def make_scheduler(
     cost_model: CostModel,
     speculation: SpeculationController | None,
     adapters: AdapterPool | None = None,
+    images: EncoderCache | None = None,
 ) -> Scheduler:
     config, prompts = settings.config, settings.max_prefill_tokens
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + settings.drafts_per_request)
@@ -52,6 +54,7 @@ def make_scheduler(
         speculation=speculation,
         lengths=OutputLengths() if config.learn_lengths else None,
         adapters=adapters,
+        images=images,
         tenant_isolation=make_tenant_isolation(ordering, cost_model.predict, prompts),
     )
 

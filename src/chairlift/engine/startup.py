@@ -11,6 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
 from chairlift.engine.adapters import EngineAdapters, make_adapters, open_configured
 from chairlift.engine.engine import Engine
+from chairlift.engine.images import ModelImages
 from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
@@ -49,6 +50,7 @@ class StartedEngine:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     described: str = ""  # the format of the weights and the device
+    images: ModelImages | None = None  # how the model reads images, if it does
     endpoint: str = ""  # the one of OpenAI's API that suits the model best
 
 
@@ -95,11 +97,12 @@ def _start(
     adapters = make_adapters(machine.config, loaded.model)
     timeline.end("attention")
     reserved = adapters.pool.max_bytes if adapters else 0
-    built = RunnerFactory(loaded.model, settings, structured, draft, timeline, reserved).build()
+    built = RunnerFactory(loaded.model, settings, structured, draft, loaded.images, timeline, reserved).build()
     engine = _make_engine(loaded, settings, built, structured, clock, adapters)
     built.runner.warm_up()
     timeline.end("warm_up")
-    for line in (*built.memory.lines(), _describe_step(settings, built)):
+    image_lines = loaded.images.lines(machine.config) if loaded.images else ()
+    for line in (*built.memory.lines(), *image_lines, _describe_step(settings, built)):
         log.info(line)
     for line in settings.lines():
         log.debug(f"chosen     {line}")
@@ -110,6 +113,7 @@ def _start(
         loaded.embedding,
         loaded.defaults,
         described=loaded.described,
+        images=loaded.images,
         endpoint=_endpoint(loaded),
     )
 
@@ -151,8 +155,10 @@ def _make_engine(
             max_drafts=built.runner.capabilities.max_drafts,
             num_allowed=structured.num_allowed,
         )
+    images = loaded.images
+    cache = None if images is None else images.cache(settings.config)
     return Engine(
-        make_scheduler(settings, built, cost_model, speculation, adapters.pool if adapters else None),
+        make_scheduler(settings, built, cost_model, speculation, adapters.pool if adapters else None, cache),
         built.runner,
         loaded.tokenizer,
         vocab_size=loaded.model.vocab_size,
@@ -164,6 +170,7 @@ def _make_engine(
         structured=structured,
         adapters=adapters,
         generates=loaded.embedding.generates,
+        rotary_positions=None if images is None else images.encoder.positions,
         clock=clock,
     )
 

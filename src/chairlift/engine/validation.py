@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chairlift.core.beam import BeamSearch
 from chairlift.core.executor import ExecutorCapabilities
+from chairlift.core.images import PromptImage
 from chairlift.core.request import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
@@ -34,6 +35,7 @@ class RequestValidator:
         timeout: float | None,
         priority: int,
         targets: Targets = NO_TARGETS,
+        images: Sequence[PromptImage] = (),
     ) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
         self.limits.check_prompt_length(len(prompt), prompt_only=params.max_tokens == 0)
@@ -51,10 +53,24 @@ class RequestValidator:
         if targets.given and not (self.scheduler.ordering.uses_targets or self.scheduler.budget.uses_targets):
             problem = f"have no effect with order {self.scheduler.ordering.name!r}"
             raise InvalidParameter("targets", f"{problem}; start with order 'slack' or 'edf', or budget 'slack'")
+        self._check_images(len(prompt), images)
         max_new_tokens = self._max_new_tokens(len(prompt), params)
         if params.beam_width is not None:
             self._check_beams(params)
         return max_new_tokens
+
+    def _check_images(self, num_prompt: int, images: Sequence[PromptImage]) -> None:
+        if not images:
+            return
+        cache = self.scheduler.images
+        if cache is None:
+            raise InvalidParameter("images", "this model reads text only")
+        for image in images:
+            if not 0 <= image.start < image.end <= num_prompt:
+                raise InvalidParameter("images", f"one is at [{image.start}, {image.end}) of {num_prompt} tokens")
+            if image.rows > cache.capacity:
+                problem = f"one has {image.rows} tokens, and there is room for {cache.capacity} (image_memory)"
+                raise InvalidParameter("images", f"{problem}; make it smaller")
 
     def structures(self, structure: Structure) -> StructuredOutput:
         """What compiles and enforces `structure`; raises if the engine has no such thing."""

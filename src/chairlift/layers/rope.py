@@ -59,14 +59,16 @@ class RotaryEmbedding(Part):
         self._query_scaling = rope.query_scaling
         self._dtype = dtype
 
-    def __call__(self, positions: Tensor) -> Rotation:
+    def __call__(self, positions: Tensor, by_pair: Tensor | None = None) -> Rotation:
+        """Rotations for positions [T], or for `by_pair` [T, pairs] where pairs have positions of their own."""
         scaling = self._query_scaling
         query_scale = None if scaling is None else scaling(positions).to(self._dtype)[:, None]
-        if on_gpu(positions.device) and len(self._inv_freq):
+        if on_gpu(positions.device) and len(self._inv_freq) and by_pair is None:
             from chairlift.kernels.triton.layers import rotation
 
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype), query_scale)
-        angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
+        places = positions[:, None] if by_pair is None or not len(self._inv_freq) else by_pair
+        angles = (places.float() * self._inv_freq)[:, None, :]
         cos, sin = (
             one_by_one(function, angles) if self.batch_invariant else function(angles)
             for function in (torch.cos, torch.sin)
@@ -87,8 +89,9 @@ class HostRotary:
         self._scale = np.array([rope.scale for rope in ropes], dtype=np.float32).reshape(-1, 1, 1)
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[T] -> cos, sin [ropes, T, pairs] float32."""
-        angles = torch.from_numpy(positions.astype(np.float32)[:, None] * self._inv_freq)
+        """[T], or [T, pairs] where pairs have positions of their own -> cos, sin [ropes, T, pairs] float32."""
+        places = positions.astype(np.float32).reshape(len(positions), -1)
+        angles = torch.from_numpy(places * self._inv_freq)
         return angles.cos().numpy() * self._scale, angles.sin().numpy() * self._scale
 
 

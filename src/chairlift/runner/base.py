@@ -20,6 +20,7 @@ from chairlift.core.plan import NO_PROMPT_OUTPUTS, Chunk, PromptOutputs, TokenLo
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import PoolingKind
 from chairlift.models.base import CausalLM
+from chairlift.runner.images import ImageRunner
 from chairlift.runner.memory import HostBlocks
 from chairlift.sampling.draw import TokenMasks
 from chairlift.sampling.sampler import SampledBatch, Sampler, token_logprobs
@@ -43,6 +44,7 @@ class ModelRunner(Executor):
     drafter: Drafter = field(default_factory=Drafter)
     host_blocks: HostBlocks | None = None  # Preempted requests leave their KV blocks there.
     states: StateStorage | None = None  # those of recurrent layers, if the model has any
+    images: ImageRunner | None = None  # if the model reads images
 
     def __post_init__(self) -> None:
         self.one_by_one = bool(getattr(self.model, "batch_invariant", False))  # whether rows are sampled one by one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -32,15 +33,34 @@ class CPURunner(ModelRunner):
         return ExecutorCapabilities(beam_search=True, hidden_size=self.model.hidden_size)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
-        with torch.inference_mode(), limit_torch_threads(self.model, self.attention):
-            return FinishedStep(self._compute(plan))
+        encode_seconds = 0.0
+        with torch.inference_mode():
+            if self.images is not None and (plan.encoding.works or plan.encoding.drops):
+                encode_seconds = self.images.encode(plan.encoding)
+            if not plan.chunks:
+                timing = StepTiming(encode=encode_seconds)
+                return FinishedStep(StepResult(plan, [], [], timing, bad_images=self._bad_images))
+            with limit_torch_threads(self.model, self.attention):
+                result = self._compute(plan)
+        if encode_seconds:
+            timing = replace(result.timing, encode=encode_seconds)
+            result = replace(result, timing=timing, bad_images=self._bad_images)
+        return FinishedStep(result)
+
+    @property
+    def _bad_images(self) -> Mapping[bytes, str]:
+        """Why images of the last step could not be encoded."""
+        return {} if self.images is None else dict(self.images.bad)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         rectangular = self.attention.capabilities.rectangular
         batch = build_batch(plan, self.storage, self.model.device, states=self.states, rectangular=rectangular)
+        batch = batch if self.images is None else self.images.place(plan, batch)
         attention = self.attention.begin(batch, self.storage)
+        if self.images is not None:
+            attention = self.images.attention(attention, batch, self.storage)
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs

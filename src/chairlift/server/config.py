@@ -47,6 +47,7 @@ class ServerConfig:
     classes: ServiceClasses = field(default_factory=ServiceClasses)
     isolate_keys: bool = False  # whether requests with different keys share nothing, and only administrators see all
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
+    image_hosts: Sequence[str] = ()  # images may be fetched from these by URL
     allowed_hosts: Sequence[str] = ()  # A server without keys answers to these host names, too.
     files_dir: Path | None = None  # Uploaded files and batches are there; None: there are none
     files_quota: int = 10 * 2**30  # bytes of the files of one key
@@ -111,6 +112,7 @@ def server_config(
         keys=keys,
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
+        image_hosts=server.allow_image_urls or (),
         limits=Limits(
             max_waiting=server.max_waiting,
             max_connections=server.max_connections,

@@ -110,7 +110,14 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
     """Load what a front end needs of the model: the tokenizer."""
     # The model is downloaded here to show a progress bar.
     path, names = resolve_model(config.model, progress=not config.quiet), (config.model_name, *config.served_names[1:])
-    return ServedModel.load(path, names, config.engine, tool_format=config.tool_format, chat_template=chat_template)
+    return ServedModel.load(
+        path,
+        names,
+        config.engine,
+        tool_format=config.tool_format,
+        chat_template=chat_template,
+        image_hosts=config.image_hosts,
+    )
 
 
 def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, chat_template: str | None) -> Service:

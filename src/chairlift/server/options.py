@@ -7,11 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from chairlift.errors import InvalidParameter
 from chairlift.options import above, at_least, between, check_options, option, parse_bytes
 from chairlift.text.tool_formats.base import TOOL_FORMATS
 
 server_option, access_option = partial(option, group="Server"), partial(option, group="Access")
 logging_option, supervision_option = partial(option, group="Logging"), partial(option, group="Supervision")
+
+
+def _check_hosts(parameter: str, hosts: Sequence[str]) -> None:
+    """Raise for an entry that names no host."""
+    for host in hosts:
+        name, colon, port = host.partition(":")
+        if not name.strip("*.") or "/" in host or (colon and not port.isdecimal()):
+            raise InvalidParameter(parameter, f"must be hosts such as example.com or *.example.com, got {host[:100]!r}")
 
 
 STANDARD_OUTPUT = Path("-")  # Names it as the file of the access log.
@@ -61,6 +70,14 @@ class ServerOptions:
         help="Format of the model's tool calls.",
         choices=TOOL_FORMATS.names,
         default_text="from its chat template",
+    )
+    allow_image_urls: Sequence[str] | None = server_option(
+        None,
+        help="Hosts that images may be fetched from by URL, such as example.com or *.example.com; may be repeated. "
+        "Private addresses are never connected to. Images in requests themselves are always read.",
+        metavar="HOST",
+        check=_check_hosts,
+        default_text="none",
     )
     unknown_fields: str = server_option(
         "ignore",

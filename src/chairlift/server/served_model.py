@@ -18,9 +18,12 @@ from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_c
 from chairlift.loading.request_defaults import RequestDefaults, read_chat_template
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.hardware import count_gpus
+from chairlift.server.images.reader import ImageReader
+from chairlift.server.images.urls import AllowedHosts
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
+from chairlift.vision.support import image_obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class ModelDetails:
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def _images(engine: Mapping[str, Any]) -> str:
+    return str(engine.get("images", "auto"))
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     names: tuple[str, ...]  # responses have the first one
@@ -60,6 +67,7 @@ class ServedModel:
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     defaults: RequestDefaults = field(default_factory=RequestDefaults)  # what requests leave out
     details: ModelDetails = field(default_factory=ModelDetails)
+    images: ImageReader | None = None  # None: it reads text only
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -75,6 +83,7 @@ class ServedModel:
         defaults: RequestDefaults | None = None,
         engine: Mapping[str, Any] | None = None,
         details: ModelDetails | None = None,
+        images: ImageReader | None = None,
     ) -> ServedModel:
         """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
         template = tokenizer.chat_template or ""
@@ -90,6 +99,7 @@ class ServedModel:
             embedding or EmbeddingConfig(),
             defaults,
             details or ModelDetails(),
+            images,
         )
 
     @classmethod
@@ -101,15 +111,20 @@ class ServedModel:
         *,
         tool_format: str | None = None,
         chat_template: str | None = None,
+        image_hosts: Sequence[str] = (),
     ) -> ServedModel:
         """Load the tokenizer and the settings of a checkpoint; `engine` are the engine's options, which name the file
         of the chat template if it has not been read."""
         checkpoint = ConfigCheckpoint(path) if engine.get("load_format") == "dummy" else open_checkpoint(path)
         device = str(engine.get("device", "cpu"))
         on_gpu = device.startswith("cuda") or (device == "auto" and count_gpus() > 0)
+        tokenizer = make_tokenizer(checkpoint, chat_template or read_chat_template(engine.get("chat_template")))
+        images = None
+        if image_obstacle(checkpoint.config, checkpoint.format, "cuda" if on_gpu else "cpu", _images(engine)) is None:
+            images = ImageReader(checkpoint.path, checkpoint.config, tokenizer, AllowedHosts(image_hosts))
         return cls.create(
             names[0],
-            make_tokenizer(checkpoint, chat_template or read_chat_template(engine.get("chat_template"))),
+            tokenizer,
             tool_format,
             names[1:],
             reasoning_parser=engine.get("reasoning_parser"),
@@ -117,6 +132,7 @@ class ServedModel:
             defaults=RequestDefaults.of(checkpoint.path, checkpoint.generation_config, engine),
             engine=engine,
             details=ModelDetails.of(checkpoint, on_gpu=on_gpu),
+            images=images,
         )
 
     @property

@@ -43,6 +43,9 @@ class ChatTemplate:
             self.strings = frozenset(
                 node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
             )
+            tests = {node.name for node in parsed.find_all(jinja2.nodes.Test)}
+            # It reads contents as lists of parts only, as those of some models with images do.
+            self.wants_parts = "image" in self.strings and "string" not in tests
             fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
             self.names = self.strings | fields  # Messages may be read under these.
         except Exception as error:  # Compiling the generated code may raise others, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from chairlift.text.detokenizer import (
     backend_failure,
     decoding_rules,
 )
+from chairlift.text.images import ChatImages
 from chairlift.text.messages import CallArguments, checked_messages, plain_data
 
 _PROBE = 16  # characters per allowed token: how much of a long text is encoded to test whether it can fit
@@ -204,9 +205,15 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         continue_final_message: bool = False,
+        images: ChatImages | None = None,
         **options: Any,
     ) -> tuple[str, list[int]]:
         """Like `encode_chat`, for messages and options that are known to be plain data."""
+        expand: Callable[[str], str] = str
+        wants_parts = self._template is not None and self._template.wants_parts
+        if wants_parts or (images is not None and images.sources):
+            images = images or ChatImages()
+            messages, expand = images.shown(messages, as_parts=wants_parts), images.expander()
         escaper = SpecialTokenEscaper(self._special_texts)
         escaped = {name: escaper.escape(value) for name, value in options.items()}
         hidden = escaper.escape(messages)
@@ -217,6 +224,7 @@ class Tokenizer:
         self._check_length("messages", rendered, max_tokens)
         text, ids = "", list[int]()
         for piece, is_text in escaper.pieces(rendered):
+            piece = piece if is_text else expand(piece)
             text += piece
             ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False, "messages")[0]
         return text, ids

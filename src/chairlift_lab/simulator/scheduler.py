@@ -266,6 +266,7 @@ class SimulatedRequest:
         *("prompt", "record", "request", "shared", "since"),
     )
     salt = ""
+    images = ()
 
     def __init__(self, record: RequestRecord, prompt: Sequence[int], order: int) -> None:
         self.record = record

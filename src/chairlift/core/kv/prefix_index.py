@@ -2,7 +2,8 @@
 
 The digest of a full block is chained: SHA-256(digest of the block before it, its tokens), starting from the request's
 salt. Equal digests therefore mean equal salts and equal tokens back to the first one. A hit is still compared token by
-token, so that a hash collision cannot mix up two conversations.
+token, so that a hash collision cannot mix up two conversations. A block with tokens of images has the images' digests
+behind its tokens, in all of this.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from chairlift.core.images import PromptImage
 from chairlift.core.request import Request
 
 REMEMBERED_EVICTIONS = 65_536
 
 Digest = Callable[[bytes, tuple[int, ...]], bytes]
-"""(digest of the prefix before a block, its tokens) -> digest of the block."""
+"""(digest of the prefix before a block, its content) -> digest of the block."""
 
 
 def sha256(parent: bytes, tokens: tuple[int, ...]) -> bytes:
@@ -57,6 +59,8 @@ class TokenHolder(Protocol):
     @property
     def tokens(self) -> Sequence[int]: ...
     @property
+    def images(self) -> Sequence[PromptImage]: ...
+    @property
     def num_known(self) -> int: ...
 
 
@@ -84,12 +88,12 @@ class PrefixIndex:
 
         The last known token is never taken from the cache, because its logits are needed.
         """
-        size, tokens, chain = self.block_size, request.tokens, request.block_digests
+        size, chain = self.block_size, request.block_digests
         shareable = (request.num_known - 1) // size
         blocks: list[int] = []
         parent = _root(request.salt)
         for position in range(shareable):
-            block_tokens = tuple(tokens[position * size : (position + 1) * size])
+            block_tokens = block_content(request, position * size, (position + 1) * size)
             if position == len(chain):  # computed on demand: the queue may be long
                 chain.append(self._digest(parent, block_tokens))
             digest = chain[position]
@@ -126,7 +130,7 @@ class PrefixIndex:
     def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
         """Index `blocks` as the full blocks of `request` from position `first` on; return those that were not indexed
         already under the same tokens."""
-        size, tokens = self.block_size, request.tokens
+        size = self.block_size
         digests = self.digests(request, first + len(blocks))
         parent = digests[first - 1] if first else _root(request.salt)
         inserted = []
@@ -134,7 +138,7 @@ class PrefixIndex:
             digest = digests[position]
             if self._lookup(digest) is None:
                 self._block_of[digest] = block
-                block_tokens = tuple(tokens[position * size : (position + 1) * size])
+                block_tokens = block_content(request, position * size, (position + 1) * size)
                 self._entry_of[block] = _Entry(digest, parent, block_tokens)
                 self._evicted.pop(digest, None)
                 self._claims.pop(digest, None)
@@ -148,7 +152,7 @@ class PrefixIndex:
         if block is None:
             return None
         entry, start = self._entry_of[block], position * self.block_size
-        same = entry.tokens == tuple(request.tokens[start : start + self.block_size])
+        same = entry.tokens == block_content(request, start, start + self.block_size)
         return block if same and entry.parent == self.parent_digest(request, position) else None
 
     def is_expected(self, digest: bytes) -> bool:
@@ -180,7 +184,7 @@ class PrefixIndex:
                 self._evicted.popitem(last=False)
 
     def prefix_of(self, block: int) -> tuple[bytes, tuple[int, ...]]:
-        """The digest of the prefix before `block` and the tokens in it."""
+        """The digest of the prefix before `block` and what is in it, as `block_content`."""
         entry = self._entry_of[block]
         return entry.parent, entry.tokens
 
@@ -193,10 +197,10 @@ class PrefixIndex:
         """The digests of at least the first `count` full blocks, which are cached on the request."""
         chain = request.block_digests
         if len(chain) < count:
-            size, tokens = self.block_size, request.tokens
+            size = self.block_size
             parent = chain[-1] if chain else _root(request.salt)
             for start in range(len(chain) * size, count * size, size):
-                parent = self._digest(parent, tuple(tokens[start : start + size]))
+                parent = self._digest(parent, block_content(request, start, start + size))
                 chain.append(parent)
         return chain
 
@@ -210,3 +214,18 @@ def _root(salt: str) -> bytes:
     """The digest before a first block."""
     # A salt from JSON may contain lone surrogates.
     return hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def block_content(request: TokenHolder, start: int, end: int) -> tuple[int, ...]:
+    """What the keys and values of the tokens [start, end) depend on beside those before them: the tokens, and the
+    digests of the images among them."""
+    content = tuple(request.tokens[start:end])
+    for image in request.images:
+        if image.start < end and image.end > start and image.pieces(start, end):
+            content += _words(image.digest)
+    return content
+
+
+@lru_cache(maxsize=1024)
+def _words(digest: bytes) -> tuple[int, ...]:
+    return tuple(int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4))

@@ -64,6 +64,8 @@ class _StepAdmission:
                     return False
                 continue
             waiting.note(request, obstacle)
+            if obstacle is WaitReason.IMAGES:
+                continue  # its images make progress in each step, so it is not passed over
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.ADAPTER):
                 if request.starved:
                     starved.append(request)
@@ -84,7 +86,7 @@ class _StepAdmission:
         """The reason why no request after `request` can be admitted, given its obstacle; None if one might be."""
         # A request that needs several slots may be passed over by one that needs fewer, until it is starved.
         no_slot = obstacle in (WaitReason.SLOTS, WaitReason.TARGET) and request.num_slots == 1
-        if no_slot or not self.builder.prefill_room or num_passed_over >= MAX_PASSED_OVER:
+        if no_slot or self.builder.prefill_room <= 0 or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
         return WaitReason.TURN if request.starved else None
 
@@ -99,7 +101,7 @@ class _StepAdmission:
             return WaitReason.ISOLATION
         if self._full(running, request.num_slots) and self.state.ordering.slot_to_take(request, running) is None:
             return self._why_full(running, request.num_slots)
-        if not self.builder.room_for(request):
+        if self.builder.budget_for(request) <= 0:
             return WaitReason.BUDGET
         if not self.state.adapters.ready(request):
             return WaitReason.ADAPTER if self.state.adapters.want(request) else WaitReason.ADAPTER_MEMORY
@@ -138,8 +140,10 @@ class _StepAdmission:
         promised = dict(self.promised)  # Running prompts take some of it below.
         # Running prompts that are more urgent get their part of the prefill budget first.
         share_rest_among_prompts(self.state, self.builder, before=self.state.urgency(request, self.builder))
-        if not self.builder.room_for(request):
+        if self.builder.budget_for(request) <= 0:
             return WaitReason.BUDGET
+        if self.builder.room_for(request) <= 0:
+            return WaitReason.IMAGES
         victims = self._victims_for(request, promised)
         if isinstance(victims, WaitReason):
             return victims

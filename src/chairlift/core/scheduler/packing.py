@@ -30,12 +30,12 @@ def advance_prompts(state: SchedulerState, builder: PlanBuilder, now: float) -> 
     for request in prompts:
         if best_waiting is not None and best_waiting < state.ordering.rank(request)[:2]:
             return  # a waiting request with a better claim is admitted first
-        _plan_tokens(request, min(builder.room_for(request), builder.prefill_room - shared), state, builder, now)
+        _plan_tokens(request, builder.room_for(request, builder.prefill_room - shared), state, builder, now)
 
 
 def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before: Urgency | None = None) -> None:
     """Give the rest of the prefill budget to prompts by urgency; with `before`, only to those more urgent than it."""
-    if not builder.prefill_room:
+    if builder.prefill_room <= 0:
         return
     unserved = [
         (state.urgency(request, builder), request.order, request) for request in state.unserved_prompts(builder)
@@ -44,8 +44,8 @@ def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before
         if before is not None and urgency >= before:
             return
         count = builder.room_for(request)
-        if not count:
-            continue  # its tenant is limited; those of other requests may not be
+        if count <= 0:
+            continue  # its tenant is limited, or an image is not encoded; that may not hold for others
         copies = state.kv.reserve(request, builder.count(request) + count)
         if copies is not None:
             builder.add(request, count, state.kv.table(request), copies)

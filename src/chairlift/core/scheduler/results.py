@@ -28,6 +28,12 @@ class ResultApplier:
 
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         assert len(result.tokens) == len(result.logprobs)
+        if result.bad_images and self._state.images is not None:
+            self._state.images.abandon(result.plan.encoding.works)
+            for request in self._state.images.users(result.bad_images):
+                if request.ending is None:
+                    reason = next(iter(result.bad_images.values()))
+                    self.finish(request, Ending(FinishReason.ERROR, reason, "images"), now)
         reads = result.plan.reads
         num_read = 0  # sampled tokens
         for chunk in result.plan.chunks:
@@ -105,6 +111,8 @@ class ResultApplier:
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Handle a planned step without a result: preempt its requests, since the state of their blocks is unknown."""
+        if self._state.images is not None:
+            self._state.images.abandon(plan.encoding.works)
         for swap in plan.swap_outs:
             if swap.request.status is Status.WAITING:
                 self._state.forget_swap(swap.request)
@@ -150,5 +158,7 @@ class ResultApplier:
                 state.idle.append(request)
             else:
                 state.release(request)
+            if state.images is not None:
+                state.images.open.pop(request.id, None)
         state.ordering.finished(first)
         state.end_batch_if_over()

@@ -14,6 +14,7 @@ from chairlift.core.adapters import Adapter, AdapterPool
 from chairlift.core.beam import BeamGroup
 from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import WorkForecast
+from chairlift.core.encoder_cache import EncoderCache
 from chairlift.core.events import BudgetDecided, Event, RequestQueued
 from chairlift.core.executor import Speculation
 from chairlift.core.kv.kv_cache import KVCache
@@ -26,6 +27,7 @@ from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import packing
 from chairlift.core.scheduler.admission import admit_waiting, waits_for_sibling
 from chairlift.core.scheduler.deadlines import Deadlines
+from chairlift.core.scheduler.encoding import plan_encoding
 from chairlift.core.scheduler.results import EndingCheck, ResultApplier
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
@@ -55,6 +57,7 @@ class Scheduler:
         tenant_isolation: TenantIsolation | None = None,
         lengths: OutputLengths | None = None,
         adapters: AdapterPool | None = None,
+        images: EncoderCache | None = None,
     ) -> None:
         self.kv = kv
         self.budget = budget
@@ -68,6 +71,7 @@ class Scheduler:
         self.state = self.state_type(
             kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap, lengths, adapters=self.adapters
         )
+        self.state.images = images
         if lengths is not None:
             self.ordering.use_lengths(lengths.remaining)
         self.ordering.use_cache(kv.tokens_at_hand)
@@ -91,6 +95,11 @@ class Scheduler:
         return self.state.running
 
     @property
+    def images(self) -> EncoderCache | None:
+        """What is encoded of images; None if the model reads none."""
+        return self.state.images
+
+    @property
     def idle(self) -> list[Request]:
         return self.state.idle
 
@@ -109,6 +118,8 @@ class Scheduler:
             if member.order < 0:
                 member.order = self.take_place()
             self._requests[member.id] = member
+            if self.images is not None and member.images:
+                self.images.open[member.id] = member
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)
@@ -238,6 +249,7 @@ class Scheduler:
         self._drop_late(now)
         builder = self._begin_plan(now)
         packing.plan_decodes(self.state, builder, now)
+        plan_encoding(self.state, builder)
         packing.advance_prompts(self.state, builder, now)
         admit_waiting(self.state, builder, now)
         packing.share_rest_among_prompts(self.state, builder)
@@ -261,7 +273,7 @@ class Scheduler:
         if limits != self.limits:
             self.state.events.append(BudgetDecided(now, limits))
         self.limits = limits
-        builder = PlanBuilder(limits)
+        builder = PlanBuilder(limits, self.images)
         if self.tenant_isolation is not None:
             self.tenant_isolation.limit_heavy_tenants(self.state, builder, now)
         return builder
@@ -294,11 +306,16 @@ class Scheduler:
                 self.adapters.step_planned(request)
             request.num_planned = chunk.start + chunk.count
             request.num_unread += chunk.samples
+            if self.images is not None and request.images:
+                self.images.used(request, chunk.start, chunk.end)
         self._num_steps += 1
         reads = builder.reads and any(chunk.read for chunk in chunks)
         swap_outs, swap_ins = tuple(builder.swap_outs), tuple(builder.swap_ins)
         states = () if self.kv.states is None else self.kv.states.plan(chunks)
-        return StepPlan(self._num_steps - 1, chunks, len(self.idle), swap_outs, swap_ins, reads, states)
+        idle = len(self.idle) if chunks else 0
+        return StepPlan(
+            self._num_steps - 1, chunks, idle, swap_outs, swap_ins, reads, states, encoding=builder.encoding
+        )
 
     # ---- applying its result ------------------------------------------------------------------------------------
 

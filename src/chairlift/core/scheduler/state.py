@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from chairlift.core.adapters import AdapterPool
+from chairlift.core.encoder_cache import EncoderCache
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.block_pool import Resource
 from chairlift.core.kv.kv_cache import KVCache
@@ -40,6 +41,7 @@ class SchedulerState:
     # Open requests, and finished ones that still hold blocks; the keys are ids.
     requests: dict[str, Request] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    images: EncoderCache | None = None  # what is encoded of images, if the model reads any
 
     def __post_init__(self, max_overtakes: int) -> None:
         if self.max_batch_requests < 1:

@@ -33,6 +33,7 @@ class WaitReason(StrEnum):
     PREFIX = "a running request is computing the prefix they share"
     ADAPTER = "its adapter is being loaded"
     ADAPTER_MEMORY = "its adapter has no room until running requests with others end (max_loras, lora_memory)"
+    IMAGES = "its next image is being encoded"
 
     @property
     def label(self) -> str:

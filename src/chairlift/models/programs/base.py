@@ -23,7 +23,7 @@ from chairlift.layers.rope import Rope, RotaryEmbedding
 from chairlift.loading.weight_cache.store import WeightCache
 from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.config import DecoderConfig
-from chairlift.models.decoder_layer import DecoderLayer, LayerStep
+from chairlift.models.decoder_layer import DecoderLayer, LayerStep, pick_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ModelParts:
 
     def step(self, batch: StepBatch, attention: StepAttention) -> LayerStep:
         self.adapters.begin(batch.adapters)
-        rotations = {rope: rotary(batch.positions) for rope, rotary in self.rotary.items()}
+        rotations = {rope: rotary(batch.positions, batch.rotary_positions) for rope, rotary in self.rotary.items()}
         return LayerStep(attention, batch.positions, rotations, batch.recurrent, pick_adapters=self.adapters.pick)
 
     def embed(self, batch: StepBatch, step: LayerStep) -> Tensor:
@@ -115,12 +115,16 @@ class PlainProgram(LayerProgram):
         """
         step = self.parts.step(batch, attention)
         x = self.parts.embed(batch, step)
-        inputs = {}
+        inputs, last = {}, len(self.parts.layers) - 1
         for index, layer in enumerate(self.parts.layers):
             if index in taps:
                 inputs[index] = x.clone()
             step.enter(index)
-            x = layer(x, step, rows if layer is self.parts.layers[-1] else None)
+            adds = batch.embeddings is not None and index < len(batch.embeddings.deep)
+            x = layer(x, step, rows if index == last and not adds else None)
+            if adds and batch.embeddings is not None:
+                batch.embeddings.add_behind(index, x)
+                x = x if rows is None or index < last else pick_rows(x, rows)
         return HiddenStates(self.parts.norm(x), [inputs[index] for index in taps])
 
 

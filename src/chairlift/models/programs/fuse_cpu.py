@@ -112,13 +112,15 @@ class FusedCPUProgram(LayerProgram):
     ) -> HiddenStates:
         assert batch.recurrent is None, "layers with states are not fused"
         work = None if self._fused is None else attention.work(self._fused.layer)
-        if self._fused is None or work is None:
+        deep = batch.embeddings is not None and batch.embeddings.deep
+        if self._fused is None or work is None or deep:
             return self._plain(batch, attention, taps, rows)
         x = self.parts.embedding(batch.tokens)
         if batch.embeddings is not None:
             x = batch.embeddings.put_into(x)
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         self.parts.adapters.begin(batch.adapters)
-        return HiddenStates(*self._fused(x, batch.positions, work, taps, rows, self.parts.adapters.terms()))
+        return HiddenStates(*self._fused(x, positions, work, taps, rows, self.parts.adapters.terms()))
 
 
 class LayerTiles:

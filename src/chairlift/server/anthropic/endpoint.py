@@ -54,7 +54,9 @@ class MessagesGeneration(GenerationRequest):
         def reply(response_id: str, completion_ids: list[str], usage: Usage) -> MessageBuilder:
             return MessageBuilder(self, tokenized, response_id, usage, limit)
 
-        return Tokenized([prompt.tokens], prompt.params.clone(max_tokens=min(wanted, room)), reply, prompt.reasoning)
+        return Tokenized(
+            [prompt.tokens], prompt.params.clone(max_tokens=min(wanted, room)), reply, prompt.reasoning, prompt.images
+        )
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return renamed(error, self.body)

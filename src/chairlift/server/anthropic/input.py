@@ -11,6 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.anthropic.types import CacheControl, TextBlock
 from chairlift.server.generation.endpoint import Entries, StrictModel, parse_at
 from chairlift.server.wire.unknown_fields import check_unknown
+from chairlift.text.images import anthropic_url, image_mark
 
 
 class _ToolUse(StrictModel):
@@ -101,8 +102,22 @@ class _SystemMessage(StrictModel):
     clear_at: Literal["next_user_message", "never"] | None = None
 
 
-_READABLE = TextBlock | _SearchResult | _Document | _ToolReference  # these have `text`
-_TEXTS: dict[str, type[StrictModel]] = {"text": TextBlock, "search_result": _SearchResult, "document": _Document}
+class _ImageBlock(StrictModel):
+    type: Literal["image"]
+    source: dict[str, Any]
+    cache_control: Any = None
+    text: str = ""  # its mark, once its source is checked
+
+
+_READABLE = TextBlock | _ImageBlock | _SearchResult | _Document | _ToolReference  # these have `text`
+
+
+_TEXTS: dict[str, type[StrictModel]] = {
+    "text": TextBlock,
+    "image": _ImageBlock,
+    "search_result": _SearchResult,
+    "document": _Document,
+}
 _BLOCKS: dict[str, dict[str, type[StrictModel]]] = {
     "user": {**_TEXTS, "tool_result": _ToolResult},
     "assistant": {
@@ -114,7 +129,7 @@ _BLOCKS: dict[str, dict[str, type[StrictModel]]] = {
     "system": {"text": TextBlock},
     "tool result": {**_TEXTS, "tool_reference": _ToolReference},
 }
-_REFUSED = {"image": "this server reads text only", "document": "this server reads text only"}
+_REFUSED = {"document": "this server reads text only"}
 
 
 @dataclass(slots=True)
@@ -260,4 +275,7 @@ def _block(location: str, owner: str, given: Any) -> StrictModel:
     known = f"must be one of {', '.join(_BLOCKS[owner])} in a message of the {owner}, got {kind[:40]!r}"
     if kind not in _BLOCKS[owner]:
         raise InvalidParameter(f"{location}.type", _REFUSED.get(kind, known))
-    return parse_at(location, _BLOCKS[owner][kind], given)
+    block = parse_at(location, _BLOCKS[owner][kind], given)
+    if isinstance(block, _ImageBlock):
+        block.text = image_mark(location, anthropic_url(f"{location}.source", block.source))
+    return block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import (
@@ -24,7 +24,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
 from chairlift.server.served_model import ServedModel
 from chairlift.server.wire.errors import APIError
-from chairlift.server.wire.messages import Update
+from chairlift.server.wire.messages import ImageInput, Update
 from chairlift.server.wire.unknown_fields import check_unknown
 from chairlift.text.reasoning import ReasoningUse
 
@@ -241,6 +241,7 @@ class Tokenized:
     # Makes the builder of the response, of the response's id, the ids of all completions and their usage.
     reply: Callable[[str, list[str], Usage], ResponseBuilder]
     reasoning: ReasoningUse | None = None  # None: the output has none
+    images: list[ImageInput] = field(default_factory=list)  # those of the first prompt, which then is the only one
 
 
 @dataclass(eq=False)

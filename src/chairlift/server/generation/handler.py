@@ -172,6 +172,7 @@ class GenerationHandler:
                 tenant=parsed.tenant,
                 targets=parsed.targets,
                 service_class=parsed.service_class,
+                images=tokenized.images,
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]

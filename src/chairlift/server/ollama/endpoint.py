@@ -78,7 +78,7 @@ class OllamaGeneration(GenerationRequest):
         def reply(response_id: str, completion_ids: list[str], usage: Usage) -> OllamaBuilder:
             return self.new_builder(prompt, completion_ids[0], usage)
 
-        return Tokenized([prompt.tokens], params, reply, prompt.reasoning)
+        return Tokenized([prompt.tokens], params, reply, prompt.reasoning, prompt.images)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return error.renamed(renamed_parameter(error.parameter, CHAT_NAMES))

@@ -19,6 +19,7 @@ from chairlift.server.generation.endpoint import (
 from chairlift.server.llamacpp.sampling import LlamaSampling, Whole
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, TokenIds, Tools
 from chairlift.server.wire.unknown_fields import say_ignored
+from chairlift.text.images import image_mark
 
 # Prefixes of chat parameters, and this API's names for them.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
@@ -165,12 +166,10 @@ class GenerateRequest(OllamaGenerationBody):
         """Return the equivalent request; its messages are not used if the prompt is not written by the template."""
         if self.template:
             raise InvalidParameter("template", "is not supported: start the server with --chat-template FILE")
-        if self.images:
-            raise InvalidParameter("images", "are not supported: this server reads text only")
         if self.suffix and self.context:
             raise InvalidParameter("context", "does not go with suffix")
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": self.prompt or ""}]
+        messages = [*system, {"role": "user", "content": with_images("images", self.prompt or "", self.images)}]
         return chat_request({**self.fields(reasons=reasons), "messages": messages})
 
 
@@ -188,9 +187,8 @@ def chat_messages(given: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result
     for index, message in enumerate(given):
-        if message.images:
-            raise InvalidParameter(f"messages[{index}].images", "are not supported: this server reads text only")
-        written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        content = with_images(f"messages[{index}].images", message.content or "", message.images)
+        written: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             written["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -204,6 +202,16 @@ def chat_messages(given: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
                 written["name"] = name
         found.append(written)
     return found
+
+
+def with_images(location: str, text: str, images: list[Any] | None) -> str:
+    """A message with marks for its images, which come first."""
+    marks = []
+    for index, image in enumerate(images or ()):
+        if not isinstance(image, str):
+            raise InvalidParameter(f"{location}[{index}]", "must be an image in base64")
+        marks.append(image_mark(location, f"data:;base64,{image}"))
+    return "\n".join([*marks, text] if text or not marks else marks)
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> tuple[str, str | None]:

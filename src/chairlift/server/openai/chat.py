@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, Tokenized
+from chairlift.server.images.reader import take_images
 from chairlift.server.openai.response_builder import (
     ChatChoiceFormat,
     CompletionResponseBuilder,
@@ -19,9 +20,11 @@ from chairlift.server.openai.response_builder import (
 )
 from chairlift.server.openai.types import ChatRequest, CompletionRequest, ThinkingSwitch, check_token_ids
 from chairlift.server.served_model import ServedModel
+from chairlift.server.wire.messages import ImageInput
 from chairlift.server.wire.unknown_fields import check_unknown, say_ignored, without_unknown
 from chairlift.text.assistant_parts import AssistantParser
 from chairlift.text.fill_in_middle import encode_fill_in_middle
+from chairlift.text.images import ChatImages
 from chairlift.text.messages import checked_messages
 from chairlift.text.reasoning import ReasoningUse, split_reasoning
 from chairlift.text.reasoning_formats.base import SWITCHES
@@ -39,6 +42,7 @@ class ChatPrompt:
     tools: ToolUse
     reasoning: ReasoningUse
     is_plain: bool  # whether the output has neither reasoning nor calls
+    images: list[ImageInput] = field(default_factory=list)
 
     def parser(self) -> AssistantParser:
         """Create a parser for one completion's text."""
@@ -66,7 +70,7 @@ class ChatGeneration(GenerationRequest):
         if model.reasoning_format is None and _effort(body) not in (None, "none"):
             say_ignored("reasoning_effort" if body.reasoning_effort else "thinking")
         prompt = self.encode(body.messages, max_tokens)
-        last = checked_messages(body.messages[-1:])[0] if body.echo else {}
+        last = checked_messages(ChatImages().take(body.messages[-1:]))[0] if body.echo else {}
         echo = (last["content"] or "") if last.get("role") == "assistant" else ""
         choices = ChatChoiceFormat(bool(body.logprobs), echo)
         if not prompt.is_plain:
@@ -75,7 +79,9 @@ class ChatGeneration(GenerationRequest):
                 choices.with_logprobs, prompt.tools, prompt.parser, echo=echo, include_reasoning=shown
             )
         reply = partial(CompletionResponseBuilder, choices, model, body)
-        return Tokenized([prompt.tokens], prompt.params, reply, None if prompt.is_plain else prompt.reasoning)
+        return Tokenized(
+            [prompt.tokens], prompt.params, reply, None if prompt.is_plain else prompt.reasoning, prompt.images
+        )
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, continue_final: bool = False
@@ -94,6 +100,7 @@ class ChatGeneration(GenerationRequest):
         if variables or effort is not None:
             variables, switches = split_reasoning(variables, effort, format_, tokenizer)
             variables = switches | variables
+        messages, pictures, prepared = take_images(messages, self.model.images)
         tokens = tools.encode(
             tokenizer,
             messages,
@@ -101,6 +108,7 @@ class ChatGeneration(GenerationRequest):
             max_tokens=max_tokens,
             continue_final_message=continue_final or bool(body.continue_final_message),
             system_prompt=body.system_prompt,
+            images=pictures,
             **variables,
         )
         reasoning = ReasoningUse(None, tokenizer)
@@ -108,7 +116,8 @@ class ChatGeneration(GenerationRequest):
             reasoning = ReasoningUse.after(tokens, format_, tokenizer)
         is_plain = not tools.tools and (format_ is None or not reasoning.active)
         params = self.params if is_plain else tools.applied_to(self.params, reasoning)
-        return ChatPrompt(tokens, params, tools, reasoning, is_plain)
+        images = [] if self.model.images is None else self.model.images.place(tokens, prepared)
+        return ChatPrompt(tokens, params, tools, reasoning, is_plain, images)
 
 
 def _effort(body: ChatRequest) -> str | None:
@@ -168,7 +177,8 @@ def encode_messages(
     `Tokenizer.encode_chat`."""
     check_message_fields(messages, model.tokenizer)
     use = ToolUse.of(model.tool_format, known_tools(tools), None, None)
-    return use.encode(model.tokenizer, messages, reasoning=model.reasoning_format, **options)
+    messages, pictures, _ = take_images(messages, model.images)
+    return use.encode(model.tokenizer, messages, reasoning=model.reasoning_format, images=pictures, **options)
 
 
 def checked_variables(given: Mapping[str, Any] | None, tokenizer: Tokenizer) -> dict[str, Any]:

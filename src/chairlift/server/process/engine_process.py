@@ -35,6 +35,7 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
+from chairlift.core.images import PromptImage
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import ChairliftError, InvalidParameter
@@ -52,6 +53,7 @@ from chairlift.server.wire.messages import (
     FailedToLoad,
     FromEngine,
     Heartbeat,
+    ImageInput,
     Loaded,
     Loading,
     RecordSteps,
@@ -206,12 +208,20 @@ class EngineProcess:
                 tenant=request.tenant,
                 targets=request.targets,
                 service_class=request.service_class,
+                images=[_prompt_image(image) for image in request.images],
             )
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))
 
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
+
+
+def _prompt_image(image: ImageInput) -> PromptImage:
+    import numpy as np
+
+    data = {name: np.frombuffer(raw, kind).reshape(shape) for name, (kind, shape, raw) in image.arrays.items()}
+    return PromptImage(image.digest, tuple(image.spans), image.work, image.whole, data)
 
 
 def _failure(error: Exception) -> FailedToLoad:

@@ -45,7 +45,7 @@ class CompactionGeneration(ResponsesGeneration):
         def reply(response_id: str, completion_ids: list[str], usage: Usage) -> CompactionBuilder:
             return CompactionBuilder(self, prompt, response_id, usage, kept)
 
-        return Tokenized([prompt.tokens], prompt.params.clone(max_tokens=limit), reply, prompt.reasoning)
+        return Tokenized([prompt.tokens], prompt.params.clone(max_tokens=limit), reply, prompt.reasoning, prompt.images)
 
 
 def latest_messages(items: list[Item], max_tokens: int) -> list[Item]:

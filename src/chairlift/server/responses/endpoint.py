@@ -108,7 +108,7 @@ class ResponsesGeneration(GenerationRequest):
             parser = prompt.parser()
             return ResponseObjectBuilder(self.body, self.params, self.model, parser, response_id, usage, self.keeping)
 
-        return Tokenized([prompt.tokens], prompt.params, reply, prompt.reasoning)
+        return Tokenized([prompt.tokens], prompt.params, reply, prompt.reasoning, prompt.images)
 
     async def finish(self, builder: ResponseBuilder) -> None:
         if self.keeping.keep is not None:

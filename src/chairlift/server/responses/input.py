@@ -14,6 +14,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import Entries, StrictModel, parse_at
 from chairlift.server.responses.tools import ADDITIONAL_TOOLS, OfferedTools, check_encodable, custom_arguments
 from chairlift.server.wire.unknown_fields import ignore
+from chairlift.text.images import image_mark
 
 Item = dict[str, Any]
 
@@ -51,7 +52,6 @@ def decoded_summary(parameter: str, content: str) -> str:
 
 
 _REFUSED_PARTS = {
-    "input_image": "this server reads text only",
     "input_file": "this server reads text only",
     "input_audio": "this server reads text only",
 }
@@ -205,6 +205,13 @@ class _TextPart(StrictModel):
     parsed: Any = None  # added by the official client
 
 
+class _ImagePart(StrictModel):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: None = None
+    detail: str | None = None
+
+
 class _RefusalPart(StrictModel):
     type: Literal["refusal"]
     refusal: str
@@ -220,7 +227,7 @@ _KINDS: dict[str, type[_Item]] = {
     COMPACTION: _Compaction,
     ADDITIONAL_TOOLS: _AdditionalTools,
 }
-_PARTS = ("input_text", *_REFUSED_PARTS)  # A user's message has these parts, which may also stand alone.
+_PARTS = ("input_text", "input_image", *_REFUSED_PARTS)  # A user's message has these parts, which may also stand alone.
 
 
 class InputMessages:
@@ -401,6 +408,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _kept_part(part: dict[str, Any], *, is_output: bool) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "input_image", "image_url": part.get("image_url"), "detail": part.get("detail") or "auto"}
     if part["type"] == "refusal" and is_output:
         return {"type": "refusal", "refusal": part["refusal"]}
     text = part["refusal" if part["type"] == "refusal" else "text"]
@@ -425,4 +434,9 @@ def _part(location: str, part: Any) -> str:
         raise InvalidParameter(f"{location}.type", f"{part['type']}: {_REFUSED_PARTS[part['type']]}")
     if part.get("type") == "refusal":
         return parse_at(location, _RefusalPart, part).refusal
+    if part.get("type") == "input_image":
+        image = parse_at(location, _ImagePart, part)
+        if image.image_url is None:
+            raise InvalidParameter(f"{location}.image_url", "is missing; files that were uploaded are not read")
+        return image_mark(f"{location}.image_url", image.image_url)
     return parse_at(location, _TextPart, part).text

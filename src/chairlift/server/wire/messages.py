@@ -15,6 +15,16 @@ from chairlift.core.targets import NO_TARGETS, Targets
 # ---- to the engine -----------------------------------------------------------------------------------------------
 
 
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image of a prompt, prepared for the encoder."""
+
+    digest: bytes
+    spans: list[tuple[int, int]]
+    work: int
+    whole: bool
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]  # (type, shape, numbers) by name
+
+
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Generate `params.n` completions of one prompt; their ids are `request_id`, `request_id#1`, …"""
 
@@ -27,6 +37,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     tenant: str = ""
     targets: Targets = NO_TARGETS
     service_class: str = ""
+    images: list[ImageInput] = []
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

@@ -14,6 +14,7 @@ from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure, S
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
+from chairlift.text.images import ChatImages
 from chairlift.text.messages import checked_messages, plain_data
 from chairlift.text.reasoning import ReasoningUse
 from chairlift.text.reasoning_formats.base import ReasoningFormat
@@ -121,6 +122,7 @@ class ToolUse:
         max_tokens: int | None = None,
         continue_final_message: bool = False,
         system_prompt: str | None = None,
+        images: ChatImages | None = None,
         **options: Any,
     ) -> tuple[str, list[int]]:
         """Return the prompt of messages whose roles are known, as text and as token ids. `options` are those of
@@ -128,7 +130,11 @@ class ToolUse:
         history = checked_messages(messages, tokenizer.template_strings)
         plain = {name: plain_data(name, value) for name, value in options.items()}
         encode = partial(
-            tokenizer.encode_checked_chat, max_tokens=max_tokens, continue_final_message=continue_final_message, **plain
+            tokenizer.encode_checked_chat,
+            max_tokens=max_tokens,
+            continue_final_message=continue_final_message,
+            images=images,
+            **plain,
         )
         if reasoning is not None:
             history = reasoning.history(history)

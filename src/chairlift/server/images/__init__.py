@@ -1,0 +1,1 @@
+"""Images of requests: fetched, decoded and prepared in the front end."""

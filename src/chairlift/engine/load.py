@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import EngineConfig
-from chairlift.engine.images import ModelImages, load_images
 from chairlift.engine.settings import (
     NO_FAST_INT8,
     LoadSettings,
@@ -30,8 +29,10 @@ from chairlift.models import choose_implementation, describe, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
+from chairlift.options import parse_bytes
 from chairlift.progress import StartTimeline
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.vision.model_images import ModelImages, load_images
 
 log = logging.getLogger("chairlift")
 
@@ -75,7 +76,13 @@ def load(
         _require_plausible_size(checkpoint, num_parameters)
     model = build_with_weights(checkpoint, settings, num_parameters, progress=progress)
     timeline.end("weights")
-    images = load_images(checkpoint, model, tokenizer, config)
+    images = load_images(
+        checkpoint,
+        model,
+        tokenizer,
+        wanted=config.images,
+        memory=parse_bytes("image_memory", config.image_memory),
+    )
     timeline.end("images")
     words = _log_model(name, model, checkpoint, settings, time.perf_counter() - start)
     if images is None and (notice := text_part_notice(checkpoint.config)):

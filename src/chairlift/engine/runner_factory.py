@@ -9,7 +9,6 @@ import torch
 
 from chairlift.attention.interface import AttentionLayer
 from chairlift.core.kv.state_slots import MIN_SLOTS
-from chairlift.engine.images import ModelImages
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.engine.settings import EngineSettings
 from chairlift.errors import InvalidParameter
@@ -24,6 +23,7 @@ from chairlift.runner.memory import HostBlocks, allocate_states, allocate_storag
 from chairlift.speculation.drafter import Drafter
 from chairlift.speculation.proposers.base import LoadedProposer, Proposer
 from chairlift.structured.output import StructuredOutput
+from chairlift.vision.model_images import ModelImages
 
 MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save
 

@@ -11,7 +11,6 @@ from chairlift.config import EngineConfig
 from chairlift.core.cost_model import CostModel
 from chairlift.engine.adapters import EngineAdapters, make_adapters, open_configured
 from chairlift.engine.engine import Engine
-from chairlift.engine.images import ModelImages
 from chairlift.engine.load import LoadedModel, load
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
@@ -34,6 +33,7 @@ from chairlift.speculation.proposers.base import LoadedProposer, proposer_factor
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput, ThinkingBudgets
 from chairlift.text.reasoning_formats.base import choose_reasoning
+from chairlift.vision.model_images import ModelImages
 
 __all__ = ["LoadedModel", "StartedEngine", "load_engine", "load_model", "start_engine"]
 
@@ -101,7 +101,7 @@ def _start(
     engine = _make_engine(loaded, settings, built, structured, clock, adapters)
     built.runner.warm_up()
     timeline.end("warm_up")
-    image_lines = loaded.images.lines(machine.config) if loaded.images else ()
+    image_lines = loaded.images.lines() if loaded.images else ()
     for line in (*built.memory.lines(), *image_lines, _describe_step(settings, built)):
         log.info(line)
     for line in settings.lines():
@@ -156,7 +156,7 @@ def _make_engine(
             num_allowed=structured.num_allowed,
         )
     images = loaded.images
-    cache = None if images is None else images.cache(settings.config)
+    cache = None if images is None else images.cache()
     return Engine(
         make_scheduler(settings, built, cost_model, speculation, adapters.pool if adapters else None, cache),
         built.runner,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chairlift.config import EngineConfig
 from chairlift.core.encoder_cache import EncoderCache
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from chairlift.loading.stored_weight import dequantized
 from chairlift.models import is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.wrappers import TextPart, canonical_name, kind
-from chairlift.options import format_bytes, parse_bytes
+from chairlift.options import format_bytes
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.vision.encoder import VisionEncoder
 from chairlift.vision.processor import ImageProcessor
@@ -35,28 +34,28 @@ class ModelImages:
     encoder: VisionEncoder
     processor: ImageProcessor
     bytes_per_row: int  # what the cache of encoded images holds for a token
+    memory: int  # bytes of the cache
 
-    def cache(self, config: EngineConfig) -> EncoderCache:
-        return EncoderCache(max(1, parse_bytes("image_memory", config.image_memory) // self.bytes_per_row))
+    def cache(self) -> EncoderCache:
+        return EncoderCache(max(1, self.memory // self.bytes_per_row))
 
-    def lines(self, config: EngineConfig) -> list[str]:
+    def lines(self) -> list[str]:
         """The arithmetic, for the start-up log."""
         tokens, patches = self.processor.tokens_of(*MEGAPIXEL)
-        rows = self.cache(config).capacity
-        memory = parse_bytes("image_memory", config.image_memory)
+        rows, each = self.cache().capacity, self.bytes_per_row
         return [
             f"images     {format_bytes(self.encoder.num_bytes)} of vision weights; a picture of {MEGAPIXEL[0]} x "
             f"{MEGAPIXEL[1]} pixels is {tokens:,} tokens, of {patches:,} patches",
-            f"           {format_bytes(memory)} for encoded images: {rows:,} tokens of {self.bytes_per_row:,} bytes",
+            f"           {format_bytes(self.memory)} for encoded images: {rows:,} tokens of {each:,} bytes",
         ]
 
 
 def load_images(
-    checkpoint: Checkpoint, model: CausalLM, tokenizer: Tokenizer, config: EngineConfig
+    checkpoint: Checkpoint, model: CausalLM, tokenizer: Tokenizer, *, wanted: str, memory: int
 ) -> ModelImages | None:
     """Load what reads images; None for models that do not, or that cannot here, which the log says."""
-    obstacle = image_obstacle(checkpoint.config, checkpoint.format, model.device.type, config.images)
-    if obstacle is not None and (config.images == "off" or "vision" not in (kind(checkpoint.config) or "")):
+    obstacle = image_obstacle(checkpoint.config, checkpoint.format, model.device.type, wanted)
+    if obstacle is not None and (wanted == "off" or "vision" not in (kind(checkpoint.config) or "")):
         return None
     try:
         if obstacle is not None:
@@ -66,12 +65,12 @@ def load_images(
             checkpoint.config, _vision_tensors(checkpoint, model), dtype=model.dtype, device=model.device
         )
     except UnsupportedModel as error:
-        if config.images == "on":
+        if wanted == "on":
             raise InvalidParameter("images", f"cannot be read: {error}") from error
         log.info(f"images     are not read: {error}")
         return None
     per_row = model.hidden_size * (1 + encoder.num_deep) * torch.finfo(model.dtype).bits // 8
-    return ModelImages(encoder, processor, per_row)
+    return ModelImages(encoder, processor, per_row, memory)
 
 
 def _vision_tensors(checkpoint: Checkpoint, model: CausalLM) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMAT
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "fp8")
+MAX_LORAS = 64  # adapters in memory, by default: as many as requests run on a CPU
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "native", "transformers")
 

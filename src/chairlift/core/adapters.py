@@ -41,8 +41,6 @@ class Adapter:
     num_users: int = field(default=0, init=False)  # running requests that hold it
     steps_in_flight: int = field(default=0, init=False)  # chunks of planned steps that use it
     wanted_by: str = field(default="", init=False)  # the waiting request that it was loaded for
-    num_loads: int = field(default=0, init=False)
-    num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)  # generated with it
 
     @property
@@ -91,7 +89,7 @@ class AdapterPool:
         self._holders: dict[str, tuple[AdapterUse, ...]] = {}  # running requests by id
         self._to_load: list[Adapter] = []
         self._to_drop: list[int] = []  # slots whose memory is no longer needed
-        self.num_evictions = 0
+        self.num_evictions = self.num_loads = 0
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -163,7 +161,7 @@ class AdapterPool:
                 if not self._make_room(adapter, own, request):
                     return False
                 adapter.status, adapter.slot = AdapterStatus.LOADING, self._free_slots.pop()
-                adapter.num_loads += 1
+                self.num_loads += 1
                 self._in_memory[adapter] = None
                 self._to_load.append(adapter)
             adapter.wanted_by = adapter.wanted_by or request.id

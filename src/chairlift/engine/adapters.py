@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from chairlift.config import EngineConfig, parse_adapters
+from chairlift.config import MAX_LORAS, EngineConfig, parse_adapters
 from chairlift.core.adapters import Adapter, AdapterPool, AdapterUse
 from chairlift.errors import ChairliftError, CorruptCheckpoint, InvalidParameter
 from chairlift.kernels.gpu import on_gpu
@@ -24,7 +24,6 @@ from chairlift.runner.memory import free_memory
 
 log = logging.getLogger("chairlift")
 
-MAX_LORAS = 64  # as many as requests run on a CPU
 SHARE_OF_MEMORY = 1 / 16  # of what is free beside the weights
 MAX_NAME = 200
 LOADERS = 2  # threads: one reads from the disk while the other one converts

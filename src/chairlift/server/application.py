@@ -17,6 +17,7 @@ from chairlift.server.batch.folder import FilesFolder
 from chairlift.server.batch.messages import add_message_batch_routes
 from chairlift.server.batch.routes import add_file_routes
 from chairlift.server.batch.runner import BatchRunner
+from chairlift.server.http.adapters import add_adapter_routes
 from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.boundary import AccessLog, Observer, RequestBoundary, Tracing, open_access_log
 from chairlift.server.http.dashboard import add_dashboard_routes
@@ -122,6 +123,7 @@ def make_app(
     add_ollama_routes(app, service)
     add_llamacpp_routes(app, service)
     add_status_routes(app, service)
+    add_adapter_routes(app, service)
     add_file_routes(app, files, ERRORS)
     add_message_batch_routes(app, files, ERRORS)
     if dashboard:

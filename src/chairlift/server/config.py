@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from chairlift.config import MAX_LORAS
 from chairlift.core.orderings.base import FcfsOrdering
 from chairlift.core.orderings.fair import parse_weights
 from chairlift.errors import InvalidParameter
@@ -49,6 +50,7 @@ class ServerConfig:
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     image_hosts: Sequence[str] = ()  # images may be fetched from these by URL
     allowed_hosts: Sequence[str] = ()  # A server without keys answers to these host names, too.
+    lora_folder: Path | None = None  # Adapters may be loaded from below it.
     files_dir: Path | None = None  # Uploaded files and batches are there; None: there are none
     files_quota: int = 10 * 2**30  # bytes of the files of one key
     responses_dir: Path | None = None  # Responses and conversations are kept there; None: they are not kept
@@ -87,6 +89,8 @@ def server_config(
     files_quota = parse_bytes("files_quota", server.files_quota)
     if server.isolate_keys and not keys:
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
+    if server.lora_folder is not None:
+        engine = _with_room_for_adapters(server, engine)
     if server.files_dir is not None:
         FilesFolder(server.files_dir, files_quota)  # refuses a folder that cannot be written
     responses_quota = parse_bytes("responses_quota", server.responses_quota)
@@ -122,6 +126,16 @@ def server_config(
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
         **shared,
     )
+
+
+def _with_room_for_adapters(server: ServerOptions, engine: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options for a server whose adapters are loaded later."""
+    assert server.lora_folder is not None
+    if not server.lora_folder.is_dir():
+        raise InvalidParameter("lora_folder", f"{str(server.lora_folder)!r:.200} is not a folder")
+    if server.api_workers > 1:
+        raise InvalidParameter("lora_folder", "needs one API worker: adapters are loaded through it")
+    return engine if engine.get("lora") else {"max_loras": MAX_LORAS} | engine
 
 
 def _logs_requests(server: ServerOptions, *, quiet: bool) -> bool:

@@ -130,6 +130,7 @@ def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, c
         isolate_keys=config.isolate_keys,
         classes=config.classes,
         policy_switch=config.may_switch_policy(),
+        lora_folder=config.lora_folder,
     )
 
 

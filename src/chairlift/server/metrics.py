@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.server.process.engine_client import EngineClient, EngineState
-from chairlift.server.wire.messages import Loaded, StepReport
+from chairlift.server.wire.messages import AdapterTotals, Loaded, StepReport
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -61,6 +61,14 @@ class Metrics:
         self.accepted = counter("drafts_accepted", "Draft tokens accepted, by position", ("place",))
         self.verifications = counter("draft_verifications", "Verifications of one request's draft tokens")
         self.speedup = gauge("speculation_speedup_ratio", "Estimated speed relative to decoding without drafts")
+        self.adapters_known = gauge("adapters_registered", "Adapters that requests can name")
+        self.adapters_resident = gauge("adapters_in_memory", "Adapters in memory, or being loaded")
+        self.adapter_bytes = gauge("adapter_memory_bytes", "Memory that adapters take")
+        self.adapter_loads = counter("adapter_loads", "Adapters loaded into memory")
+        self.adapter_evictions = counter("adapter_evictions", "Adapters that left memory for others")
+        self.adapter_tokens = counter("adapter_tokens", "Tokens generated with an adapter", ("adapter",))
+        self._adapters: AdapterTotals | None = None  # as of the last report
+        self._adapter_counts: dict[str, int] = {}  # tokens by adapter, as of the last report that had it
         self.preemptions = counter("preemptions", "Requests preempted for lack of memory")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache")
@@ -100,6 +108,8 @@ class Metrics:
             self.states_used.set(report.states.used)
             self.snapshots.set(report.states.snapshots)
             self.states_total.set(report.states.total)
+        if report.adapters is not None:
+            self._record_adapters(report.adapters)
         if report.requests:
             self.steps.inc()
             self.step_requests.observe(report.requests)
@@ -121,6 +131,21 @@ class Metrics:
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
+
+    def _record_adapters(self, totals: AdapterTotals) -> None:
+        before = self._adapters
+        if before is None or totals.loads < before.loads:  # The engine was started again.
+            before = AdapterTotals(0, 0, 0, 0, 0, {})
+        self._adapters = totals
+        self.adapters_known.set(totals.registered)
+        self.adapters_resident.set(totals.in_memory)
+        self.adapter_bytes.set(totals.num_bytes)
+        self.adapter_loads.inc(totals.loads - before.loads)
+        self.adapter_evictions.inc(max(0, totals.evictions - before.evictions))
+        for name, tokens in totals.tokens.items():
+            counted = self._adapter_counts.get(name, 0)
+            self._adapter_counts[name] = tokens
+            self.adapter_tokens.labels(name).inc(tokens - counted if tokens >= counted else tokens)
 
     def record_targets(self, service_class: str, met: Mapping[str, bool]) -> None:
         """Count a completion by whether it met each of its targets, and all of them."""

@@ -91,6 +91,12 @@ class ServerOptions:
         help="Let the dashboard change the batching policy of the running engine.",
         default_text="if only this machine can reach the server",
     )
+    lora_folder: Path | None = server_option(
+        None,
+        help="Administrators may load adapters from below this folder (/v1/load_lora_adapter); one API worker only.",
+        metavar="FOLDER",
+        default_text="none",
+    )
     files_dir: Path | None = server_option(
         None,
         help="Keep the files and batches of /v1/files and /v1/batches in this folder. It holds prompts and outputs.",

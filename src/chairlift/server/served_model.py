@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.machine.hardware import count_gpus
 from chairlift.server.images.reader import ImageReader
 from chairlift.server.images.urls import AllowedHosts
+from chairlift.server.served_adapters import ServedAdapters
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
@@ -69,6 +70,7 @@ class ServedModel:
     details: ModelDetails = field(default_factory=ModelDetails)
     images: ImageReader | None = None  # None: it reads text only
     created: int = field(default_factory=lambda: int(time.time()))
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
 
     @classmethod
     def create(
@@ -100,6 +102,7 @@ class ServedModel:
             defaults,
             details or ModelDetails(),
             images,
+            adapters=ServedAdapters.of(engine or {}),
         )
 
     @classmethod
@@ -146,12 +149,17 @@ class ServedModel:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names that requests may have: those of the model, and with each preset."""
-        return (*self.names, *(f"{name}:{preset}" for name in self.names for preset in self.defaults.presets))
+        """The names that requests may have: those of the model, with each preset, and of adapters."""
+        presets = (f"{name}:{preset}" for name in self.names for preset in self.defaults.presets)
+        return (*self.names, *presets, *self.adapters.names)
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model under the name that a response has: that of an adapter, or its own."""
+        return self if self.adapters.get(name) is None else replace(self, names=(str(name), *self.names))
 
     def defaults_of(self, name: str | None, preset: str | None = None) -> RequestDefaults:
         """What a request leaves out that names this model, a preset of it (`model:preset`) or a preset of its own."""
-        if name is None or name in self.names or name not in self.all_names:
+        if name is None or name in self.names or name not in self.all_names or self.adapters.get(name):
             return self.defaults.preset(preset)
         named = name.rpartition(":")[2]
         if preset not in (None, named):

@@ -78,6 +78,8 @@ class ResultApplier:
                 self.finish(request, ending or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
+            for adapter, _ in request.adapters:
+                adapter.num_tokens += 1
             if request.first_token_at is None:
                 request.first_token_at = now
             self._state.ordering.appended(request)

@@ -201,6 +201,10 @@ class EngineBody(RequestBody):
     user: Annotated[str | None, Field(max_length=256)] = None
     service_tier: Tier = None  # Once it is parsed, the class that the request has, for its response.
 
+    def lora_weights(self, model: ServedModel) -> dict[str, float] | None:
+        """The adapters of the request with their weights; None for the base model."""
+        return model.adapters.chosen(self.model)
+
 
 # A comment, which clients ignore, so that proxies do not close a connection without traffic.
 PING = b": waiting\n\n"

@@ -91,6 +91,7 @@ class GenerationHandler:
 
     async def handle(self, request: GenerationRequest, http: HTTPRequest) -> Response:
         check_model_name(self.model, request.body.model)
+        request.model = self.model.named(request.body.model)
         try:
             parsed = self._parsed(request, http)
             async with self._admit(parsed) as admitted:
@@ -173,6 +174,7 @@ class GenerationHandler:
                 targets=parsed.targets,
                 service_class=parsed.service_class,
                 images=tokenized.images,
+                lora=parsed.request.body.lora_weights(self.model),
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from chairlift.server.generation.admission import AdmissionControl
 from chairlift.server.generation.handler import GenerationHandler, check_model_name
 from chairlift.server.generation.reply import PIECE, json_pieces
 from chairlift.server.generation.usage import Usage
+from chairlift.server.http.adapters import AdapterChanges
 from chairlift.server.http.dashboard import Subscribers
 from chairlift.server.http.guards import check_sees_all
 from chairlift.server.metrics import Metrics
@@ -65,9 +67,11 @@ class Service(GenerationHandler):
 
     rate_limits: RateLimits = field(kw_only=True)
     policy_switch: bool = field(default=False, kw_only=True)  # whether clients may change the running engine's policy
+    lora_folder: Path | None = field(default=None, kw_only=True)  # Adapters may be loaded from below it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.adapter_changes = AdapterChanges(self.lora_folder)
         self.subscribers = Subscribers(self.engine, self.metrics, self.texts, greeting=self._greeting)
 
     @classmethod
@@ -77,7 +81,9 @@ class Service(GenerationHandler):
         """Build a front end that alone decides what its engine gets."""
         metrics.watch_engine(engine)
         admission = AdmissionControl(engine, metrics, limits)
-        return cls(model, engine, metrics, limits, admission, rate_limits=RateLimiter(metrics), **options)
+        service = cls(model, engine, metrics, limits, admission, rate_limits=RateLimiter(metrics), **options)
+        engine.on_adapter, service.adapter_changes.on_change = service.adapter_changes.receive, engine.keep_adapter
+        return service
 
     @property
     def max_model_len(self) -> int | None:
@@ -150,7 +156,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
     if is_anthropic_client(http.scope):
         return model_info(name, service.model.created, service.max_model_len)
-    return {
+    card = {
         "id": name,
         "object": "model",
         "created": service.model.created,
@@ -158,6 +164,8 @@ def _model_card(service: Service, name: str, http: Request) -> dict[str, Any]:
         "root": service.model.name,
         "max_model_len": service.max_model_len,
     }
+    adapter = service.model.adapters.get(name)
+    return card if adapter is None else card | {"created": adapter.created, "root": name, "parent": service.model.name}
 
 
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:

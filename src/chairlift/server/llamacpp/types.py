@@ -121,12 +121,15 @@ class LlamaBody(LlamaSampling, EngineBody):
         limit = defaults.get("max_tokens") if given is None else self.limit
         return completion.sampling_params(defaults, max_tokens=limit, logprobs=self.n_probs or None)
 
+    def lora_weights(self, model: ServedModel) -> dict[str, float] | None:
+        if self.lora is None:
+            return super().lora_weights(model)
+        return model.adapters.scaled({one.id: one.scale for one in self.lora if one.scale}) or None
+
     def _check(self) -> None:
         for name, reason in self.refused.items():
             if getattr(self, name):
                 raise InvalidParameter(name, f"is not supported: {reason}")
-        if any(one.scale for one in self.lora or ()):
-            raise InvalidParameter("lora", "is not supported: this server has no adapters of this kind")
         for name, neutral in _WITHOUT_EFFECT.items():
             if (value := getattr(self, name)) is not None and value not in neutral:
                 say_ignored(name)

@@ -22,11 +22,13 @@ from typing import Any, Protocol
 import zmq
 import zmq.asyncio
 
+from chairlift.config import parse_adapters
 from chairlift.errors import ChairliftError, EngineDead, EngineDied, InvalidParameter, TemporaryFailure
 from chairlift.server.process.streams import OpenRequests, UpdateObserver, UpdateStream
 from chairlift.server.process.this_process import ENGINE_MODULE, WaitingProcess, take_early_process
 from chairlift.server.wire.errors import unavailable
 from chairlift.server.wire.messages import (
+    AdapterChanged,
     Cancel,
     DashboardFrame,
     EngineCommand,
@@ -89,6 +91,7 @@ class EngineClient:
         self.on_loading: Callable[[Loading], None] = lambda stage: None
         self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
+        self.on_adapter: Callable[[AdapterChanged], None] = lambda answer: None
         self._model = model
         self._options = engine_options
         self._log_level = log_level
@@ -145,6 +148,12 @@ class EngineClient:
         if ready:
             self._send(encode(command))
         return ready
+
+    def keep_adapter(self, name: str, path: str | None) -> None:
+        """Let an engine that is started again have this adapter, or have it no more."""
+        adapters = parse_adapters(self._options.get("lora") or {})
+        adapters.pop(name, None)
+        self._options = self._options | {"lora": adapters | ({} if path is None else {name: path})}
 
     def cancel(self, stream: UpdateStream) -> None:
         """Cancel the open completions of a stream. Never waits, so that a cancelled task can call it."""
@@ -291,6 +300,8 @@ class EngineClient:
                         error = InvalidParameter(message.parameter, message.problem)
                     if (stream := self.requests.get(message.request_id)) is not None:
                         self._end(stream, "refused", error)  # The other prompts of the HTTP request end too.
+                case AdapterChanged():
+                    self.on_adapter(message)
                 case DashboardFrame() | RecorderFault():
                     self.on_frame(message)
                 case Heartbeat():

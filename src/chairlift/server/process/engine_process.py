@@ -17,11 +17,14 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from chairlift.core.adapters import Adapter, AdapterPool
 from chairlift.core.events import (
     BudgetDecided,
     DraftsVerified,
@@ -49,11 +52,14 @@ from chairlift.server.process.this_process import (
     freeze_loaded_objects,
 )
 from chairlift.server.wire.messages import (
+    AdapterChanged,
+    AdapterTotals,
     Cancel,
     FailedToLoad,
     FromEngine,
     Heartbeat,
     ImageInput,
+    LoadAdapter,
     Loaded,
     Loading,
     RecordSteps,
@@ -62,6 +68,7 @@ from chairlift.server.wire.messages import (
     StepReport,
     Submit,
     SwitchPolicy,
+    UnloadAdapter,
     Update,
     decode_to_engine,
     encode,
@@ -89,6 +96,8 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
+        self._adapter_files = ThreadPoolExecutor(1, thread_name_prefix="chairlift-adapter-files")
+        self._read_adapters: SimpleQueue[tuple[LoadAdapter, Adapter | Exception]] = SimpleQueue()
         self.last_stage = float("-inf")  # when the front end was told about loading
         self.turn_began: float | None = None  # start of the current iteration of the main loop; None while loading
 
@@ -126,6 +135,7 @@ class EngineProcess:
             for message in step_messages(events, self.engine.scheduler):
                 self._send(message)
             self.frames.record(events)
+        self._register_adapters()
         self.frames.publish_if_due()
 
     def _load(self) -> None:
@@ -193,6 +203,10 @@ class EngineProcess:
                 self.frames.extend_lease(lease)
             case SwitchPolicy(name, max_delay_ms):
                 self.engine.switch_policy(make_policy(name, max_delay_ms))  # the front end has checked it
+            case LoadAdapter() as change:
+                self._adapter_files.submit(self._read_adapter, change)
+            case UnloadAdapter() as change:
+                self._send(self._unload_adapter(change))
             case Shutdown():
                 self.stopping = True
 
@@ -209,9 +223,37 @@ class EngineProcess:
                 targets=request.targets,
                 service_class=request.service_class,
                 images=[_prompt_image(image) for image in request.images],
+                lora=request.lora,
             )
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))
+
+    def _read_adapter(self, change: LoadAdapter) -> None:
+        """Look at the files of an adapter, in a thread; the main thread registers it."""
+        try:
+            if self.engine.adapters is None:
+                raise InvalidParameter("lora", "the engine has no adapters; start it with --lora or --max-loras")
+            self._read_adapters.put((change, self.engine.adapters.read(change.name, change.path)))
+        except Exception as error:
+            self._read_adapters.put((change, error))
+
+    def _register_adapters(self) -> None:
+        while not self._read_adapters.empty():
+            change, adapter = self._read_adapters.get()
+            try:
+                if isinstance(adapter, Exception):
+                    raise adapter
+                assert self.engine.adapters is not None
+                self.engine.adapters.register(adapter)
+                self._send(AdapterChanged(change.request_id))
+            except InvalidParameter as error:
+                self._send(AdapterChanged(change.request_id, error.problem, error.parameter))
+            except Exception as error:
+                self._send(AdapterChanged(change.request_id, str(error)))
+
+    def _unload_adapter(self, change: UnloadAdapter) -> AdapterChanged:
+        known = self.engine.adapters is not None and self.engine.adapters.pool.unregister(change.name)
+        return AdapterChanged(change.request_id, None if known else f"there is no adapter {change.name!r}", "lora_name")
 
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
@@ -345,9 +387,18 @@ def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Sc
         used_blocks=scheduler.kv.pool.num_used,
         total_blocks=scheduler.kv.pool.num_blocks,
         states=None if scheduler.kv.states is None else scheduler.kv.states.usage,
+        adapters=_adapter_totals(scheduler.adapters),
         preemptions=sum(isinstance(event, RequestPreempted) for event in others),
         **more,
     )
+
+
+def _adapter_totals(pool: AdapterPool) -> AdapterTotals | None:
+    if not pool.max_slots:
+        return None
+    in_memory = pool.in_memory
+    tokens = {adapter.name: adapter.num_tokens for adapter in in_memory if adapter.num_tokens}
+    return AdapterTotals(len(pool.names), len(in_memory), pool.num_bytes, pool.num_loads, pool.num_evictions, tokens)
 
 
 def _drafts(events: Sequence[Event]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     targets: Targets = NO_TARGETS
     service_class: str = ""
     images: list[ImageInput] = []
+    lora: dict[str, float] | None = None  # adapters and their weights
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -58,6 +59,19 @@ class RecordSteps(msgspec.Struct, tag=True, frozen=True):
 class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
     policy: str
     max_delay_ms: float | None = None
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Register an adapter, in place of the one of this name."""
+
+    request_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+    name: str
 
 
 # ---- from the engine ---------------------------------------------------------------------------------------------
@@ -137,6 +151,26 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     speedup: float | None = None  # estimated speedup of speculation
     prefill_limit: int | None = None  # prompt tokens that the budget allows, if it changed
     limit_reason: str = ""  # reason of the change
+    adapters: AdapterTotals | None = None  # if the engine has any
+
+
+class AdapterChanged(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `LoadAdapter` and `UnloadAdapter`."""
+
+    request_id: str
+    problem: str | None = None
+    parameter: str | None = None
+
+
+class AdapterTotals(msgspec.Struct, frozen=True):
+    """The adapters of an engine, since its start."""
+
+    registered: int
+    in_memory: int
+    num_bytes: int
+    loads: int
+    evictions: int
+    tokens: dict[str, int]  # generated with each adapter that is in memory
 
 
 class DashboardFrame(msgspec.Struct, tag=True, frozen=True):
@@ -159,9 +193,11 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     turn_seconds: float  # age of the loop's current iteration, which runs at most one step
 
 
-EngineCommand = RecordSteps | SwitchPolicy  # They are about no request.
+EngineCommand = RecordSteps | SwitchPolicy | LoadAdapter | UnloadAdapter  # They are about no request.
 ToEngine = Submit | Cancel | Shutdown | EngineCommand
-FromEngine = Loading | Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
+FromEngine = (
+    Loading | Loaded | FailedToLoad | Refused | StepReport | AdapterChanged | DashboardFrame | RecorderFault | Heartbeat
+)
 
 encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

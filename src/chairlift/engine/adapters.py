@@ -42,6 +42,8 @@ def make_adapters(config: EngineConfig, model: CausalLM) -> EngineAdapters | Non
     if obstacle is not None:
         raise InvalidParameter("lora", f"is not possible: {obstacle}")
     assert isinstance(model, Decoder)
+    if model.adapters.is_attached:
+        raise InvalidParameter("lora", "another engine of this process has adapters on this model")
     if config.lora_memory is None:
         num_bytes = int(free_memory(model.device) * SHARE_OF_MEMORY)
     else:

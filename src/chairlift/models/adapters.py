@@ -52,6 +52,10 @@ class AdapterFitting:
                 heads = _heads(model, module)
                 self._modules[module] = Module(number, target, out_features, in_features, heads)
 
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The modules that can be adapted, each with its output and input features."""
+        return {name: (module.out_features, module.in_features) for name, module in self._modules.items()}
+
     def check(self, file: AdapterFile) -> None:
         """Raise, naming the module, if the adapter does not fit."""
         counts: dict[int, int] = defaultdict(int)

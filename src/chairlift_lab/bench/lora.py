@@ -92,7 +92,7 @@ def compare_adapters(
         raise InvalidParameter("targets", f"the model has none of {', '.join(targets)}")
     tokens = TokenSource(maker.vocabulary(), f"lora {settings.seed}")
     prompts = [tokens.draw(settings.prompt) for _ in range(settings.requests)]
-    options = {"max_batch_requests": settings.requests, "prefix_caching": False}
+    options: dict[str, Any] = {"max_batch_requests": settings.requests, "prefix_caching": False}
     note("the base model")
     base = maker.start(**options)
     base.runner.capture_decodes([settings.requests])

@@ -284,21 +284,34 @@ class LLM:
         pooling: str | None = None,
         dimensions: int | None = None,
         normalize: bool = True,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
         timeout: float | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt.
 
-        `pooling` is "mean" or "last"; by default what the checkpoint says, else the mean. `dimensions` keeps only the
-        first ones, for models that were trained for that. `normalize` scales to length 1.
+        `pooling` is "mean", "last" or "cls" (the first token); by default what the checkpoint says, else the mean.
+        `dimensions` keeps only the first ones, for models that were trained for that. `normalize` scales to length 1.
+        `prompt_name`: texts begin with what the checkpoint has under this name.
         """
         self.embedding.require()
         params = embedding_params(self.embedding.kind, pooling, dimensions, normalize)
+        prompts = self._with_prompt(prompts, prompt_name)
         results = self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
         return [
             EmbeddingRequestOutput(result.request_id, result.prompt_token_ids, EmbeddingOutput(result.require_vector()))
             for result in results
         ]
+
+    def _with_prompt(self, prompts: Prompt | Sequence[Prompt], name: str | None) -> Prompt | Sequence[Prompt]:
+        """The texts behind a prompt of the checkpoint; what is no text has it already."""
+        if isinstance(prompts, str):
+            return self.embedding.prompted(prompts, name)
+        if isinstance(prompts, Sequence) and all(isinstance(text, str) for text in prompts):
+            return [self.embedding.prompted(str(text), name) for text in prompts]
+        if name is not None:
+            raise InvalidParameter("prompt_name", "only goes with texts")
+        return prompts
 
     def score(
         self,
@@ -316,7 +329,9 @@ class LLM:
         """
         self.embedding.require()
         tokenizer, pairs = self.get_tokenizer(), pair_up(text_1, text_2, ("text_1", "text_2"))
-        scoring = make_pair_scoring(tokenizer, self.embedding.kind, self.embedding.answers, instruction)
+        known = self.embedding
+        options: dict[str, Any] = {"labels": known.labels, "raw_scores": known.raw_scores}
+        scoring = make_pair_scoring(tokenizer, known.kind, known.answers, instruction, **options)
         params = SamplingParams(max_tokens=0, pooling=scoring.pooling)
         results = self.generate(scoring.encode(tokenizer, pairs), params, use_tqdm=use_tqdm, timeout=timeout)
         scores = scoring.scores(pairs, [result.require_vector() for result in results])

@@ -181,7 +181,7 @@ def test_dimensions_and_normalisation(llm: LLM, hf: Any) -> None:
     assert torch.allclose(torch.tensor(short.outputs.embedding), expected[:16] / expected[:16].norm(), atol=1e-4)
     with pytest.raises(InvalidParameter, match="dimensions: must be at most 64"):
         llm.embed("a", dimensions=65, use_tqdm=False)
-    with pytest.raises(InvalidParameter, match="pooling: must be mean or last"):
+    with pytest.raises(InvalidParameter, match="pooling: must be mean or last or cls"):
         llm.embed("a", pooling="first", use_tqdm=False)
 
 

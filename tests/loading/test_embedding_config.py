@@ -57,7 +57,7 @@ def test_settings_of_sentence_transformers(tmp_path: Path, pooling: dict[str, An
 @pytest.mark.parametrize(
     ("pooling", "more", "problem"),
     [
-        ({"pooling_mode_cls_token": True}, [], "pooling_mode_cls_token"),
+        ({"pooling_mode_max_tokens": True}, [], "pooling_mode_max_tokens"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, [], "pooling_mode_mean_tokens, "),
         ({}, [], "nothing"),
         ({"pooling_mode_mean_tokens": True}, ["Dense"], "Dense"),

@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "axk2": ({"num_hidden_layers": 1}, "sparse attention"),
     "doge": ({"num_hidden_layers": 1}, "mask from values"),
     "diffllama": ({"num_hidden_layers": 1}, "attends twice"),
-    "bert": ({"num_hidden_layers": 1}, "neither causal nor"),
+    "electra": ({"num_hidden_layers": 1}, "neither causal nor"),
     "dbrx": ({"n_layers": 1, "attn_config": {"clip_qkv": 8, "rope_theta": 5e5}}, "depends on values"),
 }
 

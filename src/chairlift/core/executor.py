@@ -17,6 +17,7 @@ class ExecutorCapabilities:
 
     steps_ahead: int = 0  # steps that may be launched before the result of an earlier one is read
     beam_search: bool = False  # whether results contain candidates for beams
+    labels: bool = False  # requests may ask for the numbers of a classifier's labels
     hidden_size: int = 0  # size of the vectors that prompts are pooled to; 0: results have no prompt outputs
     max_drafts: int | None = None  # draft tokens that fit into one step; None: limited by the token budget only
 

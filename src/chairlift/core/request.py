@@ -180,7 +180,7 @@ class Request:
         """Whether all its prompt tokens must be computed, so that it cannot start with cached ones."""
         pooling = self.params.pooling
         if pooling is not None:
-            return pooling.kind is PoolingKind.MEAN
+            return pooling.kind is not PoolingKind.LAST
         return self.scores_prompt and self.num_read < self.num_prompt - 1
 
     def positions_to_read(self, start: int, end: int) -> range:

@@ -25,9 +25,10 @@ from chairlift.loading.recommended_sampling import describe_sampling, end_string
 from chairlift.loading.request_defaults import OPTIONS, RequestDefaults, read_chat_template
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import choose_implementation, describe, is_native
+from chairlift.models import choose_implementation, describe, is_encoder, is_native
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
+from chairlift.models.encoder import SEPARATOR
 from chairlift.models.wrappers import HEAD, canonical_name, text_config, text_part_notice
 from chairlift.options import parse_bytes
 from chairlift.progress import StartTimeline
@@ -68,6 +69,8 @@ def load(
     embedding = read_embedding_config(checkpoint)
     _settle_tied_head(checkpoint, config, embedding)
     choose_implementation(checkpoint.config, config.model_impl)
+    if is_encoder(checkpoint.config):
+        checkpoint.config[SEPARATOR] = tokenizer.token_id("[SEP]")
     settings = resolve(base, checkpoint)
     if settings.reasons["quantization"] == NO_FAST_INT8:
         log.info(f"weights are not quantized: {NO_FAST_INT8}")
@@ -118,7 +121,7 @@ def _log_model(name: str, model: CausalLM, checkpoint: Checkpoint, settings: Loa
     quantization = settings.quantization
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {seconds:.1f} s")
-    if not is_native(checkpoint.config):
+    if not (is_native(checkpoint.config) or is_encoder(checkpoint.config)):
         from chairlift.models.fallback.model import NOTICE
 
         log.info(f"code       {NOTICE}")

@@ -12,10 +12,10 @@ from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.none import PlainWeight
-from chairlift.loading.embedding_config import lacks_head
+from chairlift.loading.embedding_config import lacks_head, num_labels
 from chairlift.loading.resolve import ModelConfig, read_model_config
 from chairlift.loading.safetensors_checkpoint import quantized_reader
-from chairlift.models import describe, is_native, model_obstacles
+from chairlift.models import describe, is_encoder, is_native, model_obstacles
 from chairlift.models.weight_sizes import microscaled_bytes, weight_bytes
 from chairlift.models.wrappers import hinted_kind, kind, text_config, text_part_notice
 
@@ -77,14 +77,16 @@ def check_model(name: str) -> ModelCheck:
 
 def _check(name: str, model_type: str, found: ModelConfig) -> ModelCheck:
     config, notes = found.config, [text_part_notice(found.config)]
-    if lacks_head(config.get("architectures")):
+    if is_encoder(config):
+        notes.append("encoder: it only makes embeddings" if num_labels(config) is None else "classifier of texts")
+    elif lacks_head(config.get("architectures")):
         config = config | {"tie_word_embeddings": True}  # then there are no weights of a head
         notes.append("it has no language-model head: it only makes embeddings")
     info = describe(config)
     return ModelCheck(
         name,
         model_type,
-        NATIVE if is_native(config) else FALLBACK,
+        NATIVE if is_native(config) or is_encoder(config) else FALLBACK,
         note="; ".join(filter(None, notes)) or None,
         num_parameters=info.num_parameters,
         max_model_len=info.max_len,

@@ -16,6 +16,7 @@ from chairlift.models.base import CausalLM
 from chairlift.progress import StartTimeline
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
+from chairlift.runner.encoder import EncoderRunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import StepSizes
 from chairlift.runner.images import ImageRunner
@@ -137,7 +138,8 @@ class RunnerFactory:
         parts |= {"host_blocks": host_blocks, "states": states}
         if not settings.attention.capabilities.captures:
             images = None if self.images is None else ImageRunner(self.images.encoder)
-            return CPURunner(self.model, settings.attention, storage, images=images, **parts), proposer
+            runner = EncoderRunner if getattr(self.model, "reads_whole_prompts", False) else CPURunner
+            return runner(self.model, settings.attention, storage, images=images, **parts), proposer
         sizes = StepSizes(
             requests=max_requests,
             tokens=settings.max_batch_tokens,

@@ -100,6 +100,8 @@ class RequestValidator:
                 raise InvalidParameter(name, "this executor returns nothing about prompts")
         if pooling is None:
             return
+        if pooling.labels and not self.capabilities.labels:
+            raise InvalidParameter("pooling", "this model has no classifier's head")
         self.limits.check_tokens("pooling", pooling.token_ids)
         if (pooling.dimensions or 0) > hidden_size:
             problem = f"must be at most {hidden_size}, the size of the model's embeddings"

@@ -29,7 +29,7 @@ def choose_implementation(config: dict[str, Any], model_impl: str) -> None:
     """Note in `config` which implementation runs the model: "native", "transformers", or "auto"."""
     if model_impl == "transformers":
         config[USE_TRANSFORMERS] = True
-    elif model_impl == "native" and not is_native(config):
+    elif model_impl == "native" and not (is_native(config) or is_encoder(config)):
         problem = f"native is not possible: there is no family {config.get('model_type')!r}"
         raise InvalidParameter("model_impl", f"{problem}; there are {', '.join(supported_families())}")
 
@@ -63,6 +63,13 @@ def build_model(
     reasons = format_obstacles(config, quantization, dtype, device)
     if reasons:
         raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
+    if is_encoder(config):
+        from chairlift.models.encoder import load_encoder
+
+        if batch_invariant:
+            raise InvalidParameter("batch_invariant", "is not possible: this model is an encoder")
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "max_len": max_len}
+        return load_encoder(config, dequantized(tensors), **options, format=FORMATS.get(quantization))
     if not is_native(config):
         from chairlift.models.fallback.model import load_fallback
 
@@ -106,6 +113,8 @@ def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], devic
     """Why this model cannot have weights in this format on any `device` of that type; empty if it can."""
     from chairlift.models.read_config import decoder_config
 
+    if is_encoder(config):
+        return []
     if not is_native(config):
         from chairlift.models.fallback.model import fallback_obstacles
 
@@ -116,6 +125,10 @@ def model_obstacles(config: Mapping[str, Any], format: type[WeightFormat], devic
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
     """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
+    if is_encoder(config):
+        from chairlift.models.encoder import encoder_config
+
+        return encoder_config(config, max_len)
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     if name.endswith(CLASSIFIERS):
@@ -134,6 +147,13 @@ def supported_families() -> list[str]:
     from chairlift.models.families import FAMILIES
 
     return [family.title for family in FAMILIES.values()]
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether the model is an encoder, which makes vectors of texts and generates nothing."""
+    from chairlift.loading import embedding_config
+
+    return embedding_config.is_encoder(config) and not config.get(USE_TRANSFORMERS)
 
 
 def is_native(config: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from chairlift.layers.formats.base import WeightFormat, head_format
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.models import describe, is_native
 from chairlift.models.decoder import Decoder
+from chairlift.models.encoder import EncoderConfig
 from chairlift.models.fallback.model import FallbackInfo
 from chairlift.models.read_config import decoder_config
 
@@ -18,7 +19,7 @@ from chairlift.models.read_config import decoder_config
 def weight_bytes(config: Mapping[str, Any], format: type[WeightFormat], dtype: torch.dtype, device: str) -> int:
     """About the bytes of the weights in a format, where all that it does not store is in `dtype`."""
     info = describe(config)
-    if isinstance(info, FallbackInfo):
+    if isinstance(info, (FallbackInfo, EncoderConfig)):
         in_format = [(format, *shape) for shape in info.linear_shapes]
         shared = info.num_shared_parameters
         if format is PlainWeight:  # transformers keeps them so, a tied head once.

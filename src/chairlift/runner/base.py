@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
@@ -150,11 +150,19 @@ class PromptReader:
         """The vector of a prompt that this chunk completes; None before that."""
         pooling = chunk.request.params.pooling
         assert pooling is not None
-        pooled = self._add(chunk, rows) / chunk.end if pooling.kind is PoolingKind.MEAN else rows[-1].float()
+        if pooling.kind is PoolingKind.MEAN:
+            pooled = self._add(chunk, rows) / chunk.end
+        elif pooling.kind is PoolingKind.CLS:
+            pooled = self.sums.setdefault(chunk.request.id, _Sum(rows[0].float())).total
+        else:
+            pooled = rows[-1].float()
         if chunk.end < chunk.request.num_prompt:
             return None
         if pooling.token_ids:
             return self.model.logits(rows[-1:])[0, list(pooling.token_ids)].float()
+        if pooling.labels:
+            classify: Callable[[Tensor], Tensor] = getattr(self.model, "classify")  # noqa: B009 (few models have it)
+            return classify(pooled[None].to(self.model.dtype))[0].float()
         pooled = pooled[: pooling.dimensions]
         return torch.nn.functional.normalize(pooled, dim=0) if pooling.normalize else pooled
 

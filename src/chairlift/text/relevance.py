@@ -91,6 +91,25 @@ class AnswerScoring(PairScoring):
         return [1 / (1 + math.exp(min(no - yes, 700.0))) for no, yes in vectors]
 
 
+class ClassifierScoring(PairScoring):
+    """The number that a classifier's head gives a pair, as it is or through a sigmoid."""
+
+    pooling = Pooling(PoolingKind.CLS, normalize=False, labels=True)
+
+    def __init__(self, *, raw_scores: bool) -> None:
+        self._raw = raw_scores
+
+    def texts(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        return pairs
+
+    def encode(self, tokenizer: Tokenizer, pairs: Sequence[Pair], max_tokens: int | None = None) -> list[list[int]]:
+        return [tokenizer.encode_pair(*pair, max_tokens=max_tokens) for pair in pairs]
+
+    def scores(self, pairs: Sequence[Pair], vectors: Sequence[Sequence[float]]) -> list[float]:
+        numbers = [float(vector[0]) for vector in vectors]
+        return numbers if self._raw else [1 / (1 + math.exp(min(-number, 700.0))) for number in numbers]
+
+
 def asks_relevance(tokenizer: Tokenizer) -> bool:
     """Whether the chat template is that of a reranker, with the roles "query" and "document"."""
     template = tokenizer.chat_template or ""
@@ -98,9 +117,21 @@ def asks_relevance(tokenizer: Tokenizer) -> bool:
 
 
 def make_pair_scoring(
-    tokenizer: Tokenizer, kind: PoolingKind, answers: tuple[str, str] | None, instruction: str | None = None
+    tokenizer: Tokenizer,
+    kind: PoolingKind,
+    answers: tuple[str, str] | None,
+    instruction: str | None = None,
+    *,
+    labels: int | None = None,
+    raw_scores: bool = False,
 ) -> PairScoring:
-    """By the answers of a reranker if the checkpoint is one, else by cosine."""
+    """By a classifier's head or the answers of a reranker if the checkpoint is one, else by cosine."""
+    if labels is not None:
+        if labels > 1:
+            raise UnsupportedModel(f"the model has {labels} labels; scores of pairs need a head with one")
+        if instruction is not None:
+            raise InvalidParameter("instruction", "has no place in the input of a cross-encoder")
+        return ClassifierScoring(raw_scores=raw_scores)
     if answers is None and asks_relevance(tokenizer):
         answers = ANSWERS
     if answers is not None:

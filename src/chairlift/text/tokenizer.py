@@ -72,6 +72,12 @@ class Tokenizer:
         encoded = _encoded(self._backend, texts, add_special_tokens)
         return [self._with_bos(ids, add_special_tokens) for ids in encoded]
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> list[int]:
+        """Encode two texts as one, as an encoder reads pairs."""
+        for text in (first, second):
+            self._check_length("prompt", text, max_tokens)
+        return _encoded(self._backend, [(first, second)], True)[0]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # A batch of one, because only batch calls release the GIL.
         try:
@@ -299,9 +305,9 @@ class Tokenizer:
 
 
 def _encoded(
-    backend: Backend, texts: Sequence[str], add_special_tokens: bool, parameter: str = "prompt"
+    backend: Backend, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool, parameter: str = "prompt"
 ) -> list[list[int]]:
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(part, str) for text in texts for part in (text if isinstance(text, tuple) else [text])):
         raise InvalidParameter(parameter, "must be a string of valid Unicode")
     try:
         # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.

@@ -49,6 +49,7 @@ def _check_extra_args(name: str, values: Any) -> None:
 class PoolingKind(StrEnum):
     MEAN = "mean"  # The mean of the hidden states of all prompt tokens.
     LAST = "last"  # the hidden state of the last prompt token
+    CLS = "cls"  # the hidden state of the first prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Pooling:
     dimensions: int | None = None  # keep only as many at the start (matryoshka embeddings), before normalising
     normalize: bool = True  # scale to length 1
     token_ids: tuple[int, ...] = ()
+    labels: bool = False  # the numbers of a classifier's labels instead
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, PoolingKind):

@@ -56,6 +56,7 @@ class EmbeddingRequest(EngineBody):
     dimensions: Integer | None = None
     pooling: PoolingKind | None = Field(default=None, strict=False)
     normalize: bool | None = None
+    prompt_name: str | None = None
 
     def inputs(self) -> list[str | list[int]]:
         """The texts or tokens to embed; none with `messages`."""
@@ -224,7 +225,8 @@ class EmbeddingGeneration(PooledGeneration):
         if not isinstance(text, str):
             return check_token_ids("input", text)
         check_texts("input", [text])
-        return self.model.tokenizer.encode(text, max_tokens=max_tokens)
+        prompted = self.model.embedding.prompted(text, self.body.prompt_name)
+        return self.model.tokenizer.encode(prompted, max_tokens=max_tokens)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         return error.renamed(self.prompt_parameter) if error.parameter == "prompt" else error
@@ -244,7 +246,10 @@ class PairGeneration(PooledGeneration):
     ) -> None:
         model.embedding.require()
         embedding = model.embedding
-        self._scoring = make_pair_scoring(model.tokenizer, embedding.kind, embedding.answers, body.instruction)
+        options: dict[str, Any] = {"labels": embedding.labels, "raw_scores": embedding.raw_scores}
+        self._scoring = make_pair_scoring(
+            model.tokenizer, embedding.kind, embedding.answers, body.instruction, **options
+        )
         self._pairs = pairs
         super().__init__(
             body,

@@ -12,7 +12,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -67,10 +68,14 @@ class Judge:
     seed: int = 0
     seen: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # the answers, by settings and level
 
-    def arrivals(self, speed: float) -> list[Arrival]:
-        """The traffic at a speed; requests without targets of their own get one of the classes."""
-        drawn = trace_arrivals([entry.scaled(1.0, speed) for entry in self.entries])
+    @cached_property
+    def recorded(self) -> list[Arrival]:
+        """The traffic as it was recorded; requests without targets of their own get one of the classes."""
+        drawn = trace_arrivals(list(self.entries))
         return list(assign_classes(drawn, self.classes, self.seed) if self.classes else drawn)
+
+    def arrivals(self, speed: float) -> list[Arrival]:
+        return [replace(arrival, time=arrival.time / speed) for arrival in self.recorded]
 
     def keeps(self, changes: Changes, level: int) -> bool:
         """Whether the targets are kept at the speed `RATIO` ** `level`."""

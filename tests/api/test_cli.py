@@ -33,6 +33,7 @@ COMMANDS = [
     ["batch"],
     ["explain"],
     ["train-draft"],
+    ["tune"],
     ["record"],
     ["profile"],
     ["models"],
@@ -95,7 +96,16 @@ def test_help_at_80_columns_shows_whole_flags_on_one_line(words: list[str]) -> N
 WORDS = {
     *("ADDRESS", "DEVICE", "FILE", "FOLDER", "JSON", "KEY", "MODEL", "N", "NAME", "NUMBER", "ORIGIN", "SIZE", "TYPE"),
     *("URL", "MILLISECONDS", "SECONDS", "MINUTES", "LOW:HIGH", "FILE|FOLDER", "MODEL|ADDRESS|PID"),
-    *("NAME=FILE", "NAME=MODEL", "NAME=TARGETS", "NAME=WEIGHT", "N[,N…]", "NAME[,NAME…]", "NAME=VALUE[,NAME=VALUE…]"),
+    *(
+        "NAME=FILE",
+        "NAME=MODEL",
+        "NAME=TARGETS",
+        "TARGETS",
+        "NAME=WEIGHT",
+        "N[,N…]",
+        "NAME[,NAME…]",
+        "NAME=VALUE[,NAME=VALUE…]",
+    ),
     *("PROMPT", "INPUT", "OUTPUT", "TOPIC"),  # what arguments are for
 }
 TEXTS = {"--stop", "--system", "--system-prompt", "PROMPT"}  # Their values are texts.

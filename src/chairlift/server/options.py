@@ -168,6 +168,7 @@ class ServerOptions:
         None,
         help="Secret with which the access log hashes the blocks of prompts. Logs of servers with the same one can be "
         "simulated together.",
+        metavar="KEY",
         default_text="drawn at each start",
     )
     request_log: bool | None = logging_option(

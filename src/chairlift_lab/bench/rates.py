@@ -47,7 +47,7 @@ class RatesSettings(Settings):
         list[str] | None,
         typer.Option(
             "--settings",
-            metavar="NAME=VALUE[,…]",
+            metavar="NAME=VALUE[,NAME=VALUE…]",
             help="A scheduler, by options of `chairlift serve`; may be repeated.",
             show_default="fcfs with chunks of 512, 2048 and 8192, edf with each budget, slack",
         ),

@@ -64,7 +64,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--what-if",
-            metavar="NAME=VALUE[,…]",
+            metavar="NAME=VALUE[,NAME=VALUE…]",
             help="Also with these options of the engine, beside the others; may be repeated.",
         ),
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import FEATURES, CostModel, WorkForecast
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
@@ -67,9 +67,11 @@ def make_scheduler(
     heavy: int | None = None,
     takes_slots: bool = False,
     lengths: OutputLengths | None = None,
+    budget: str = "fixed",
 ) -> Scheduler:
-    """`heavy`: with the order fair, tenants with more open requests than this are isolated from the others;
-    `takes_slots`: with the order priority, a waiting request may take a running one's slot."""
+    """`budget`: the adaptive ones believe `settled_forecast`, and `latency` has a target of 1.5 seconds; `heavy`: with
+    the order fair, tenants with more open requests than this are isolated from the others; `takes_slots`: with the
+    order priority, a waiting request may take a running one's slot."""
     takes = True if takes_slots and order == "priority" else None
     ordering, tenant_isolation = make_ordering(order, weights, priority_takes_slots=takes), None
     if heavy is not None and isinstance(ordering, FairOrdering):
@@ -77,7 +79,13 @@ def make_scheduler(
         tenant_isolation = TenantIsolation(ordering, STEP_COST.predict, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
-        FixedBudget.of(max_batch_tokens, max_prefill_tokens),
+        make_budget(
+            budget,
+            settled_forecast().cost,
+            max_batch_tokens=max_batch_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+            target_tpot_ms=1500 if budget == "latency" else None,
+        ),
         make_policy(policy, None if max_delay is None else 1000 * max_delay),
         max_batch_requests,
         ordering=ordering,

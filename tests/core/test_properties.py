@@ -35,10 +35,12 @@ from tests.core.driving import (
 from tests.core.memory_model import MemoryModel
 from tests.repeatable import examples
 
+BUDGET_NAMES = ["fixed", "knee", "latency", "slack"]
 STRATEGIES = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
         "order": st.sampled_from(ORDERS),
+        "budget": st.sampled_from(BUDGET_NAMES),
         "max_overtakes": st.sampled_from([1, 3, 16]),
         "heavy": st.sampled_from([None, 0, 2]),
         "takes_slots": st.booleans(),
@@ -292,6 +294,7 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(ORDERS),
+    st.sampled_from(BUDGET_NAMES),
     st.integers(1, 4),
     st.integers(1, 5),
     st.sampled_from([None, 0, 2]),
@@ -303,6 +306,7 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
 )
 def test_the_number_of_admissions_before_a_request_is_bounded(
     order: str,
+    budget: str,
     slots: int,
     max_overtakes: int,
     heavy: int | None,
@@ -315,6 +319,7 @@ def test_the_number_of_admissions_before_a_request_is_bounded(
         2000,
         max_batch_requests=slots,
         order=order,
+        budget=budget,
         max_overtakes=max_overtakes,
         prefix_caching=False,
         heavy=heavy,

@@ -217,3 +217,17 @@ def test_names_and_parameters_are_checked() -> None:
     for delay in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidParameter, match="max_delay_ms"):
             make_policy("dynamic", delay)
+
+
+def test_a_batch_has_the_leader_of_its_completions() -> None:
+    """The leader has lost its place and is due later than the completions that wait for its prompt."""
+    scheduler = make_scheduler(max_batch_requests=1, policy="static", order="priority")
+    leader = make_request("n", 6)
+    sibling = make_request("n#1", list(leader.prompt), leader=leader)
+    leader.priority = 1
+    for request in (leader, sibling):
+        scheduler.submit(request, 0.0)
+    scheduler.expect_no_more()
+    for number in range(20):
+        step(scheduler, float(number))
+    assert not scheduler.has_work

@@ -40,7 +40,6 @@ STRATEGIES = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
         "order": st.sampled_from(ORDERS),
-        "budget": st.sampled_from(BUDGET_NAMES),
         "max_overtakes": st.sampled_from([1, 3, 16]),
         "heavy": st.sampled_from([None, 0, 2]),
         "takes_slots": st.booleans(),
@@ -91,7 +90,7 @@ SCHEDULERS: dict[str, st.SearchStrategy[Any]] = {
 
 
 class Workload(RuleBasedStateMachine):
-    @initialize(**SCHEDULERS)
+    @initialize(**SCHEDULERS, budget=st.sampled_from(BUDGET_NAMES))
     def start(
         self,
         num_blocks: int,
@@ -102,6 +101,7 @@ class Workload(RuleBasedStateMachine):
         caching: bool,
         strategy: dict[str, Any],
         host_slots: int,
+        budget: str = "fixed",
     ) -> None:
         self.scheduler = make_scheduler(
             num_blocks,
@@ -113,6 +113,7 @@ class Workload(RuleBasedStateMachine):
             FlakyKVCache,
             **strategy,
             swap=SwapSpace(host_slots),
+            budget=budget,
             forecast=None if strategy["order"] != "slack" else settled_forecast(),
         )
         self.kv = self.scheduler.kv

@@ -14,7 +14,7 @@ dynamic      slots are free when its last one ends    bbb····|.....    ··�
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
@@ -102,7 +102,7 @@ class BatchPolicy(Policy):
             opens_at = self.opens_at(waiting, slots)
             if opens_at is not None and now < opens_at:
                 return PolicyDecision((), WaitReason.BATCH_FILLING)
-            self._batch = list(islice(waiting.in_admission_order(), slots))
+            self._batch = list(islice(_leaders_first(waiting.in_admission_order()), slots))
         return PolicyDecision(sorted(self._members_waiting(), key=waiting.ordering.rank), WaitReason.BATCH_RUNNING)
 
     def opens_at(self, waiting: WaitingQueue, slots: int) -> float | None:
@@ -118,6 +118,19 @@ class BatchPolicy(Policy):
     def _members_waiting(self) -> list[Request]:
         """Members of the last batch that are not admitted yet or were preempted."""
         return [request for request in self._batch if request.status is Status.WAITING]
+
+
+def _leaders_first(requests: Iterable[Request]) -> Iterator[Request]:
+    """A completion without output waits until its leader has computed their prompt, so a waiting leader comes before
+    it: a batch of completions whose leader is not in it would never begin."""
+    seen = set[int]()
+    for request in requests:
+        leader = request.leader
+        waits = leader is not None and leader.status is Status.WAITING and leader.ready and not request.num_output
+        for each in (leader, request) if waits else (request,):
+            if each is not None and each.order not in seen:
+                seen.add(each.order)
+                yield each
 
 
 @POLICIES.register("static")

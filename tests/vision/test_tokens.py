@@ -42,8 +42,16 @@ def check(reference: Reference, prompts: Sequence[tuple[str, list[Image.Image]]]
             reference.check(text, images, completion.token_ids)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize("chunk", [None, 1, 7, 64])
+# One family of each kind: positions in two dimensions, tokens that see each other, images in several pieces.
+KINDS = ["qwen2_5_vl", "gemma3", "idefics3"]
+SETTINGS = [
+    pytest.param(model_type, chunk, marks=() if chunk == 7 or model_type in KINDS else pytest.mark.slow)
+    for model_type in FAMILIES
+    for chunk in (None, 1, 7, 64)
+]
+
+
+@pytest.mark.parametrize(("model_type", "chunk"), SETTINGS)
 def test_tokens_are_those_of_transformers(model_type: str, chunk: int | None, tiny: Tiny) -> None:
     """Together, in chunks that end within images, then alone and warm; an image of two prompts is encoded once."""
     folder, reference = tiny(model_type)
@@ -61,7 +69,7 @@ def test_tokens_are_those_of_transformers(model_type: str, chunk: int | None, ti
         images.check()
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("model_type", KINDS)
 class TestStates:
     """What a prefix cache, preemption, drafts and completions of one prompt must not change."""
 

@@ -79,7 +79,7 @@ class AllowedHosts:
 
 def _matches(allowed: str, host: str, port: int | None, scheme: str) -> bool:
     """Whether a host is allowed; an entry without a port allows the usual ones only."""
-    name, _, own_port = allowed.partition(":")
+    name, _, own_port = allowed.partition(":") if allowed.count(":") == 1 else (allowed, "", "")
     if (port or _PORTS[scheme]) != (int(own_port) if own_port else _PORTS[scheme]):
         return False
     name, host = name.lower(), host.lower()

@@ -334,6 +334,23 @@ class EngineConfig:
         help="Reuse the cached KV blocks of earlier prompts with the same prefix.",
         aliases=("enable_prefix_caching",),
     )
+    kv_host_memory: int | str | None = cache_option(
+        None,
+        help="Host memory that keeps cached blocks which the device has no room for, such as 8GiB.",
+        check=parse_bytes,
+        metavar="SIZE",
+        default_text="none",
+    )
+    kv_disk: str | Path | None = cache_option(  # noqa: RUF009 (options are declared by calls)
+        None,
+        help="Folder that keeps cached blocks on disk, also for later starts. Only this user can read it; it contains "
+        "what prompts and outputs can be guessed from.",
+        metavar="FOLDER",
+        default_text="none",
+    )
+    kv_disk_size: int | str | None = cache_option(
+        None, help="How large that folder may get.", check=parse_bytes, metavar="SIZE", default_text="50GiB"
+    )
     speculate: str | None = speculation_option(
         None,
         common=True,
@@ -405,6 +422,13 @@ class EngineConfig:
             raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         if self.max_batch_requests is not None and self.max_batch_tokens is not None:
             check_batch_requests(self.max_batch_requests, self.max_batch_tokens)
+        for name in ("kv_host_memory", "kv_disk"):
+            if getattr(self, name) is not None and not self.prefix_caching:
+                raise InvalidParameter(name, "needs prefix_caching: it keeps what that finds")
+        if self.kv_disk == "":
+            raise InvalidParameter("kv_disk", "must be a folder")
+        if self.kv_disk_size is not None and self.kv_disk is None:
+            raise InvalidParameter("kv_disk_size", "needs a folder, named by kv_disk")
         if self.quantize_head and self.quantization == "none":
             raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
         if self.batch_invariant and self.speculate not in (None, "ngram"):

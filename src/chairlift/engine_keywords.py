@@ -140,6 +140,13 @@ class EngineKeywords(TypedDict, total=False):
     """Reuse the cached KV blocks of earlier prompts with the same prefix. Default: on."""
     enable_prefix_caching: bool
     """vLLM's name for `prefix_caching`."""
+    kv_host_memory: int | str | None
+    """Host memory that keeps cached blocks which the device has no room for, such as 8GiB. Default: none."""
+    kv_disk: str | Path | None
+    """Folder that keeps cached blocks on disk, also for later starts. Only this user can read it; it contains what
+    prompts and outputs can be guessed from. Default: none."""
+    kv_disk_size: int | str | None
+    """How large that folder may get. Default: 50GiB."""
     speculate: str | None
     """Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's first N
     layers (layers), or with a draft model (draft; see train-draft). The output does not change. Default: no."""

@@ -23,6 +23,7 @@ from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.core.targets import NO_TARGETS, Targets
+from chairlift.speculation.control.controller import SpeculationController
 from tests.core.driving import (
     ORDERS,
     deterministic_token,
@@ -102,6 +103,8 @@ class Workload(RuleBasedStateMachine):
         strategy: dict[str, Any],
         host_slots: int,
         budget: str = "fixed",
+        kv_class: Callable[..., KVCache] = FlakyKVCache,
+        speculation: SpeculationController | None = None,
     ) -> None:
         self.scheduler = make_scheduler(
             num_blocks,
@@ -110,8 +113,9 @@ class Workload(RuleBasedStateMachine):
             prefill,
             slots,
             caching,
-            FlakyKVCache,
+            kv_class,
             **strategy,
+            speculation=speculation,
             swap=SwapSpace(host_slots),
             budget=budget,
             forecast=None if strategy["order"] != "slack" else settled_forecast(),
@@ -184,7 +188,7 @@ class Workload(RuleBasedStateMachine):
         candidates = policy._members_waiting() if isinstance(policy, BatchPolicy) else self.scheduler.waiting
         if not attempted.starved:
             reasons = {self.scheduler.why_waiting(other.id) for other in candidates if other.starved}
-            assert reasons <= {WaitReason.SIBLING, WaitReason.PREFIX}
+            assert reasons <= {WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.LOADING}
 
     @precondition(lambda self: self.in_flight is not None)
     @rule()
@@ -224,7 +228,7 @@ class Workload(RuleBasedStateMachine):
                 break
             self.schedule(flaky=False)
             wakeup = self.scheduler.next_wakeup(self.now)
-            stuck = not self.in_flight and wakeup is not None and wakeup <= self.now
+            stuck = not self.in_flight and wakeup is not None and wakeup <= self.now and not self.kv.loads
             assert not stuck, "there is work, but the step is empty"
             if not self.in_flight and wakeup is not None:
                 self.now = wakeup

@@ -1,11 +1,14 @@
-"""`chairlift pull`, `list`, `show` and `rm`: the models on this machine."""
+"""`chairlift pull`, `list`, `show` and `rm`: the models on this machine; `cache`: the blocks that they have cached."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -15,10 +18,14 @@ import typer
 
 from chairlift.cli.app import MODELS, app
 from chairlift.cli.models import describe_known, fit_rows, format_count, format_size, print_grid
+from chairlift.core.kv.tiers import KEYS_AND_VALUES
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, WheelModel, known_model
+from chairlift.options import format_bytes
+from chairlift.runner.tiers.stores import ModelFolder, is_intact, open_folder, scan
+from chairlift.terminal.commands import CommandGroup, Commands
 from chairlift.terminal.console import note, write_text
-from chairlift.terminal.tables import show_table
+from chairlift.terminal.tables import Column, Table, show_table
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A known name (chairlift models), or a Hugging Face id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -216,3 +223,118 @@ def rm(model: Model, yes: Annotated[bool, typer.Option("--yes", "-y", help="Dele
 
 def _is_terminal() -> bool:
     return sys.stdin.isatty()
+
+
+# ---- cached blocks ---------------------------------------------------------------------------------------------------
+
+cache_app = Commands(
+    cls=CommandGroup,
+    help="Show, check and empty the folder in which --kv-disk keeps cached blocks.",
+    examples=["chairlift cache ls ~/.cache/chairlift-kv", "chairlift cache verify ~/.cache/chairlift-kv"],
+)
+app.add_typer(cache_app, name="cache", rich_help_panel=MODELS)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that --kv-disk was given.")]
+Fingerprint = Annotated[
+    str | None, typer.Option(metavar="FINGERPRINT", help="Only this model: the first digits suffice.")
+]
+
+
+@cache_app.command(name="ls", examples=["chairlift cache ls ~/.cache/chairlift-kv"])
+def list_caches(folder: Folder, as_json: AsJson = False) -> None:
+    """List the models that the folder has blocks of."""
+    with _opened_cache(folder):
+        rows = [_cache_row(model) for model in scan(folder)]
+    if as_json:
+        typer.echo(json.dumps({"models": rows}, indent=2))
+        return
+    columns = (
+        Column("Fingerprint", lambda row: row["fingerprint"][:12]),
+        Column("Blocks", "blocks", ",d"),
+        Column("Tokens", "tokens", ",d"),
+        Column("Size", lambda row: format_bytes(row["bytes"])),
+        Column("KV type", "kv_dtype"),
+        Column("Last used", "last_used"),
+    )
+    Table(str(folder), columns, rows).show()
+
+
+@cache_app.command(examples=["chairlift cache stats ~/.cache/chairlift-kv --json"])
+def stats(folder: Folder, as_json: AsJson = False) -> None:
+    """Count blocks, bytes and what was used when."""
+    with _opened_cache(folder):
+        models = list(scan(folder))
+    now, files = time.time(), [file for model in models for file in model.files]
+    used_within = {name: sum(now - file.used < seconds for file in files) for name, seconds in _AGES.items()}
+    counts: dict[str, Any] = {
+        "models": len(models),
+        "parts": Counter(file.key.part for file in files),
+        "bytes": sum(file.num_bytes for file in files),
+        "used_within": used_within,
+    }
+    if as_json:
+        typer.echo(json.dumps(counts, indent=2))
+        return
+    parts = ", ".join(f"{count:,} {_PARTS.get(part, part)}" for part, count in sorted(counts["parts"].items()))
+    typer.echo(f"{len(models)} models: {parts or 'nothing'}, {format_bytes(counts['bytes'])}")
+    typer.echo("used within " + ", ".join(f"{name}: {count:,}" for name, count in used_within.items()))
+
+
+@cache_app.command(examples=["chairlift cache verify ~/.cache/chairlift-kv"])
+def verify(folder: Folder) -> None:
+    """Read every file and check its signature; the exit status is 1 if one is damaged. Nothing is removed: an engine
+    does that when it meets the file."""
+    damaged, count = list[Path](), 0
+    with _opened_cache(folder) as secret:
+        for model in scan(folder):
+            for file in model.files:
+                count += 1
+                if not is_intact(file, model.fingerprint, secret):
+                    damaged.append(file.path)
+    for path in damaged:
+        typer.echo(f"damaged: {path}")
+    typer.echo(f"{count - len(damaged):,} of {count:,} files are intact")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command(examples=["chairlift cache clear ~/.cache/chairlift-kv"])
+def clear(folder: Folder, model: Fingerprint = None) -> None:
+    """Remove all blocks, or those of one model. Other files in the folder stay."""
+    removed = freed = 0
+    with _opened_cache(folder):
+        for each in scan(folder, remove_partial=True):
+            if model is not None and not each.fingerprint.startswith(model):
+                continue
+            for file in each.files:
+                file.path.unlink(missing_ok=True)
+                removed, freed = removed + 1, freed + file.num_bytes
+    typer.echo(f"{removed:,} files removed, {format_bytes(freed)}")
+
+
+_AGES = {"an hour": 3600.0, "a day": 86_400.0, "a week": 604_800.0}
+_PARTS = {KEYS_AND_VALUES: "blocks", "state": "states"}
+
+
+@contextmanager
+def _opened_cache(folder: Path) -> Iterator[bytes]:
+    """The key of a folder, which no engine uses meanwhile."""
+    lock, secret = open_folder(folder)
+    try:
+        yield secret
+    finally:
+        os.close(lock)
+
+
+def _cache_row(model: ModelFolder) -> dict[str, Any]:
+    blocks = sum(file.key.part == KEYS_AND_VALUES for file in model.files)
+    used = max((file.used for file in model.files), default=0.0)
+    size = model.about.get("block_size")
+    return {
+        "fingerprint": model.fingerprint,
+        "blocks": blocks,
+        "tokens": blocks * size if isinstance(size, int) else 0,
+        "bytes": model.num_bytes,
+        "kv_dtype": str(model.about.get("kv_dtype", "?")).removeprefix("torch."),
+        "last_used": time.strftime("%Y-%m-%d %H:%M", time.localtime(used)) if used else "",
+    }

@@ -22,6 +22,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     kv, pool = scheduler.kv, scheduler.kv.pool
     tables = kv.all_held()
     holders = Counter(block for table in tables.values() for block in table)
+    holders.update(kv.loads.held_blocks() if kv.loads is not None else ())
     free = pool.free_blocks()
     listed = set(free)
     assert len(free) == len(listed) == pool.num_free, "a block is in the free list twice"
@@ -109,6 +110,7 @@ def check_states(scheduler: Scheduler, state_slots: StateSlots) -> None:
     cached block."""
     kv, slots, states = scheduler.kv, state_slots.slots, state_slots.by_request()
     holders = Counter(slot for own in states.values() for slot in own.held())
+    holders.update(kv.loads.held_slots() if kv.loads is not None else ())
     free = slots.free_blocks()
     assert len(free) == len(set(free)) == slots.num_free, "a state slot is in the free list twice"
     for slot in range(slots.num_blocks):

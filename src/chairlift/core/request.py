@@ -115,6 +115,7 @@ class Request:
     times_passed_over: int = field(default=0, init=False)  # admissions of other requests ahead of this one
     starved: bool = field(default=False, init=False)  # passed over too often: it is admitted before all others
     num_charged: int = field(default=0, init=False)  # known tokens that its tenant has been charged for
+    load_generation: int = field(default=-1, init=False)  # the generation in which tiers were last asked for its blocks
     block_digests: list[bytes] = field(default_factory=list, init=False)  # those of its first full blocks, on demand
 
     def __post_init__(self, prompt_tokens: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 GRAMMAR_POLL = 0.005  # seconds that a step with nothing to compute waits for a grammar
 ADAPTER_POLL = 0.005  # the same for an adapter that is being read
+LOAD_POLL = 0.05  # The same for blocks that are being loaded: a report ends the wait.
 NO_STEP = StepPlan(step=0, chunks=())
 
 
@@ -248,11 +249,13 @@ class Engine:
             return False
 
     def shut_down(self) -> None:
-        """Stop the threads and processes that compile grammars, for which an exit would wait."""
+        """Stop the threads and processes that compile grammars, for which an exit would wait, and write what the disk
+        tier is still to get."""
         if self.structured is not None:
             self.structured.shut_down()
         if self.adapters is not None:
             self.adapters.shut_down()
+        self.scheduler.close_tiers()
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -303,6 +306,8 @@ class Engine:
                 self.structured.wait_for_compiler(GRAMMAR_POLL)  # instead of asking it all the time
             if self.adapters is not None and not plan:
                 self.adapters.wait(ADAPTER_POLL)
+            if not plan:
+                self.scheduler.wait_for_loads(LOAD_POLL)
             return []
         result = step.pending.result()
         read = self.clock()

@@ -17,7 +17,7 @@ from chairlift.engine.settings import (
     check_kv_dtype,
     resolve,
 )
-from chairlift.engine.weights import build_with_weights
+from chairlift.engine.weights import build_with_weights, weights_hash
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
@@ -51,6 +51,7 @@ class LoadedModel:
     end_strings: tuple[str, ...] = ()  # They end every output, as end-of-sequence tokens do.
     described: str = ""  # the format of the weights and the device, in words
     images: ModelImages | None = None  # how it reads images, if it does
+    weights: str = ""  # a hash of what the weights were made from; empty if they are random
 
 
 def load(
@@ -96,7 +97,8 @@ def load(
         described = describe_sampling(defaults.sampling)
         log.info(f"sampling   {described} where requests leave it out, from {' and '.join(sources)}")
     eos_ids, ends = _eos_ids(checkpoint, generation, tokenizer), end_strings(checkpoint.path, generation)
-    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends, words, images)
+    weights = "" if config.load_format == "dummy" else weights_hash(checkpoint, settings)
+    return LoadedModel(name, model, tokenizer, eos_ids, embedding, defaults, ends, words, images, weights)
 
 
 def _settle_tied_head(checkpoint: Checkpoint, config: EngineConfig, embedding: EmbeddingConfig) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 
 from chairlift.core.adapters import AdapterPool
 from chairlift.core.budgets.base import make_budget
-from chairlift.core.cost_model import CostModel, WorkForecast
+from chairlift.core.cost_model import CostModel, StepShape, WorkForecast
 from chairlift.core.encoder_cache import EncoderCache
 from chairlift.core.kv.kv_cache import HybridCache, KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
@@ -17,6 +19,7 @@ from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner
 from chairlift.engine.settings import EngineSettings
 from chairlift.options import format_bytes
+from chairlift.runner.tiers.opening import make_tiers
 from chairlift.speculation.control.controller import SpeculationController
 
 log = logging.getLogger("chairlift")
@@ -29,7 +32,9 @@ def make_scheduler(
     speculation: SpeculationController | None,
     adapters: AdapterPool | None = None,
     images: EncoderCache | None = None,
+    weights: str = "",
 ) -> Scheduler:
+    """`weights` tells the weights of the model from all others; without it, the KV cache cannot be kept on disk."""
     config, prompts = settings.config, settings.max_prefill_tokens
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + settings.drafts_per_request)
     ordering = config.make_ordering()
@@ -42,8 +47,12 @@ def make_scheduler(
         target_tpot_ms=config.target_tpot_ms,
         target_ttft_ms=config.target_ttft_ms,
     )
+    cache = _make_cache(settings, built.memory)
+    tiers = make_tiers(config, built.runner, weights, cache.tiers_obstacle)
+    if tiers is not None:
+        cache.use_tiers(tiers, partial(_compute_seconds, forecast))
     return Scheduler(
-        _make_cache(settings, built.memory),
+        cache,
         budget,
         config.make_policy(),
         built.max_batch_requests,
@@ -70,6 +79,14 @@ def _make_cache(settings: EngineSettings, memory: MemoryPlan) -> KVCache:
         snapshot_interval=memory.snapshot_interval,
         prefix_caching=config.prefix_caching,
     )
+
+
+def _compute_seconds(forecast: WorkForecast, num_tokens: int, start: int) -> float:
+    """How long a request waits for so many of its tokens; without end until enough steps are measured."""
+    if not forecast.is_settled:
+        return math.inf
+    steps = -(-num_tokens // forecast.chunk)
+    return steps * forecast.cost.predict(StepShape()) + forecast.recompute_seconds(num_tokens, start)
 
 
 def _make_swap_space(settings: EngineSettings, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:

@@ -158,7 +158,9 @@ def _make_engine(
     images = loaded.images
     cache = None if images is None else images.cache()
     return Engine(
-        make_scheduler(settings, built, cost_model, speculation, adapters.pool if adapters else None, cache),
+        make_scheduler(
+            settings, built, cost_model, speculation, adapters.pool if adapters else None, cache, loaded.weights
+        ),
         built.runner,
         loaded.tokenizer,
         vocab_size=loaded.model.vocab_size,

@@ -124,6 +124,13 @@ def _folder(checkpoint: Checkpoint, num_bytes: int, settings: LoadSettings) -> P
     return cache_dir() / "weights" if configured is None else Path(configured).expanduser()
 
 
+def weights_hash(checkpoint: Checkpoint, settings: LoadSettings) -> str:
+    """A hash of the files of a checkpoint, of how they are read, and of the code that computes with them."""
+    files = checkpoint_state(checkpoint.path)["files"]
+    parts = (config_state(checkpoint.config), settings.quantization, settings.config.quantize_head, code_state())
+    return hashlib.sha256(repr((files, *parts)).encode()).hexdigest()
+
+
 def _identity(checkpoint: Checkpoint, settings: LoadSettings) -> dict[str, Any]:
     from chairlift.kernels.cpu.simd import find_instruction_set  # importing numba takes a while
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
-from chairlift.core.kv.block_pool import BlockPool, EvictionQueue, Resource
+from chairlift.core.evictions.base import UNKNOWN_USE, Eviction, Use
+from chairlift.core.kv.block_pool import BlockPool, Resource
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch, TokenHolder
 from chairlift.core.plan import PlanBuilder
@@ -35,7 +36,7 @@ class BlockGroup:
         self.on_evicted = on_evicted  # called when the last block is evicted, unless some got numbers
 
 
-class GroupEvictionQueue(EvictionQueue):
+class GroupEvictionQueue(Eviction[int]):
     """Single blocks and groups in the order of eviction."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class GroupEvictionQueue(EvictionQueue):
             else:
                 yield entry
 
-    def append(self, block: int) -> None:
+    def append(self, block: int, use: Use = UNKNOWN_USE) -> None:
         self._line[block] = None
 
     def remove(self, block: int) -> None:
@@ -106,7 +107,7 @@ class GroupEvictionQueue(EvictionQueue):
         self.num_anonymous += num_blocks
         return group
 
-    def name(self, group: BlockGroup, blocks: Sequence[int]) -> None:
+    def assign_numbers(self, group: BlockGroup, blocks: Sequence[int]) -> None:
         """Assign numbers to the last blocks of a group; the first of `blocks` is evicted last."""
         assert not group.numbered
         assert len(blocks) <= group.num_anonymous
@@ -148,7 +149,7 @@ class CountingBlockPool(BlockPool):
         """Assign numbers to the last `count` blocks of a group, because a prompt shares them; the first is evicted
         last."""
         blocks = self._take_empty(count)
-        self._cached_free.name(group, blocks)
+        self._cached_free.assign_numbers(group, blocks)
         self._cached.update(blocks)
         return blocks
 

@@ -6,8 +6,8 @@ A block is in exactly one of three states:
     cached    reference count 0, but its contents are indexed: a later request may share it
     empty     reference count 0, contents not needed
 
-Cached and empty blocks are both *free*. Empty ones are allocated first, most recently used first, then cached ones,
-least recently used first; allocating a cached block evicts it from the index.
+Cached and empty blocks are both *free*. Empty ones are allocated first, most recently used first, then cached ones, in
+the order of an `Eviction`; allocating a cached block evicts it from the index.
 
 Blocks that were never used take no memory here: a simulation may have thousands of pools, each as large as a GPU's.
 """
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from chairlift.core.evictions.base import UNKNOWN_USE, Eviction, LRUEviction, Use
 from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request
 
@@ -64,14 +65,15 @@ class BlockPool:
     """Counts the references to each block and allocates free ones."""
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[Sequence[int]], None], queue: EvictionQueue | None = None
+        self, num_blocks: int, on_evict: Callable[[Sequence[int]], None], eviction: Eviction[int] | None = None
     ) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self._references: list[int] = []  # One for each block that was ever used; these are the first ones.
         self._empty: list[int] = []  # used before; allocated from the end
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._cached_free = EvictionQueue() if queue is None else queue  # the free blocks among the cached ones ...
+        # The free blocks among the cached ones ...
+        self._cached_free: Eviction[int] = LRUEviction() if eviction is None else eviction
         self._spent: OrderedDict[int, None] = OrderedDict()  # ... but for these, which are evicted before them
         self._on_evict = on_evict
         self._changed: set[int] | None = None  # while changes are tracked: blocks whose state may have changed
@@ -172,9 +174,9 @@ class BlockPool:
             if self._changed is not None:
                 self._changed.add(block)
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], use: Use = UNKNOWN_USE) -> None:
         """Remove one reference from each. Blocks released first are evicted first, so pass the tail of a table
-        first."""
+        first. `use` is what is known of the request that had them."""
         references, cached = self._references, self._cached
         for block in blocks:
             count = references[block] = references[block] - 1
@@ -183,7 +185,7 @@ class BlockPool:
                 self._changed.add(block)
             if count == 0:
                 if block in cached:
-                    self._cached_free.append(block)
+                    self._cached_free.append(block, use)
                 else:
                     self._empty.append(block)
 
@@ -205,27 +207,3 @@ class BlockPool:
         if self._changed:
             self._changed.clear()
         return changed
-
-
-class EvictionQueue:
-    """Free cached blocks in the order of eviction."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
-
-    def append(self, block: int) -> None:
-        self._blocks[block] = None
-
-    def remove(self, block: int) -> None:
-        """Remove a block that is used again."""
-        del self._blocks[block]
-
-    def evict(self, count: int) -> list[int]:
-        """Remove the first `count` blocks and return them."""
-        return [self._blocks.popitem(last=False)[0] for _ in range(count)]

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chairlift.core.kv.block_pool import BlockPool, Resource
+from chairlift.core.kv.loads import ComputeSeconds, Loads
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
 from chairlift.core.kv.state_slots import StateSlots
+from chairlift.core.kv.tiers import KEYS_AND_VALUES, PartKey, Tiers
 from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request
 
@@ -35,6 +37,9 @@ class KVCache(Resource):
     """The block tables of all requests, over one pool and one prefix index."""
 
     states: StateSlots | None = None  # Only a `HybridCache` has them.
+    tiers: Tiers | None = None  # They keep what the device has evicted.
+    loads: Loads | None = None  # The parts on their way from there.
+    tiers_obstacle = ""  # why it cannot have tiers, in words
 
     def __init__(
         self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True, pool: BlockPool | None = None
@@ -47,6 +52,11 @@ class KVCache(Resource):
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # number of a table's first blocks that are indexed
         self._rewritten: set[str] | None = None  # see `KVChanges`; None while changes are not tracked
+
+    def use_tiers(self, tiers: Tiers, compute_seconds: ComputeSeconds) -> None:
+        """Keep full blocks in `tiers` and load them from there where computing would take longer; called once, before
+        the first request."""
+        self.tiers, self.loads = tiers, Loads(self, tiers, compute_seconds)
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -123,6 +133,8 @@ class KVCache(Resource):
         self.pool.share(match.blocks)
         self._tables[request.id] = list(match.blocks)
         self._num_indexed[request.id] = len(match.blocks)
+        if self.tiers is not None:
+            self.tiers.touch(reversed(request.block_digests[: len(match.blocks)]))
         request.start_from(len(match.blocks) * self.block_size)
 
     def claim(self, request: Request) -> None:
@@ -226,7 +238,11 @@ class KVCache(Resource):
             num_full, num_indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
             if num_full > num_indexed:  # Most decodes fill no block.
                 table = self._tables[request.id]
-                self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
+                inserted = self.index.insert(request, num_indexed, table[num_indexed:num_full])
+                self.pool.mark_cached(inserted)
+                if self.tiers is not None:
+                    for block in inserted:
+                        self.tiers.keep(PartKey(self.index.digest_of(block), KEYS_AND_VALUES), block)
                 self._num_indexed[request.id] = num_full
 
     def trim(self, request: Request, num_tokens: int) -> None:
@@ -241,7 +257,9 @@ class KVCache(Resource):
     def release(self, request: Request) -> None:
         """Release every block that `request` holds, tail first."""
         table = self._tables.pop(request.id, [])
-        self._num_indexed.pop(request.id, None)
+        num_indexed = self._num_indexed.pop(request.id, 0)
+        if self.tiers is not None:  # There, too, the tail is evicted first.
+            self.tiers.touch(reversed(request.block_digests[:num_indexed]))
         self.index.drop_claims(request)
         self.pool.release(reversed(table))
 
@@ -276,6 +294,10 @@ class HybridCache(KVCache):
         self.states = StateSlots(
             num_states, self.index, prefix_caching=prefix_caching, snapshot_interval=snapshot_interval
         )
+
+    def use_tiers(self, tiers: Tiers, compute_seconds: ComputeSeconds) -> None:
+        super().use_tiers(tiers, compute_seconds)
+        self.states.tiers = tiers
 
     @property
     def resources(self) -> tuple[Resource, ...]:

@@ -167,6 +167,12 @@ class PrefixIndex:
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 
+    def claim_positions(self, request: Request, first: int, end: int) -> None:
+        """Record blocks that are being loaded for `request`, so that other requests wait for them."""
+        self._claimants.add(request.id)
+        for digest in self.digests(request, end)[first:end]:
+            self._claims.setdefault(digest, request.id)
+
     def drop_claims(self, request: Request) -> None:
         if request.id not in self._claimants:
             return
@@ -182,6 +188,10 @@ class PrefixIndex:
             self._evicted[digest] = None
             if len(self._evicted) > REMEMBERED_EVICTIONS:
                 self._evicted.popitem(last=False)
+
+    def digest_of(self, block: int) -> bytes:
+        """The digest of an indexed block."""
+        return self._entry_of[block].digest
 
     def prefix_of(self, block: int) -> tuple[bytes, tuple[int, ...]]:
         """The digest of the prefix before `block` and what is in it, as `block_content`."""

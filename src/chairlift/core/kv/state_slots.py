@@ -23,6 +23,7 @@ from typing import NamedTuple
 from chairlift.core.kv.block_pool import BlockPool, Resource
 from chairlift.core.kv.prefix_index import Miss, PrefixIndex, PrefixMatch
 from chairlift.core.kv.snapshots import ForkState, RequestStates, Snapshots
+from chairlift.core.kv.tiers import STATE, PartKey, Tiers
 from chairlift.core.plan import NO_SLOT, BlockCopy, Chunk, ChunkStates
 from chairlift.core.request import Request
 
@@ -54,6 +55,7 @@ class StateSlots(Resource):
         self.snapshots = Snapshots()
         self.slots = BlockPool(num_slots, on_evict=self.snapshots.remove_slots)
         self.interval = None if snapshot_interval is None else max(1, snapshot_interval // block_size) * block_size
+        self.tiers: Tiers | None = None
         self._states: dict[str, RequestStates] = {}
         self._divergences: OrderedDict[bytes, None] = OrderedDict()  # digests of blocks that end where a snapshot pays
         self._expected: dict[bytes, str] = {}  # digest of a block -> the running request that will take a snapshot
@@ -146,6 +148,15 @@ class StateSlots(Resource):
         if request.group is not None:
             return request.num_prompt // self.block_size * self.block_size if request.num_output else None
         return request.num_prompt - 1 if request.params.num_sequences > 1 and not request.num_output else None
+
+    def adopt(self, request: Request, num_blocks: int, slot: int, *, index: bool) -> None:
+        """Release a slot that a state was loaded into; with `index`, as the snapshot after so many blocks of
+        `request`, if it still lacks one."""
+        block = self._indexed_block(request, num_blocks * self.block_size) if index else None
+        if block is not None and block not in self.snapshots:
+            self.slots.mark_cached([slot])
+            self.snapshots.add(block, slot)
+        self.slots.release([slot])
 
     def _expect_snapshots(self, request: Request, states: RequestStates, match: PrefixMatch) -> None:
         """Decide where `request` takes snapshots: at the last boundaries of its prompt and of its known tokens, and
@@ -335,6 +346,8 @@ class StateSlots(Resource):
         if block is not None and block not in self.snapshots:
             self.slots.mark_cached([slot])
             self.snapshots.add(block, slot)
+            if self.tiers is not None:
+                self.tiers.keep(PartKey(self.index.digest_of(block), STATE), slot)
             self._divergences.pop(self.index.digest(request, num_tokens // self.block_size - 1), None)
             if num_tokens >= request.num_prompt and num_tokens not in states.wanted:
                 self._replace_newest(request, states, num_tokens)

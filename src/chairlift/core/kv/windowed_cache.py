@@ -50,11 +50,14 @@ class Reach:
 
 
 FULL = Reach()
+NO_TIERS = "not possible yet with layers that see a window, or a chunk, of the tokens before a token"
 
 
 class WindowedCache(KVCache):
     """The block tables of layers with one reach. Entries before the first block that a request holds stay as they are,
     and nothing depends on what they point to."""
+
+    tiers_obstacle = NO_TIERS
 
     def __init__(
         self,
@@ -232,6 +235,8 @@ def _most_own(kv: KVCache, num_shared: int, beams: int) -> int:
 class GroupedCache(KVCache):
     """The block tables of a model with several groups of layers: one of layers that see all tokens, and others beside
     it, over one pool. Every request has all of them, in step with each other."""
+
+    tiers_obstacle = NO_TIERS
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from chairlift.core.kv.block_pool import Resource
-from chairlift.core.plan import PlanBuilder
+from chairlift.core.plan import NO_LIMIT, PlanBuilder
 from chairlift.core.policies.base import PolicyDecision
 from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.packing import share_rest_among_prompts
@@ -66,7 +66,7 @@ class _StepAdmission:
             waiting.note(request, obstacle)
             if obstacle is WaitReason.IMAGES:
                 continue  # its images make progress in each step, so it is not passed over
-            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.ADAPTER):
+            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.LOADING, WaitReason.ADAPTER):
                 if request.starved:
                     starved.append(request)
                 continue  # it waits for another request, or for a disk, so it is not passed over
@@ -91,8 +91,9 @@ class _StepAdmission:
         return WaitReason.TURN if request.starved else None
 
     def _waits_for_another(self, request: Request) -> bool:
-        loads = not self.state.adapters.ready(request)
-        return loads or waits_for_sibling(request, self.state.running) or self.kv.match(request).in_progress
+        if not self.state.adapters.ready(request) or (self.kv.loads is not None and self.kv.loads.is_loading(request)):
+            return True
+        return waits_for_sibling(request, self.state.running) or self.kv.match(request).in_progress
 
     def _admit(self, request: Request) -> WaitReason | None:
         """Admit `request` and plan its first tokens, or return the obstacle (and change nothing)."""
@@ -106,6 +107,9 @@ class _StepAdmission:
         if not self.state.adapters.ready(request):
             return WaitReason.ADAPTER if self.state.adapters.want(request) else WaitReason.ADAPTER_MEMORY
         swapped = request.num_computed  # computed tokens of a waiting request are in host memory
+        loads = self.kv.loads
+        if loads is not None and loads.is_loading(request):
+            return WaitReason.LOADING
         match = self.kv.match(request)
         sibling = None if swapped else sibling_to_fork(request, running)
         if not swapped and waits_for_sibling(request, running):
@@ -116,6 +120,8 @@ class _StepAdmission:
             self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
         elif match.in_progress and not swapped:
             return WaitReason.PREFIX
+        elif loads is not None and not swapped and loads.start(request, match, *self._spare()):
+            return WaitReason.LOADING
         else:
             self.kv.attach(request, match)
         cached = request.num_computed
@@ -131,6 +137,11 @@ class _StepAdmission:
         self._newly_admitted.add(request.order)
         self._promise(request)
         return None
+
+    def _spare(self) -> tuple[int, int]:
+        """The blocks and the state slots that running requests will not take."""
+        blocks, *slots = (each.num_free - promised for each, promised in self.promised.items())
+        return blocks, slots[0] if slots else NO_LIMIT
 
     def _promise(self, request: Request, sign: int = 1) -> None:
         for resource in self.promised:

@@ -81,6 +81,8 @@ def _reserve(
     while (copies := state.kv.reserve(request, count)) is None:
         if state.take_idle_blocks():
             continue
+        if state.kv.loads is not None and state.kv.loads.will_release:
+            return None  # They are cached blocks in a moment; nothing is preempted for them.
         builder.memory_was_short = True
         victim = state.ordering.victim(state.running)
         state.preempt(victim, now, builder)

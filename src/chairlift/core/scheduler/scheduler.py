@@ -203,7 +203,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.kv.loads)
 
     @property
     def has_events(self) -> bool:
@@ -223,15 +223,29 @@ class Scheduler:
             return WaitReason.GRAMMAR
         if self.swap.holds(request):
             return self.waiting.reason(request)
+        if self.kv.loads is not None and self.kv.loads.is_loading(request):
+            return WaitReason.LOADING
         if waits_for_sibling(request, self.running):
             return WaitReason.SIBLING
         return WaitReason.PREFIX if self.kv.match(request).in_progress else self.waiting.reason(request)
+
+    def wait_for_loads(self, seconds: float) -> None:
+        """Wait for a load from a tier to end, if any is in flight, at most for so long."""
+        if self.kv.tiers is not None and self.kv.loads:
+            self.kv.tiers.mover.wait(seconds)
+
+    def close_tiers(self) -> None:
+        """Write what the tiers are still to keep, and stop their threads."""
+        if self.kv.tiers is not None:
+            self.kv.tiers.mover.close()
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call `schedule` next if nothing else happens; None if there is no work."""
         if not self.has_work:
             return None
-        opens_at = None if self.running else self.policy.opens_at(self.waiting, self.max_batch_requests)
+        opens_at = (
+            None if self.running or not self.waiting else self.policy.opens_at(self.waiting, self.max_batch_requests)
+        )
         if opens_at is None:
             return now
         deadline = self._deadlines.next()
@@ -246,6 +260,8 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step."""
         self.swap.begin_step()
+        if self.kv.loads is not None:
+            self.kv.loads.begin_step(now)
         self._drop_late(now)
         builder = self._begin_plan(now)
         packing.plan_decodes(self.state, builder, now)
@@ -322,6 +338,8 @@ class Scheduler:
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         """Apply the result of a step: append sampled tokens, index full blocks, finish requests and free blocks."""
         self._results.apply(result, now, ends)
+        if self.kv.tiers is not None:
+            self.kv.tiers.flush()
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Handle a planned step without a result: preempt its requests, since the state of their blocks is unknown."""

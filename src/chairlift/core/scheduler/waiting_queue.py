@@ -34,6 +34,7 @@ class WaitReason(StrEnum):
     ADAPTER = "its adapter is being loaded"
     ADAPTER_MEMORY = "its adapter has no room until running requests with others end (max_loras, lora_memory)"
     IMAGES = "its next image is being encoded"
+    LOADING = "blocks of its prefix are being loaded from host memory or disk"
 
     @property
     def label(self) -> str:
@@ -162,7 +163,7 @@ class WaitingQueue(Sequence[Request]):
     def reason(self, request: Request) -> WaitReason:
         found = self.last_reason(request)
         # That reason may no longer hold.
-        return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
+        return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX, WaitReason.LOADING) else found
 
     def reasons(self) -> Counter[WaitReason]:
         """Count the waiting requests by reason, as of the last admission. Requests with the default reason are not

@@ -1,0 +1,1 @@
+"""Evictions: which cached block, snapshot or part of a tier is given up first."""

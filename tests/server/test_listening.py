@@ -24,6 +24,7 @@ from chairlift.server.http.listener import Certificate, UvicornServer, listen
 from chairlift.server.lifecycle import serve_forever
 from chairlift.server.options import ServerOptions
 from chairlift.server.wire.limits import Limits
+from chairlift_lab.load.trace_files import load_trace
 from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
 from tests.server.running_server import HTTP, RunningServer, start_server, wait_for
 from tests.tools import require_tool
@@ -171,7 +172,15 @@ def test_the_access_log_has_what_a_simulation_needs(tmp_path: Path) -> None:
             HTTP.post(front.url + "/v1/completions", json={"model": NAME, "prompt": prompts[0], "cache_salt": "mine"})
             return access_lines(file, 2)
 
-    both, salted = send(tmp_path / "one", "a")
+    both, salted = send(tmp_path / "one.jsonl", "a")
+    entries = load_trace(tmp_path / "one.jsonl", "log")
+    assert [(entry.n_in, entry.n_out, str(entry.targets)) for entry in entries] == [
+        (40, 2, "ttft:500"),
+        (42, 2, "ttft:500"),
+        (40, 2, ""),
+    ]
+    assert entries[0].blocks == entries[1].blocks != entries[2].blocks
+    assert all(entry.measured for entry in entries)
     first, second = (prompt["blocks"] for prompt in both["prompts"])
     assert [prompt["tokens"] for prompt in both["prompts"]] == [40, 42]
     assert first == second

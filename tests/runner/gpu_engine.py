@@ -9,9 +9,10 @@ import torch
 
 from chairlift.attention.backends.base import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.attention.placement import place_layers
 from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
-from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.windowed_cache import FULL, make_cache
 from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -68,10 +69,14 @@ def make_engine(
     eos_ids: frozenset[int] = frozenset(),
     num_states: int = 20,
 ) -> Engine:
-    storage = allocate_storage(model.attention_layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    placement = None if model.recurrent_layers else place_layers(model.attention_layers, MAX_LEN)
+    layers, where = model.attention_layers, (num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    storage = allocate_storage(layers, *where, placement)
     states = allocate_states(model.recurrent_layers, num_states, model.device)
     hybrid = with_states(num_blocks, BLOCK_SIZE, num_slots=num_states)
-    kv = KVCache(num_blocks, BLOCK_SIZE) if states is None else hybrid
+    reaches = (FULL,) if placement is None else placement.reaches
+    plain = make_cache(num_blocks, BLOCK_SIZE, reaches=reaches, step_tokens=2 * prefill)
+    kv = plain if states is None else hybrid
     runner: ModelRunner
     if gpu:
         runner = GPURunner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chairlift.attention.recurrent import NO_SLOT, RecurrentBatch, RecurrentStep, StateStorage
 from chairlift.attention.storage import KVStorage
-from chairlift.core.plan import StepPlan
+from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 
 PADDING_TOKEN = 0  # any token will do: its results are not read
@@ -34,6 +34,18 @@ class RaggedLayout:
     ends: Sequence[int]  # S: each sequence's length after the step
     tables: Tensor  # [S, longest table] int32: logical -> physical block, zero-padded
     slot_mapping: Tensor  # [T] int64: where each token's key and value go: block * block_size + offset
+    beside: Sequence[BlockTables] = ()  # those of layers with other block tables
+
+    def of_table(self, number: int) -> BlockTables:
+        """The block tables of that number, and where they say that keys and values go."""
+        return self.beside[number - 1] if number else BlockTables(self.tables, self.slot_mapping)
+
+
+class BlockTables(NamedTuple):
+    """What depends on the block tables, of which a model with groups of layers has several."""
+
+    tables: Tensor
+    slot_mapping: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,11 @@ class PagedLayout:
     one_per_request: bool = False  # no request has two rows: no row reads what another writes in the same step
     long_contexts: bool = False  # some single token has a long context
     deep_chunks: bool = False  # some longer chunk has a long context
+    beside: Sequence[Tensor] = ()  # the tables of layers with other block tables
+
+    def with_table(self, number: int) -> PagedLayout:
+        """The layout for layers with the block tables of that number."""
+        return replace(self, tables=self.beside[number - 1], beside=()) if number else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +247,12 @@ def _all_tokens(plan: StepPlan, storage: KVStorage, device: torch.device, rectan
     places = np.arange(offsets[-1]) - np.array(offsets)[sequences]
     filled = places < counts[sequences]
     positions = np.where(filled, starts[sequences] + places, 0)
-    tables = table_array([*(chunk.table for chunk in chunks), *([[scratch]] * idle)])
-    blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
+    described = []
+    for number in range(1 + len(chunks[0].beside) if chunks else 1):
+        tables = table_array([*(_table(chunk, number) for chunk in chunks), *([[scratch]] * idle)])
+        blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
+        slots = torch.from_numpy(blocks * block_size + positions % block_size)
+        described.append(BlockTables(torch.from_numpy(tables).to(device), slots.to(device)))
     tokens = np.full(offsets[-1], PADDING_TOKEN, dtype=np.int64)
     tokens[filled & (sequences < len(chunks))] = [token for chunk in chunks for token in chunk.tokens]
     sampled = [
@@ -247,8 +268,9 @@ def _all_tokens(plan: StepPlan, storage: KVStorage, device: torch.device, rectan
             offsets=offsets,
             starts=starts.tolist(),
             ends=(starts + counts).tolist(),
-            tables=torch.from_numpy(tables).to(device),
-            slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
+            tables=described[0].tables,
+            slot_mapping=described[0].slot_mapping,
+            beside=described[1:],
         ),
         num_padding=len(tokens) - plan.num_tokens,
     )
@@ -279,8 +301,21 @@ def _single_tokens(plan: StepPlan, storage: KVStorage, device: torch.device) -> 
             ends=[start + 1 for start in starts],
             tables=torch.from_numpy(tables).to(device),
             slot_mapping=slots,
+            beside=[_single_slots(chunks, number, size, device) for number in range(1, 1 + len(chunks[0].beside))],
         ),
     )
+
+
+def _single_slots(chunks: Sequence[Chunk], number: int, size: int, device: torch.device) -> BlockTables:
+    tables = [chunk.beside[number - 1] for chunk in chunks]
+    slots = [
+        table[chunk.start // size] * size + chunk.start % size for chunk, table in zip(chunks, tables, strict=True)
+    ]
+    return BlockTables(torch.from_numpy(table_array(tables)).to(device), torch.tensor(slots, device=device))
+
+
+def _table(chunk: Chunk, number: int) -> Sequence[int]:
+    return chunk.beside[number - 1] if number else chunk.table
 
 
 def table_array(tables: Sequence[Sequence[int]]) -> np.ndarray:

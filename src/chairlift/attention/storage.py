@@ -13,7 +13,8 @@ from chairlift.kernels.cpu.attention_work import SCALE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
+    """The cache's tensors, a pair for each layer, which layers with different block tables may share. Each is
+    [num_blocks + 1, block_size, kv_heads, head_dim].
 
     8-bit integers have a scale for each token and head: a float32 in four more numbers, behind the head's own.
     The last block is never allocated: the keys and values of padding are written there. In latent attention values are
@@ -22,8 +23,10 @@ class KVStorage:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    # The same memory as one tensor per side, of the leading layers that have one shape.
+    # The same memory as one tensor per side, of the leading planes that have one shape.
     stacked: tuple[Tensor, Tensor] | None = None
+    # The plane and the block table of each layer, where layers share planes; see `attention/placement.py`.
+    places: Sequence[tuple[int, int]] = ()
 
     @property
     def block_size(self) -> int:
@@ -36,8 +39,16 @@ class KVStorage:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor once, of all layers."""
-        values = (value for key, value in zip(self.keys, self.values, strict=True) if value is not key)
-        return [*self.keys, *values]
+        return list({id(side): side for side in (*self.keys, *self.values)}.values())
+
+    @property
+    def num_tables(self) -> int:
+        """How many block tables a request has."""
+        return 1 + max((table for _, table in self.places), default=0)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The plane and the number of the block table of a layer."""
+        return self.places[layer] if self.places else (layer, 0)
 
     def sides(self, layer: int) -> tuple[Tensor, ...]:
         """The tensors of one layer: keys and values, or one for both."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.placement import Placement
 from chairlift.attention.recurrent import RecurrentLayer
 from chairlift.attention.storage import stored_size
+from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.state_slots import MIN_SLOTS
+from chairlift.core.kv.windowed_cache import FULL, make_cache
+from chairlift.core.plan import NO_LIMIT
 from chairlift.engine.settings import LoadSettings
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.kernels.gpu import on_gpu
@@ -88,14 +93,51 @@ class MemoryPlan:
     source: str  # the origin of the amount, in words
     bytes_per_state: int = 0  # the state of one sequence in all recurrent layers
     num_states: int = 0  # state slots
+    placement: Placement | None = None  # None: a block is memory for all layers
+    bytes_per_place: int = 0  # with a placement: keys and values of one token in the layers that a block is memory for
+    step_tokens: int = NO_LIMIT  # the most tokens of a request that are planned and not computed
+
+    @property
+    def bytes_per_block(self) -> int:
+        return (self.bytes_per_token if self.placement is None else self.bytes_per_place) * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """The tokens of as many sequences of the full length as fit."""
+        if self.placement is None:
+            return self.num_blocks * self.block_size
+        return int(self.sequences(self.max_model_len) * self.max_model_len)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence that fits."""
+        return self._accounting(self.step_tokens).room_behind(0) * self.block_size
+
+    def sequences(self, length: int) -> float:
+        """How many sequences of `length` tokens fit, of which one is computed and the others are decoding."""
+        if self.placement is None:
+            return self.num_blocks * self.block_size / length
+        blocks = -(-length // self.block_size)
+        most = self._accounting(self.step_tokens).most_held(0, blocks)
+        return max(0.0, 1 + (self.num_blocks - most) / self._accounting(1).most_held(0, blocks))
+
+    def _accounting(self, step_tokens: int) -> KVCache:
+        return self.make_cache(step_tokens=step_tokens)
+
+    def make_cache(self, *, prefix_caching: bool = True, step_tokens: int | None = None) -> KVCache:
+        """The accounting of these blocks."""
+        reaches = (FULL,) if self.placement is None else self.placement.reaches
+        return make_cache(
+            self.num_blocks,
+            self.block_size,
+            reaches=reaches,
+            step_tokens=self.step_tokens if step_tokens is None else step_tokens,
+            prefix_caching=prefix_caching,
+        )
 
     def max_requests(self, most: int) -> int:
         """`most`, or fewer if there is not even memory for as many short sequences.
@@ -113,17 +155,29 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The arithmetic, for the start-up log."""
-        sequences = self.num_tokens / self.max_model_len
-        block_bytes = self.bytes_per_token * self.block_size
+        sequences = self.sequences(self.max_model_len)
+        per_token = f"{self.bytes_per_block // self.block_size:,} bytes per token"
+        if self.placement is not None and self.placement.num_tables > 1:
+            per_token += f" of {len(self.placement.shapes)} layers"
         return [
             f"weights    {format_bytes(self.weight_bytes)}",
             f"KV cache   {format_bytes(self.kv_bytes)} ({self.source})",
-            f"           {self.bytes_per_token:,} bytes per token x {self.block_size} tokens per block"
-            f" = {format_bytes(block_bytes)} per block",
+            f"           {per_token} x {self.block_size} tokens per block"
+            f" = {format_bytes(self.bytes_per_block)} per block",
+            *self._group_lines(),
             f"           {self.num_blocks:,} blocks = {self.num_tokens:,} tokens"
             f" = {sequences:.1f} sequences of the full {self.max_model_len:,} tokens",
             *self._state_lines(),
         ]
+
+    def _group_lines(self) -> list[str]:
+        """The layers of each group, and the block tables of a request."""
+        if self.placement is None:
+            return []
+        counts = Counter(self.placement.reaches[table] for table in self.placement.tables)
+        groups = [f"{count} layers with {reach.words}" for reach, count in counts.items()]
+        tables = f", in {self.placement.num_tables} block tables" if self.placement.num_tables > 1 else ""
+        return [f"           {' and '.join(groups)}{tables}"]
 
     def _state_lines(self) -> list[str]:
         if not self.num_states:
@@ -154,6 +208,8 @@ def plan_memory(
     state_memory: int | str | None = None,
     states_per_request: int = 1,
     free: int | None = None,
+    placement: Placement | None = None,
+    step_tokens: int = NO_LIMIT,
 ) -> MemoryPlan:
     """`kv_memory` as given, or a share of what is free beside steps and adapters, but no more than a full batch
     can use.
@@ -161,10 +217,14 @@ def plan_memory(
     The states of `recurrent` layers get `state_memory` of it, or as much as there is a use for, up to half or to what
     the KV cache has no use for. `mapped_bytes` of the weights are pages of a file, which the system counts as free.
     `states_per_request`: that there is a use for, with draft tokens and snapshots. `free`: bytes in place of those that
-    are free here.
+    are free here. `placement` of the layers in blocks, unless a block is memory for all of them; `step_tokens`: the
+    most tokens of a request that are planned and not computed.
     """
     per_token = bytes_per_token(layers, dtype)
-    per_block = per_token * block_size
+    if placement is not None and placement.num_tables == 1 and placement.reaches[0].is_full:
+        placement = None
+    per_place = per_token if placement is None else bytes_per_token(placement.shapes, dtype)
+    per_block = per_place * block_size
     free = (free_memory(device, mapped=mapped_bytes) if free is None else free) - step_bytes - adapter_bytes
     if kv_memory is not None:
         budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
@@ -179,7 +239,11 @@ def plan_memory(
         share = memory_share or (SHARE_OF_GPU_MEMORY if on_gpu(device) else SHARE_OF_FREE_MEMORY)
         beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
         budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
-    most = max_batch_requests * -(-max_model_len // block_size)
+    per_request = -(-max_model_len // block_size)
+    if placement is not None:
+        endless = make_cache(NO_LIMIT, block_size, reaches=placement.reaches, step_tokens=step_tokens)
+        per_request = endless.most_held(0, per_request)
+    most = max_batch_requests * per_request
     per_state = sum(layer.num_bytes for layer in recurrent)
     num_states = 0
     if per_state and state_memory is not None:
@@ -192,7 +256,8 @@ def plan_memory(
     if num_blocks < 1:
         needed = f"one block of {block_size} tokens takes {format_bytes(per_block)}"
         raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
-    return MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source, per_state, num_states)
+    plan = MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source, per_state, num_states)
+    return replace(plan, placement=placement, bytes_per_place=per_place, step_tokens=step_tokens)
 
 
 def _num_states(budget: int, per_state: int, most_kv: int, wanted: int) -> int:
@@ -224,7 +289,7 @@ def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int
 
 def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:
     """Blocks that fit in `swap_memory`; by default as many as the KV cache has, in a quarter of the host's memory."""
-    per_block, free = plan.bytes_per_token * plan.block_size, free_memory(CPU)
+    per_block, free = plan.bytes_per_block, free_memory(CPU)
     if swap_memory is None:
         slots = int(min(plan.kv_bytes, SHARE_OF_HOST_MEMORY * free)) // per_block
         if not slots:

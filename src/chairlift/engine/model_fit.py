@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from chairlift.attention.placement import place_layers
 from chairlift.config import EngineConfig
 from chairlift.engine.memory_plan import plan_memory
 from chairlift.engine.model_check import REFUSED, ModelCheck
@@ -130,14 +131,17 @@ def _fit(
                 step_bytes=step_bytes,
                 recurrent=info.recurrent_layers,
                 free=free,
+                placement=None if info.recurrent_layers else place_layers(info.attention_layers, info.max_len),
+                step_tokens=settings.step_tokens,
             )
         except InvalidParameter:
             continue
-        context = _rounded(min(info.max_len, plan.num_tokens))
+        context = _rounded(min(info.max_len, plan.longest))
         if context < min(LEAST_CONTEXT, info.max_len):
             continue
         shorter = ("--max-model-len", str(context)) if context < info.max_len else ()
-        requests = min(plan.num_tokens // min(TYPICAL_TOKENS, context), plan.max_requests(settings.max_batch_requests))
+        typical = int(plan.sequences(min(TYPICAL_TOKENS, context)))
+        requests = min(typical, plan.max_requests(settings.max_batch_requests))
         return Fit(
             True, device, candidate.format, (*candidate.options, *shorter), candidate.num_bytes, free, context, requests
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.placement import Placement, place_layers
 from chairlift.core.kv.state_slots import MIN_SLOTS
 from chairlift.engine.memory_plan import SNAPSHOTS_PER_REQUEST, MemoryPlan, plan_host_slots, plan_memory
 from chairlift.engine.settings import EngineSettings
@@ -72,6 +73,14 @@ class RunnerFactory:
         return (*self.model.attention_layers, *(self.draft.layers if self.draft else ()))
 
     @property
+    def _placement(self) -> Placement | None:
+        """Where the layers' keys and values are; None: in blocks of all layers, as states need them."""
+        if self.model.recurrent_layers or not self.settings.attention.capabilities.several_tables:
+            return None
+        num_drafting = len(self.draft.layers) if self.draft else 0
+        return place_layers(self._layers, self.settings.max_model_len, num_drafting=num_drafting)
+
+    @property
     def _max_drafts(self) -> int:
         return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, self.settings.max_batch_tokens)
 
@@ -93,6 +102,8 @@ class RunnerFactory:
             mapped_bytes=self.model.num_mapped_bytes(),
             recurrent=self.model.recurrent_layers,
             state_memory=config.state_memory,
+            placement=self._placement,
+            step_tokens=self.settings.step_tokens,
             states_per_request=1
             + self.settings.drafts_per_request
             + (SNAPSHOTS_PER_REQUEST if config.prefix_caching else 1),
@@ -124,7 +135,8 @@ class RunnerFactory:
     ) -> tuple[ModelRunner, Proposer | None]:
         """The runner and what proposes draft tokens; `measures`: only the memory of a step is measured with them."""
         settings, config, device = self.settings, self.settings.config, self.model.device
-        storage = allocate_storage(self._layers, memory.num_blocks, memory.block_size, settings.kv_dtype, device)
+        kv_dtype, placement = settings.kv_dtype, memory.placement
+        storage = allocate_storage(self._layers, memory.num_blocks, memory.block_size, kv_dtype, device, placement)
         states = allocate_states(self.model.recurrent_layers, memory.num_states, device)
         proposer: Proposer | None = None
         host_blocks: HostBlocks | None = None

@@ -71,7 +71,7 @@ def make_scheduler(
 def _make_cache(settings: EngineSettings, memory: MemoryPlan) -> KVCache:
     config = settings.config
     if not memory.num_states:
-        return KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        return memory.make_cache(prefix_caching=config.prefix_caching)
     return HybridCache(
         memory.num_blocks,
         config.block_size,
@@ -97,6 +97,5 @@ def _make_swap_space(settings: EngineSettings, built: BuiltRunner, forecast: Wor
     if settings.config.preemption == "swap":
         return SwapSpace(slots)
     speed = host_blocks.bytes_per_second()
-    per_block = memory.bytes_per_token * memory.block_size
     log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
-    return SwapSpace(slots, SwapCost(per_block, speed, forecast.recompute_seconds))
+    return SwapSpace(slots, SwapCost(memory.bytes_per_block, speed, forecast.recompute_seconds))

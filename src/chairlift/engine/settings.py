@@ -84,6 +84,17 @@ class MachineSettings:
     max_batch_requests: int
     reasons: Mapping[str, str]  # The keys are names of values.
 
+    @property
+    def drafts_per_request(self) -> int:
+        """The most draft tokens of a request in one step."""
+        return drafts_per_request(self.config.speculate, self.config.draft_length)
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a request that are planned and not computed: on a GPU, those of two steps."""
+        of_step = max(self.max_prefill_tokens, 1 + self.drafts_per_request)
+        return 2 * of_step if on_gpu(self.device) else of_step
+
     def lines(self) -> list[str]:
         """Every chosen value with its reason, for the log."""
         return [f"{name} {_words(getattr(self, name))}: {reason}" for name, reason in self.reasons.items()]
@@ -105,11 +116,6 @@ class EngineSettings(MachineSettings):
     kv_dtype: torch.dtype
     max_model_len: int
     attention: AttentionBackend
-
-    @property
-    def drafts_per_request(self) -> int:
-        """The most draft tokens of a request in one step."""
-        return drafts_per_request(self.config.speculate, self.config.draft_length)
 
 
 def resolve_machine(config: EngineConfig, machine: Machine | None = None) -> MachineSettings:

@@ -103,6 +103,7 @@ class CPURunner(ModelRunner):
     def warm_up(self) -> None:
         """Run one token on block 0, which is still free, to compile what is compiled on first use."""
         request = Request("warm-up", [0], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
-        self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0], samples=True),)))
+        beside = ([0],) * (self.storage.num_tables - 1)
+        self.run(StepPlan(step=0, chunks=(Chunk(request, 0, 1, table=[0], samples=True, beside=beside),)))
         self.forget(request.id)
         self._warm_up_drafter(request)

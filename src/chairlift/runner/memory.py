@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.interface import AttentionLayer
+from chairlift.attention.placement import Placement
 from chairlift.attention.recurrent import RecurrentLayer, StateStorage
 from chairlift.attention.storage import KVStorage, as_plain, stored_size
 from chairlift.core.plan import StepPlan
@@ -46,9 +47,23 @@ def _available_to_machine() -> int:
 
 
 def allocate_storage(
-    layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[AttentionLayer],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    placement: Placement | None = None,
 ) -> KVStorage:
-    """Allocate `num_blocks` blocks of each layer and one more, to which padding is written."""
+    """Allocate `num_blocks` blocks and one more, to which padding is written: of each layer, or of each plane of a
+    `placement` of the layers."""
+    if placement is not None:
+        planes = allocate_storage(placement.shapes, num_blocks, block_size, dtype, device)
+        # Layers with a window may multiply what no request holds by zero, which must give zero.
+        for side in map(as_plain, planes.tensors if device.type != "cpu" else ()):
+            side.zero_()
+        keys, values = ([side[plane] for plane in placement.planes] for side in (planes.keys, planes.values))
+        places = tuple(zip(placement.planes, placement.tables, strict=True))
+        return KVStorage(keys, values, planes.stacked, places)
     if not layers:  # a model without attention: a layer without numbers has the sizes that others read
         nothing = torch.empty((num_blocks + 1, block_size, 0, 0), dtype=dtype, device=device)
         return KVStorage([nothing], [nothing])
@@ -69,7 +84,7 @@ def allocate_storage(
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    room = torch.from_numpy(aligned((math.prod(shape) * dtype.itemsize,)))
+    room = torch.from_numpy(aligned((math.prod(shape) * dtype.itemsize,), zeros=True))
     return room.view(dtype).view(shape)
 
 

@@ -237,7 +237,7 @@ class DraftPasses:
         layout = PagedLayout(
             slots=slots,
             positions=positions,
-            tables=self.slots.tables,
+            tables=self.slots.parts[0],
             chunk_slot=slots,
             chunk_row=self._rows[: len(slots)],
             chunk_start=starts,

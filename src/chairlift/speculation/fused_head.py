@@ -116,10 +116,10 @@ class FusedHead:
         storage: KVStorage,
     ) -> Step:
         cos, sin = self._angles(positions[None])
-        keys, values = self._decoder.stored(storage)
+        keys, values, places = self._decoder.stored(storage)
         nothing = np.empty((0, *embedded.shape), dtype=np.float32)
         x = np.empty_like(embedded)
-        return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
+        return Step(x, cos, sin, slots[None], keys, values, tables[None], places, work, nothing, np.arange(len(x)), x)
 
     def _drafted_tokens(
         self, tasks: Sequence[DraftTask], tables: np.ndarray, block_size: int, hidden: int
@@ -138,7 +138,7 @@ class FusedHead:
             cos=cos,
             sin=sin,
             slots=_slots(tables, every, positions, block_size),
-            tables=tables,
+            tables=tables[None],
             work=work,
             lengths=ends[rows] + places + 1,
             pieces=np.searchsorted(rows, requests),

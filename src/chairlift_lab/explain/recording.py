@@ -321,14 +321,15 @@ def who_sees_whom(call: AttentionCall) -> list[list[bool]]:
 def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
     """[T] bool: the rows whose output depends on the value of that position of that sequence."""
     layout, storage, index = call.layout, call.storage, call.layer.index
+    tables, slots = layout.of_table(storage.place(index)[1])
     start = layout.starts[sequence]
     if position >= start:  # This step computes it.
         v = call.v.clone()
         v[layout.offsets[sequence] + position - start] += PUSH
         changed = call.attention.attend(call.layer, call.q, call.k, v)
-        storage.write(index, layout.slot_mapping, call.k, call.v)
+        storage.write(index, slots, call.k, call.v)
     else:
-        block = int(layout.tables[sequence, position // storage.block_size])
+        block = int(tables[sequence, position // storage.block_size])
         value = storage.values[index][block, position % storage.block_size]
         before = value.clone()
         value += PUSH

@@ -26,6 +26,7 @@ class Capabilities:
     sinks: bool = False  # it can run layers with sinks
     chunks: bool = False  # it can run layers whose attention stays within chunks
     chooses: bool = False  # it can run sparse attention, in which an index chooses positions
+    several_tables: bool = False  # it reads the block tables of each layer: `layout.of_table`
     captures: bool = False  # it has `batch_spec`, and can begin a step that only reads device memory, for a graph
 
 

@@ -18,7 +18,7 @@ from chairlift.attention.storage import KVStorage
 @BACKENDS.register("bursted")
 class BurstedAttention(AttentionBackend):
     name = "bursted"
-    capabilities = Capabilities(sinks=True, chunks=True, chooses=True)
+    capabilities = Capabilities(sinks=True, chunks=True, several_tables=True, chooses=True)
     preference = 1
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
@@ -49,12 +49,12 @@ class _BurstedStep(StepAttention):
         sinks: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        layout = self.layout
-        self.storage.write(layer.index, layout.slot_mapping, k, v)
+        layout, where = self.layout, self.layout.of_table(self.storage.place(layer.index)[1])
+        self.storage.write(layer.index, where.slot_mapping, k, v)
         out = q.new_empty(*q.shape[:2], layer.value_dim)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
-            keys, values = self.storage.read(layer.index, layout.tables[i], end, q.dtype)
+            keys, values = self.storage.read(layer.index, where.tables[i], end, q.dtype)
             mask = visible_mask(layer, start, end, q.device)
             if chosen is not None:
                 mask = mask & (chosen[rows, :, None] == torch.arange(end, device=q.device)).any(dim=1)

@@ -24,7 +24,7 @@ from chairlift.attention.storage import KVStorage, as_plain, widened
 @BACKENDS.register("padded")
 class PaddedAttention(AttentionBackend):
     name = "padded"
-    capabilities = Capabilities(rectangular=True, sinks=True, chunks=True, chooses=True)
+    capabilities = Capabilities(rectangular=True, sinks=True, chunks=True, several_tables=True, chooses=True)
 
     def begin(self, batch: StepBatch, storage: KVStorage) -> StepAttention:
         layout = batch.layout
@@ -36,7 +36,7 @@ class _Rectangle:
     """B sequences with `width` queries each, over L positions: the longest sequence, in whole blocks."""
 
     width: int
-    blocks: Tensor  # [B * blocks of the longest sequence] int32
+    num_blocks: int  # blocks of the longest sequence
     absent: Tensor  # [B, L] bool: positions that a sequence does not have
     queries: Tensor  # [B, width] int64: the last position that each query may see
 
@@ -51,7 +51,7 @@ class _Rectangle:
         positions = torch.arange(num_blocks * block_size, device=device)
         # Padding sees what its sequence's last token sees: a softmax over nothing would be NaN.
         queries = torch.minimum(starts + torch.arange(width, device=device), ends - 1)
-        return cls(width, layout.tables[:, :num_blocks].flatten(), positions >= ends, queries)
+        return cls(width, num_blocks, positions >= ends, queries)
 
     def visible(self, layer: AttentionLayer) -> Tensor:
         """[B, width, L] bool: which positions each query may see."""
@@ -67,9 +67,11 @@ class _PaddedStep(StepAttention):
     masks: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)  # The keys are (window, chunk).
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        self.storage.write(layer.index, self.layout.slot_mapping, k, v)
-        keys = self._gather(self.storage.keys[layer.index], q.dtype)
-        values = self._gather(self.storage.values[layer.index], q.dtype)[..., : layer.value_dim]
+        where = self.layout.of_table(self.storage.place(layer.index)[1])
+        self.storage.write(layer.index, where.slot_mapping, k, v)
+        blocks = where.tables[:, : self.rectangle.num_blocks].flatten()
+        keys = self._gather(self.storage.keys[layer.index], blocks, q.dtype)
+        values = self._gather(self.storage.values[layer.index], blocks, q.dtype)[..., : layer.value_dim]
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
         mask = self._mask(layer)
         if layer.softcap is not None or sinks is not None:
@@ -96,10 +98,10 @@ class _PaddedStep(StepAttention):
             self.masks[key] = self.rectangle.visible(layer)
         return self.masks[key]
 
-    def _gather(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gather(self, stored: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros behind a sequence's end, where
         the memory may hold NaN, which no mask hides."""
         rectangle = self.rectangle
-        gathered = as_plain(stored).index_select(0, rectangle.blocks).view(stored.dtype)
+        gathered = as_plain(stored).index_select(0, blocks).view(stored.dtype)
         dense = widened(gathered.view(*rectangle.absent.shape, *stored.shape[2:]), dtype)
         return dense.masked_fill_(rectangle.absent[:, :, None, None], 0.0)

@@ -26,7 +26,9 @@ from chairlift.kernels.cpu.threads import the_team
 
 class PagedCPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, has_work=True, sinks=True, chunks=True, chooses=True)
+    capabilities = Capabilities(
+        batch_invariant=True, has_work=True, sinks=True, chunks=True, chooses=True, several_tables=True
+    )
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -69,12 +71,12 @@ class PagedCPUStep(StepAttention):
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         out = torch.empty(*q.shape[:2], layer.value_dim, dtype=q.dtype)
-        storage, layout = self.storage, self.layout
+        storage, where = self.storage, self.layout.of_table(self.storage.place(layer.index)[1])
         the_team().run(
             attend_layer,
             *(side.contiguous().numpy() for side in (q, k, v)),
-            layout.slot_mapping.numpy(),
-            Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
+            where.slot_mapping.numpy(),
+            Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), where.tables.numpy()),
             self._pieces(layer),
             score_of(layer, sinks),
             out.numpy(),

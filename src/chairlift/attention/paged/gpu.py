@@ -41,7 +41,7 @@ LARGE_STEP = 512  # rows of a step whose chunks the kernel for Hopper computes, 
 
 class PagedGPUAttention(AttentionBackend):
     name = "ragged"
-    capabilities = Capabilities(batch_invariant=True, captures=True, sinks=True, chunks=True)
+    capabilities = Capabilities(batch_invariant=True, captures=True, sinks=True, chunks=True, several_tables=True)
 
     def __init__(self, invariant_for: int | None = None) -> None:
         super().__init__(invariant_for)
@@ -184,7 +184,9 @@ def paged_layout(layout: RaggedLayout, tile_queries: int = ANY_LAYERS_QUERIES) -
     tiles = [(i, first) for i, count in enumerate(counts) if i >= num_single for first in range(0, count, tile_queries)]
 
     # Triton compiles another variant of a kernel for block tables that are not a multiple of 16 columns wide.
-    missing = -layout.tables.shape[1] % 16
+    def padded(tables: Tensor) -> Tensor:
+        missing = -tables.shape[1] % 16
+        return F.pad(tables, (0, missing)) if missing else tables
 
     def on_device(values: Sequence[int] | Tensor) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(device)
@@ -192,7 +194,8 @@ def paged_layout(layout: RaggedLayout, tile_queries: int = ANY_LAYERS_QUERIES) -
     return PagedLayout(
         slots=on_device(rows),
         positions=on_device(places + torch.tensor(layout.starts)[rows]),
-        tables=F.pad(layout.tables, (0, missing)) if missing else layout.tables,
+        tables=padded(layout.tables),
+        beside=[padded(each.tables) for each in layout.beside],
         chunk_slot=on_device(range(len(counts))),
         chunk_row=on_device(layout.offsets[:-1]),
         chunk_start=on_device(layout.starts),
@@ -212,8 +215,12 @@ class PagedGPUStep(StepAttention):
     storage: KVStorage
     backend: PagedGPUAttention
 
+    def _batch_of(self, layer: AttentionLayer) -> PagedLayout:
+        """The batch with the block tables of a layer."""
+        return self.batch.with_table(self.storage.place(layer.index)[1])
+
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        batch, block_size = self.batch, self.storage.block_size
+        batch, block_size = self._batch_of(layer), self.storage.block_size
         positions = batch.positions.long()
         blocks = batch.tables[batch.slots.long(), positions.clamp(min=0) // block_size].long()
         places = torch.where(positions < 0, self.storage.scratch_block, blocks) * block_size
@@ -228,7 +235,7 @@ class PagedGPUStep(StepAttention):
         plain = projection.plain()
         if plain is None:
             return StepAttention.from_projection(self, layer, projection)  # `super()` fails in classes with slots.
-        batch, heads, sinks = self.batch, plain.qkv.unflatten(1, (-1, layer.head_dim)), projection.sinks
+        batch, heads, sinks = self._batch_of(layer), plain.qkv.unflatten(1, (-1, layer.head_dim)), projection.sinks
         fresh = Fresh(plain.q_norm, plain.k_norm, plain.eps, plain.cos, plain.sin, plain.v_norm)
         if batch.one_per_request and not len(batch.tile_chunk) and tuned() and self._begins_fresh(layer, heads, fresh):
             out = empty_rows(len(heads), layer.num_heads, layer.head_dim, dtype=heads.dtype, device=heads.device)
@@ -268,7 +275,7 @@ class PagedGPUStep(StepAttention):
         from chairlift.kernels.triton.decode import decode_attention
         from chairlift.kernels.triton.invariant_decode import invariant_decode
 
-        batch, backend = self.batch, self.backend
+        batch, backend = self._batch_of(layer), self.backend
         arguments: dict[str, Any] = {
             "tables": batch.tables,
             "row_slot": batch.chunk_slot[: batch.num_single],
@@ -301,7 +308,7 @@ class PagedGPUStep(StepAttention):
         from chairlift.kernels.triton.invariant_attention import invariant_attention
         from chairlift.kernels.triton.launch import hopper_obstacle, tuned
 
-        batch = self.batch
+        batch = self._batch_of(layer)
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         chunks, scoring = Chunks.of(batch), _scoring(layer, sinks)
         if self.backend.invariant_for is not None:

@@ -28,6 +28,7 @@ class Slot:
     index: int
     generation: int = -1  # The generation of the request when its table was sent.
     blocks_sent: int = 0
+    blocks_sent_beside: int = 0  # of the other block tables of its request
     first: int = 0  # the first position that was computed since then
 
 
@@ -38,14 +39,20 @@ class Slots:
     last two steps, so no step in flight refers to it when it is assigned to another request.
     """
 
-    def __init__(self, max_requests: int, table_width: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_requests: int, table_width: int, block_size: int, device: torch.device, num_tables: int = 1
+    ) -> None:
+        """`num_tables`: block tables of a request, where layers have different ones."""
         self.max_requests = max_requests
         self.count = 2 * max_requests + 2
         self.table_width = table_width
         self.block_size = block_size
         self.padding = self.count  # one more row, which belongs to no request
         self.padding_cell = self.padding * table_width
-        self.tables = torch.zeros(self.count + 1, table_width, dtype=torch.int32, device=device)
+        # Kernels load faster from tables that begin at multiples of 16 bytes.
+        self._rows = self.count + 1 if num_tables == 1 else -(-(self.count + 1) // 4) * 4
+        self.tables = torch.zeros(num_tables * self._rows, table_width, dtype=torch.int32, device=device)
+        self.parts = self.tables.split(self._rows)  # for each block table a row of each slot
         self.last_token = torch.zeros(self.count + 1, dtype=torch.int32, device=device)
         self._free = list(range(self.count))
         self._held: OrderedDict[str, Slot] = OrderedDict()
@@ -92,19 +99,26 @@ class Slots:
         """Append the entries of `chunk`'s block table that the device does not have yet."""
         table = chunk.table
         if slot.generation != chunk.generation:
-            slot.generation, slot.blocks_sent, slot.first = chunk.generation, 0, chunk.start
+            slot.generation, slot.first = chunk.generation, chunk.start
+            slot.blocks_sent = slot.blocks_sent_beside = 0
         elif chunk.copies:
-            slot.blocks_sent = 0
+            slot.blocks_sent = slot.blocks_sent_beside = 0
         self._send_rest(slot, table, cells, blocks)
+        for number, other in enumerate(chunk.beside, 1):
+            first = (number * self._rows + slot.index) * self.table_width
+            cells.extend(range(first + slot.blocks_sent_beside, first + len(other)))
+            blocks.extend(other[slot.blocks_sent_beside :])
+        slot.blocks_sent_beside = len(table)
         if chunk.drafts:  # blocks that only wrong drafts needed are given back, and may be other blocks next time
-            slot.blocks_sent = min(len(table), -(-chunk.known_end // self.block_size))
+            slot.blocks_sent = slot.blocks_sent_beside = min(len(table), -(-chunk.known_end // self.block_size))
 
     def draft_changes(
         self, slot: Slot, request: Request, table: Sequence[int], cells: list[int], blocks: list[int]
     ) -> None:
         """The same before a step, for a request whose block table has room for draft tokens."""
         if slot.generation != request.generation:
-            slot.generation, slot.blocks_sent, slot.first = request.generation, 0, request.num_known - 1
+            slot.generation, slot.first = request.generation, request.num_known - 1
+            slot.blocks_sent = slot.blocks_sent_beside = 0
         self._send_rest(slot, table, cells, blocks)
         slot.blocks_sent = min(len(table), -(-request.num_known // self.block_size))
 

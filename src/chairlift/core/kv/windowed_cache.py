@@ -38,6 +38,11 @@ class Reach:
         return self.window is None and self.chunk is None
 
     @property
+    def words(self) -> str:
+        kinds = {"a window of": self.window, "chunks of": self.chunk}
+        return " and ".join(f"{kind} {size:,} tokens" for kind, size in kinds.items() if size) or "the whole context"
+
+    @property
     def most(self) -> int:
         """The most tokens that a token sees."""
         return min(self.window or NO_LIMIT, self.chunk or NO_LIMIT)

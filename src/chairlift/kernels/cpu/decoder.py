@@ -63,10 +63,11 @@ class Step(NamedTuple):
     x: np.ndarray  # [T, hidden] float32: the residual stream, embedded tokens at first
     cos: np.ndarray  # [ropes, T, pairs] float32
     sin: np.ndarray
-    slots: np.ndarray  # [T] int64
-    keys: np.ndarray  # [L, blocks, block_size, kv_heads, head_dim] float32, uint16 (bfloat16) or int8 with scales
+    slots: np.ndarray  # [G, T] int64, of G block tables
+    keys: np.ndarray  # [planes, blocks, block_size, kv_heads, head_dim] float32, uint16 (bfloat16) or int8 with scales
     values: np.ndarray
-    tables: np.ndarray  # [S, longest] int32
+    tables: np.ndarray  # [G, S, longest] int32
+    places: np.ndarray  # [L, 2] int64: the plane and the table of each layer
     work: AttentionWork
     tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
     rows: np.ndarray  # [R] int64: rows whose final hidden states are needed, all different
@@ -143,7 +144,7 @@ def decode_layer(
     x = step.out if picks else step.x
     count = x.shape[0]
     heads = buffers.attended.shape[1]
-    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    cache = _cache_of(step, layer)
     how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer], net.chunks[layer], net.sinks[layer])
 
     store_layer(shared, members, net, layer, step, buffers)
@@ -192,6 +193,12 @@ def _add_terms(shared: Any, members: int, step: Step, site: Site, count: int, ou
 
 
 @compiled(FAST)
+def _cache_of(step: Step, layer: int) -> Cache:
+    plane, table = step.places[layer, 0], step.places[layer, 1]
+    return Cache(step.keys[plane], step.values[plane], step.tables[table])
+
+
+@compiled(FAST)
 def _add_product(
     shared: Any,
     members: int,
@@ -230,7 +237,7 @@ def _add_product(
 def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
     """Run the first three phases: project and rotate queries, keys and values; store keys and values."""
     flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
-    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    cache = _cache_of(step, layer)
     site = Site(layer * PRODUCTS + QKV, False)
     _norm_and_round(shared, step.x, net, net.before_attention, layer, buffers.hidden_rows, step, site)
     barrier(shared, members)
@@ -285,7 +292,7 @@ def _norm_and_round(
 def _rotate_and_store(
     shared: Any, step: Step, qkv: Any, heads: int, kv_heads: int, net: Network, layer: int, cache: Cache
 ) -> None:
-    rope = net.ropes[layer]
+    rope, table = net.ropes[layer], step.places[layer, 1]
     while True:
         row = claim(shared, 1)
         if row >= step.x.shape[0]:
@@ -297,7 +304,7 @@ def _rotate_and_store(
                 _rotate(qkv[row, head], step.cos[rope, row], step.sin[rope, row])
         if net.norms_after_rope:
             _norm_heads(qkv[row], heads, kv_heads, net, layer)
-        store(cache, step.slots[row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])
+        store(cache, step.slots[table, row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])
 
 
 @compiled(FAST)

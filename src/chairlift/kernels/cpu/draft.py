@@ -40,7 +40,7 @@ class DraftedTokens(NamedTuple):
     cos: np.ndarray  # [P, R, pairs] float32
     sin: np.ndarray
     slots: np.ndarray  # [P, R] int64
-    tables: np.ndarray  # [R, longest] int32
+    tables: np.ndarray  # [1, R, longest] int32
     work: AttentionWork  # It is the work of the last pass.
     lengths: np.ndarray  # [P, pieces] int64: lengths of the pieces at each position
     pieces: np.ndarray  # [P] int64: number of pieces at each position
@@ -136,10 +136,10 @@ def draft(
         )
         work = AttentionWork(pieces, drafted.work.tiles, drafted.work.partial, drafted.work.several)
         cos, sin = drafted.cos[place : place + 1], drafted.sin[place : place + 1]
-        slots = drafted.slots[place]
+        slots, tables = drafted.slots[place : place + 1], drafted.tables
         rows = every[:active]
         later = Step(
-            x, cos, sin, slots, step.keys, step.values, drafted.tables, work, step.tapped, rows, x, step.adapters
+            x, cos, sin, slots, step.keys, step.values, tables, step.places, work, step.tapped, rows, x, step.adapters
         )
         decode_layer(shared, members, head.net, 0, later, buffers, False)
         _choose(shared, members, head, x, rows, scratch, choices, place + 1)

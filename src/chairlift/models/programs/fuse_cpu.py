@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.batch import StepBatch
+from chairlift.attention.batch import RaggedLayout, StepBatch
 from chairlift.attention.interface import HostWork, StepAttention
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
@@ -243,6 +243,7 @@ class FusedCPULayers:
         self._row_type = ROW_TYPES[type(tiles.qkv)]
         self._inner, self._gated = config.layers[0].intermediate_size, config.gated_mlp
         self._buffers: Buffers | None = None
+        self._places: tuple[KVStorage, np.ndarray] | None = None  # those of the layers in the storage used last
         self._team = the_team()  # sized by torch's threads, which are reduced to one later
 
     def __call__(
@@ -261,15 +262,17 @@ class FusedCPULayers:
         """
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
         cos, sin = self._rotary(positions.numpy())
-        keys, values = self.stored(work.storage)
+        keys, values, places = self.stored(work.storage)
+        slots, tables = _described(work.layout)
         step = Step(
             x=x.numpy(),
             cos=cos,
             sin=sin,
-            slots=work.layout.slot_mapping.numpy(),
+            slots=slots,
             keys=keys,
             values=values,
-            tables=work.layout.tables.numpy(),
+            tables=tables,
+            places=places,
             work=work.pieces,
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
             rows=np.arange(len(x)) if rows is None else _check_rows(rows.long().numpy(), len(x)),
@@ -283,11 +286,15 @@ class FusedCPULayers:
         self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
         return out, torch.from_numpy(step.tapped).unbind()
 
-    def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
-        """The keys and values of the first layer and all behind it."""
+    def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The keys and values of all planes, and the plane and the block table of each layer."""
         assert storage.stacked is not None, "layers of one shape are stored together"
         keys, values = storage.stacked
-        return as_array(keys)[self.layer.index :], as_array(values)[self.layer.index :]
+        first = self.layer.index
+        if self._places is None or self._places[0] is not storage:
+            indices = range(first, first + len(self.network.scales))
+            self._places = storage, np.array([storage.place(layer) for layer in indices])
+        return as_array(keys), as_array(values), self._places[1]
 
     def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
@@ -303,6 +310,15 @@ class FusedCPULayers:
                 self._row_type,
             )
         return self._buffers
+
+
+def _described(layout: RaggedLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The slots [G, T] and the tables [G, S, longest] of all block tables."""
+    slots, tables = layout.slot_mapping.numpy(), layout.tables.numpy()
+    if not layout.beside:
+        return slots[None], tables[None]
+    others = [(each.slot_mapping.numpy(), each.tables.numpy()) for each in layout.beside]
+    return np.stack([slots, *(own for own, _ in others)]), np.stack([tables, *(own for _, own in others)])
 
 
 def _check_rows(rows: np.ndarray, count: int) -> np.ndarray:

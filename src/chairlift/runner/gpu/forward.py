@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -72,13 +72,15 @@ class StepForward:
         return ComputedStep(logits, sampled, output)
 
     def _batch(self, shape: BatchShape, view: dict[str, Tensor], tokens: Tensor) -> StepBatch:
+        arrays: dict[str, Any] = {name: view[name] for name in (*CHUNK_ARRAYS, *TILE_ARRAYS)}
         layout = PagedLayout(
             slots=view["slot"],
             positions=view["position"],
-            tables=self.slots.tables,
+            tables=self.slots.parts[0],
             num_single=shape.singles,
             tile_queries=self.tile_queries,
-            **{name: view[name] for name in (*CHUNK_ARRAYS, *TILE_ARRAYS)},
+            beside=self.slots.parts[1:],
+            **arrays,
             one_per_request=not shape.drafts,
             long_contexts=shape.long,
             deep_chunks=shape.deep,

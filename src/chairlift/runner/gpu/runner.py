@@ -51,7 +51,8 @@ class GPURunner(ModelRunner):
         self.device = device
         spec = self.attention.batch_spec((*model.attention_layers, *self.drafter.layers), model.dtype)
         self.tile_queries = spec.tile_queries
-        self.slots = Slots(sizes.requests, -(-sizes.context // storage.block_size), storage.block_size, device)
+        width = -(-sizes.context // storage.block_size)
+        self.slots = Slots(sizes.requests, width, storage.block_size, device, storage.num_tables)
         use_graphs = sizes.graphs and can_capture(device) and getattr(model, "allows_capture", True)
         self.shapes = Shapes(
             sizes.requests,
@@ -193,7 +194,8 @@ class GPURunner(ModelRunner):
         request.status = Status.RUNNING
         for start, count in ((0, 2), (2, 1)):
             table = [self.storage.scratch_block] * (start + count)
-            self.run(StepPlan(step=0, chunks=(Chunk(request, start=start, count=count, table=table, samples=True),)))
+            beside = (table,) * (self.storage.num_tables - 1)
+            self.run(StepPlan(step=0, chunks=(Chunk(request, start, count, table, samples=True, beside=beside),)))
             request.append(0)
         if self.drafter.reads_rows:  # it is two tokens behind: one pass is over a chunk, and one over a single token
             self.preparation.kernels.wait_for_walk(lambda: self.drafter.warm_up(request))

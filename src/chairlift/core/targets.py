@@ -13,7 +13,7 @@ from chairlift.errors import InvalidParameter
 NAMES = ("ttft", "tpot", "e2e")
 
 
-class Latencies(Protocol):
+class RequestTimes(Protocol):
     """The measured times of a request, in seconds."""
 
     @property
@@ -56,12 +56,12 @@ class Targets:
     def given(self) -> bool:
         return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
 
-    def judge(self, times: Latencies) -> dict[str, bool]:
+    def judge(self, times: RequestTimes) -> dict[str, bool]:
         """Whether each target is met, by its name; a time that is None keeps any."""
         limits = {name: limit for name in NAMES if (limit := getattr(self, name)) is not None}
         return {name: (value := getattr(times, name)) is None or value <= limit for name, limit in limits.items()}
 
-    def met_by(self, times: Latencies) -> bool:
+    def met_by(self, times: RequestTimes) -> bool:
         pairs = ((times.ttft, self.ttft), (times.tpot, self.tpot), (times.e2e, self.e2e))
         return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
